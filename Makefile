@@ -1,0 +1,56 @@
+# make demo   train on two ranks, then let a training hang and print why
+# make test   lint, types, and the whole test suite
+#
+# Both set up .venv first, and again whenever pyproject.toml changes.
+
+PYTHON ?= python3
+# Pinned, so that what is tested is what was developed against. Installed only where .venv has no torch yet.
+# Another build, one for CPUs only for instance: make demo TORCH="torch --index-url ..."
+TORCH ?= torch==2.13.0
+
+HANGS := rank0_evaluation unseeded_split slow_log_storage loader_stall late_rank0
+HANG ?= rank0_evaluation
+STRATEGY ?= safe
+REPEAT ?= 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo hangs test lint bench install clean
+
+demo: $(INSTALLED)
+	rm -rf runs/demo
+	$(BIN)/python examples/digits.py --root-dir runs/demo/digits
+	$(BIN)/python examples/hangs/$(HANG).py --root-dir runs/demo/hang || echo "Exit code $$?: the hang was ended."
+	@cat runs/demo/hang/ncclsafe/*/report.txt > /dev/null && ls runs/demo/hang/ncclsafe/*/report.*
+
+# All five, each as often as REPEAT says; STRATEGY=ddp shows what Lightning alone prints.
+hangs: $(INSTALLED)
+	@for hang in $(HANGS); do for run in $$(seq $(REPEAT)); do \
+		echo "--- $$hang, run $$run"; \
+		$(BIN)/python examples/hangs/$$hang.py --strategy $(STRATEGY) --root-dir runs/hangs/$$hang/$$run || true; \
+	done; done
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: $(INSTALLED)
+	$(BIN)/python tests/benchmarks/step_overhead.py
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf runs build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""Rank 0 is late at the start: it still expands its data set in memory (RecBole#2069).
+
+The other ranks have finished their set-up and wait in the first collective. Nothing is wrong with the network,
+though the stock error speaks of timeouts and sends people there.
+
+Stock, on rank 1:  RuntimeError: ... Timed out waiting 12000ms for recv operation to complete
+SafeDDP:           late-at-init: rank 0 in DataModule.setup, at the line marked below, and its memory
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from _run import DigitsClassifier, DigitsData, parse_options, run
+
+COPIES = 300  # of 460 kB each: 138 MB, and as much again while the next ones are made
+
+
+class LateRankZero(DigitsData):
+    def __init__(self, stall: float) -> None:
+        super().__init__()
+        self.stall = stall
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        assert self.trainer is not None
+        if self.trainer.is_global_zero:
+            self.expand()
+
+    def expand(self) -> None:
+        """Make noisy copies of every image, all of them in memory."""
+        images = self.digits.tensors[0]
+        end = time.monotonic() + self.stall
+        while time.monotonic() < end:
+            self.expanded = torch.randn(COPIES, *images.shape).add_(images)  # <- rank 0 is here
+
+
+if __name__ == "__main__":
+    options = parse_options(__doc__)
+    run(DigitsClassifier(), LateRankZero(options.stall), options)

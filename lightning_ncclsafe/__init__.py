@@ -1,0 +1,39 @@
+"""Says why multi-GPU training with PyTorch Lightning hangs: which rank, in which hook, at which line, and what to do."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from lightning_ncclsafe.strategies import SafeDDP as SafeDDP
+
+__version__ = "0.1.0.dev0"
+__all__ = ["CollectiveTimeoutError", "SafeDDP"]
+
+_HOMES = {
+    "CollectiveTimeoutError": "lightning_ncclsafe.errors",
+    "SafeDDP": "lightning_ncclsafe.strategies",
+}
+
+
+# Public names are imported when they are asked for, so that reading and judging a report needs neither torch nor
+# Lightning, which take seconds to import.
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
+# Lightning has no entry point for strategies: names exist once somebody has registered them.
+if "lightning.pytorch" in sys.modules:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_ncclsafe.strategies import SafeDDP as _SafeDDP
+
+    _SafeDDP.register_strategies(StrategyRegistry)

@@ -1,0 +1,130 @@
+"""The only file that calls private functions of torch; what differs between its versions is decided here."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# torch._C._distributed_c10d is absent from builds without distributed support.
+try:
+    from torch._C import _distributed_c10d as _c10d
+except ImportError:  # pragma: no cover - needs such a build
+    _c10d = None  # type: ignore[assignment]
+
+# NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
+# writes to the general one. Both are asked, so that a job with gloo and NCCL groups is seen whole.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+class GroupMembers(NamedTuple):
+    """A process group of this process: its unique name, its description and the global ranks of its members."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+
+def recorder_dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
+    """What each Flight Recorder of this process holds, as PyTorch's own JSON.
+
+    Args:
+        collectives: Whether to include the entries; without them only the position of each group is dumped, which
+            takes about 0.05 ms.
+    """
+    for name in _RECORDERS:
+        dump: Callable[[bool, bool], bytes] | None = getattr(_c10d, name, None)
+        if dump is not None:
+            yield json.loads(dump(collectives, False))
+
+
+def process_groups() -> list[GroupMembers]:
+    """The process groups that this process is a member of."""
+    if not distributed_is_initialized():
+        return []
+    members = dist.distributed_c10d._world.pg_group_ranks
+    # A copy first: user code may create groups while another thread reads.
+    return [GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks))) for group, ranks in [*members.items()]]
+
+
+def distributed_is_initialized() -> bool:
+    """Whether this build has ``torch.distributed`` and the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def own_store_connection(prefix: str) -> Any:
+    """A connection of our own to the job's store, under a prefix.
+
+    The default group's store object must not be shared: its socket is locked while the main thread waits in it.
+
+    Returns:
+        A ``torch.distributed.Store``.
+
+    Raises:
+        RuntimeError: If the store cannot be cloned (a user's own store type) or its host cannot be reached.
+    """
+    default: Any = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore(prefix, default.clone())
+
+
+def groups_can_be_aborted() -> bool:
+    """Whether aborting the process groups makes a main thread that waits in one raise.
+
+    True for NCCL. ``ProcessGroup.abort()`` does not wake a thread that waits in a gloo collective (torch 2.13), so
+    there the process has to exit.
+    """
+    return distributed_is_initialized() and "nccl" in str(dist.get_backend()) and torch.cuda.is_available()
+
+
+def abort_groups() -> None:
+    """Aborts every process group of this process; waits in NCCL then raise ``DistBackendError``."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        abort()
+        return
+    for group in [*dist.distributed_c10d._world.pg_map]:  # pragma: no cover - torch < 2.6
+        with suppress(RuntimeError):
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception says only that a collective failed, because a peer is gone or late, or by our own abort.
+
+    Gloo has no exception type of its own: it raises ``RuntimeError`` with its source path or a socket's error in the
+    text.
+    """
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _GLOO_MARKS)
+
+
+_GLOO_MARKS = (
+    "gloo/",
+    "Connection closed by peer",
+    "Application timeout caused pair closure",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Gloo connect",
+    "[c10d]",
+)
+
+
+def hosts_store(rank: int) -> bool:
+    """Whether the job's store lives in the process of this rank, so that it dies with it.
+
+    torchrun's agent hosts the store itself and says so in the environment; otherwise rank 0 does.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+
+
+def versions() -> dict[str, str]:
+    """Versions of torch, CUDA and NCCL as this build knows them."""
+    found = {"torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = str(torch.version.cuda)
+        with suppress(Exception):
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,66 @@
+"""Ending a run that cannot go on: after the report, never before it, and on every rank."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+
+EXIT_CODE = 124
+"""Exit status of a process that had to be ended from outside its main thread; that of ``timeout(1)``."""
+
+# What the main thread is given to leave by its own exception once its process groups have been aborted.
+ABORT_GRACE_S = 10.0
+# What the process that hosts the store gives the others to leave before it.
+_OTHERS_LEAVE_S = 3.0
+_POLL_S = 0.02
+
+
+def end_run(
+    *, exchange: Exchange, rank: int, world_size: int, main_thread_left: threading.Event, kill_launched: Callable[[], None]
+) -> None:
+    """Ends this rank's part of the run, from a side thread.
+
+    Where the process groups can be aborted (NCCL) the main thread's wait raises and the Trainer unwinds; where they
+    cannot (gloo), or where the main thread is not in a collective and does not come back, the process exits.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        main_thread_left: Set once the main thread has left the Trainer's function.
+        kill_launched: Ends the processes that this one launched.
+    """
+    if _torch.groups_can_be_aborted():
+        # The abort itself may wait for a kernel that never ends.
+        threading.Thread(target=_torch.abort_groups, name="ncclsafe-abort", daemon=True).start()
+        if main_thread_left.wait(ABORT_GRACE_S):
+            return
+    say_goodbye(exchange, rank)
+    if _torch.hosts_store(rank):
+        wait_for_others(exchange, rank, world_size)
+    with suppress(Exception):
+        kill_launched()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def say_goodbye(exchange: Exchange, rank: int) -> None:
+    """This rank needs the exchange no more."""
+    with suppress(ExchangeError):
+        exchange.set(f"left/{rank}", b"")
+
+
+def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
+    """Waits, at most 3 s, until the other ranks have said that they need the store no more."""
+    others = [f"left/{other}" for other in range(world_size) if other != rank]
+    deadline = time.monotonic() + _OTHERS_LEAVE_S
+    with suppress(ExchangeError):
+        while time.monotonic() < deadline and len(exchange.get_many(others)) < len(others):
+            time.sleep(_POLL_S)

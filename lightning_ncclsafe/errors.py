@@ -1,0 +1,18 @@
+"""What the guard raises."""
+
+from lightning_ncclsafe.findings import Finding
+
+
+class CollectiveTimeoutError(RuntimeError):
+    """The run was ended because ranks waited for a collective that could not complete.
+
+    Attributes:
+        findings: The causes found, the most probable first.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+    """
+
+    def __init__(self, answer: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
+        where = f"\nThe report is in {report_folder}" if report_folder else ""
+        super().__init__(f"{answer}{where}")
+        self.findings = findings
+        self.report_folder = report_folder

@@ -1,0 +1,17 @@
+"""How ranks share facts without touching the training's process groups."""
+
+from lightning_ncclsafe.exchange.directory import DirectoryExchange
+from lightning_ncclsafe.exchange.fallback import FallbackExchange
+from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError
+from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
+from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
+
+__all__ = [
+    "DirectoryExchange",
+    "Exchange",
+    "ExchangeError",
+    "FallbackExchange",
+    "MemoryExchange",
+    "SharedMemory",
+    "TcpStoreExchange",
+]

@@ -1,0 +1,36 @@
+"""What ranks need to share facts: a few keys that all of them see. Never a collective of the training's groups."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class ExchangeError(RuntimeError):
+    """The exchange does not answer; the message says which, and what happened."""
+
+
+class Exchange(Protocol):
+    """Keys and values shared by all ranks of a job. Every call ends within the exchange's own deadline.
+
+    All methods raise :class:`ExchangeError` when the exchange cannot be reached; nothing else.
+
+    Attributes:
+        lost: What made ranks go over to another way of sharing; empty as long as nothing did.
+    """
+
+    lost: str
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publishes a value."""
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        """Publishes a value unless the key has one, as one step among all ranks.
+
+        Returns:
+            The value that stands: the given one, or that of the rank that came first.
+        """
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The values of those keys that have one."""
+
+    def close(self) -> None:
+        """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""

@@ -1,0 +1,86 @@
+"""An exchange over a connection of our own to the job's TCPStore."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from lightning_ncclsafe.exchange.interface import ExchangeError
+
+T = TypeVar("T")
+
+
+class TcpStoreExchange:
+    """An exchange on the job's store.
+
+    TCPStore obeys its timeout only where it waits for a key; every other call blocks for as long as the store's host
+    does not answer (seen with a stopped host, torch 2.13). So calls are made by a thread of their own, and after the
+    first one that misses its deadline the store is given up for good.
+
+    Args:
+        store: A connection of our own, a ``torch.distributed.Store``; see
+            :func:`lightning_ncclsafe._torch.own_store_connection`.
+        deadline_s: Seconds that a call may take.
+
+    Attributes:
+        lost: Why the store was given up; empty while it works.
+    """
+
+    def __init__(self, store: Any, *, deadline_s: float = 2.0) -> None:
+        self._store = store
+        self._deadline_s = deadline_s
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.lost = ""
+        store.set_timeout(timedelta(seconds=deadline_s))
+        # A daemon: one that hangs on a dead host must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name="ncclsafe-store", daemon=True)
+        self._thread.start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publishes a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        """Publishes a value unless the key has one; returns the value that stands."""
+        # TCPStore takes an expected value of "" for "the key has none".
+        return self._call(lambda: bytes(self._store.compare_set(key, "", value.decode("utf-8"))))
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The values of those keys that have one."""
+        wanted = list(keys)
+        return self._call(lambda: self._get_many(wanted))
+
+    def close(self) -> None:
+        """Ends the thread; one that hangs on a dead host is left behind, asleep."""
+        self.lost = self.lost or "it was used after it was closed"
+        self._calls.put(None)
+        self._thread.join(self._deadline_s)
+
+    def _get_many(self, keys: list[str]) -> dict[str, bytes]:
+        # The store can only say whether all of several keys are there; for one poll that is the common case.
+        present = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        return dict(zip(present, map(bytes, self._store.multi_get(present)), strict=True)) if present else {}
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self.lost:
+            raise ExchangeError(f"The job's store cannot be used: {self.lost}.")
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        try:
+            return future.result(self._deadline_s)
+        except TimeoutError as error:
+            self.lost = f"its host did not answer within {self._deadline_s:g} s"
+            raise ExchangeError(f"The job's store cannot be used: {self.lost}.") from error
+        except Exception as error:  # torch raises DistError and plain RuntimeError for a host that is gone
+            self.lost = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            raise ExchangeError(f"The job's store cannot be used: {self.lost}.") from error
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)

@@ -1,0 +1,353 @@
+"""What one rank saw, and what a job is: the only data that rules may look at.
+
+Everything here is frozen, serialisable (see :mod:`lightning_ncclsafe.codec`) and free of torch and Lightning, so that
+a report can be judged again on a login node, years later, from its ``report.json`` alone.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Phase(str, Enum):
+    """Where in its life a rank's Trainer stands."""
+
+    INIT = "init"
+    """Before the first batch or sanity check: process group, setup hooks, model construction, restoring."""
+    SANITY_CHECK = "sanity_check"
+    TRAIN = "train"
+    VALIDATE = "validate"
+    TEST = "test"
+    PREDICT = "predict"
+    CHECKPOINT = "checkpoint"
+    """A checkpoint is being written, in whatever stage."""
+    FINISHED = "finished"
+    """The Trainer's function returned on this rank; the process waits for its peers before it leaves."""
+
+
+class IncidentKind(str, Enum):
+    """Why ranks were asked for their facts."""
+
+    SUSPECT = "suspect"
+    """A rank made no progress for ``suspect_after``."""
+    EXCEPTION = "exception"
+    """A rank raised."""
+    TIMEOUT = "timeout"
+    """A rank made no progress for ``timeout``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One Python frame of a stack.
+
+    Attributes:
+        file: Path of the source file as Python names it.
+        line: Line number, from 1.
+        function: Name of the function.
+        code: The source line, stripped; empty where the source cannot be read.
+        user: Whether the file is the user's own code: neither the standard library, nor an installed package.
+        rank_condition: The condition on the rank that encloses this line in the source, with its line number, e.g.
+            ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+    user: bool = False
+    rank_condition: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective as one rank's Flight Recorder recorded it.
+
+    Attributes:
+        group: Name of the process group, unique in the job (``"0"`` is the default group).
+        seq: Sequence number within the group, from 1; equal numbers on different ranks should be the same collective.
+        op: Operation without the back end's prefix: ``"all_reduce"``, ``"broadcast"``, ``"barrier"``, …
+        backend: ``"nccl"``, ``"nccl2"``, ``"gloo"``, …
+        completed: Whether the recorder saw it end on this rank.
+        started: Whether the recorder saw it start on the device (NCCL only; always false on gloo).
+        input_sizes: Shapes of the inputs.
+        output_sizes: Shapes of the outputs.
+        dtypes: Data types of the inputs.
+        created_ns: Wall-clock time of the call, nanoseconds since the epoch.
+        duration_ms: Duration on the device in milliseconds where the back end gives it, else None.
+        timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
+        is_p2p: Whether it is a point-to-point operation, which has its own numbering.
+    """
+
+    group: str
+    seq: int
+    op: str
+    backend: str = ""
+    completed: bool = False
+    started: bool = False
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    created_ns: int = 0
+    duration_ms: float | None = None
+    timeout_ms: int = 0
+    is_p2p: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group as one rank sees it.
+
+    Attributes:
+        name: Name of the group, unique in the job.
+        description: The group's description (``"default_pg"`` for the default group).
+        ranks: Global ranks of the members; empty where unknown.
+        last_enqueued: Highest sequence number this rank has called; 0 if none.
+        last_started: Highest sequence number that started on the device; -1 where the back end does not say.
+        last_completed: Highest sequence number that completed on this rank; 0 if none.
+    """
+
+    name: str
+    description: str = ""
+    ranks: tuple[int, ...] = ()
+    last_enqueued: int = 0
+    last_started: int = -1
+    last_completed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something Lightning is doing, by its profiler's name or a barrier's: hooks, data fetches, checkpoint saves.
+
+    Attributes:
+        name: E.g. ``"[LightningModule]Net.training_step"``, ``"[Callback]ModelCheckpoint.on_validation_end"``,
+            ``"[_TrainingEpochLoop].train_dataloader_next"``, ``"save_checkpoint"``, ``"barrier:post_setup"``,
+            ``"init_process_group"``.
+        for_s: Seconds since it began.
+    """
+
+    name: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a rank's Trainer has come.
+
+    Attributes:
+        phase: Where in its life the Trainer stands.
+        actions: What is going on, outermost first; empty between hooks.
+        last_action: The last action that ended, for the moments between two hooks.
+        epoch: Current epoch, from 0.
+        batch_idx: Index of the batch being worked on in the current loop, from 0; -1 before the first.
+        is_last_batch: Whether the current loop's data ended with this batch.
+        global_step: Optimizer steps taken.
+        idle_s: Seconds since this rank last made progress: entered or left an action, or moved in a collective.
+    """
+
+    phase: Phase
+    actions: tuple[Action, ...] = ()
+    last_action: str = ""
+    epoch: int = 0
+    batch_idx: int = -1
+    is_last_batch: bool = False
+    global_step: int = 0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Memory, swap and cores of a rank's process and host. None means that this host does not say.
+
+    Attributes:
+        rss_bytes: Resident memory of the rank's process.
+        process_swap_bytes: How much of the process is swapped out.
+        memory_total_bytes: Memory of the host.
+        memory_available_bytes: Memory of the host that can be had without swapping.
+        swap_total_bytes: Swap space of the host.
+        swap_used_bytes: Swap space in use on the host.
+        swapped_in_bytes: Bytes that the host has read back from swap since the guard started.
+        memory_limit_bytes: Memory limit of the process's own control group (cgroup v1 or v2).
+        oom_kills: Processes that the kernel's out-of-memory killer has ended since the guard started.
+        cores: Cores that this process may run on.
+        load_1min: Load average of the last minute.
+    """
+
+    rss_bytes: int | None = None
+    process_swap_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    swap_total_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    swapped_in_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    oom_kills: int | None = None
+    cores: int | None = None
+    load_1min: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """A process as another process on the same host sees it: a peer rank that may be silent, or a loader worker.
+
+    Attributes:
+        pid: Process id.
+        rank: Global rank; -1 for a process that is no rank.
+        state: ``"running"``, ``"sleeping"``, ``"stopped"``, ``"tracing-stop"``, ``"disk-sleep"``, ``"zombie"`` or
+            ``"gone"`` (psutil's words, and ``"gone"`` for a process that no longer exists).
+        wait_channel: Kernel function it sleeps in (``/proc/PID/wchan``); empty where unreadable.
+        cpu_s: Processor time it has used, seconds.
+        rss_bytes: Resident memory.
+        swap_bytes: How much of it is swapped out.
+        stack: Its main thread's Python stack, outermost first, where it could be had from outside.
+        gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
+    """
+
+    pid: int
+    rank: int = -1
+    state: str = ""
+    wait_channel: str = ""
+    cpu_s: float | None = None
+    rss_bytes: int | None = None
+    swap_bytes: int | None = None
+    stack: tuple[Frame, ...] = ()
+    gil_held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """A dataloader that the rank's current loop uses.
+
+    Attributes:
+        dataset: Class name of the dataset.
+        num_workers: Worker processes of this loader.
+        prefetch_factor: Batches each worker prefetches; None without workers.
+        batches: Number of batches; None where the loader has no length.
+    """
+
+    dataset: str = ""
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFacts:
+    """A directory that the rank writes to.
+
+    Attributes:
+        owner: Class name of what writes there: a logger or a checkpoint callback.
+        path: The directory.
+        filesystem: Type of the file system below it (``"ext4"``, ``"nfs4"``, …); empty where unknown.
+    """
+
+    owner: str
+    path: str
+    filesystem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExceptionFacts:
+    """An exception that ended, or is ending, the Trainer on a rank.
+
+    Attributes:
+        type: Class name.
+        message: Its text, cut to 2,000 characters.
+        stack: Where it was raised, outermost frame first.
+        is_consequence: Whether it only says that a peer is gone or a collective failed (a transport error), so that
+            the cause must be looked for elsewhere.
+    """
+
+    type: str
+    message: str
+    stack: tuple[Frame, ...] = ()
+    is_consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """Everything one rank says about itself at one moment.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank on its host.
+        host: Host name.
+        pid: Process id.
+        taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
+        progress: How far its Trainer has come.
+        stack: Main thread's Python stack, outermost frame first; of the exception's traceback nothing is in here.
+        groups: Process groups this rank belongs to.
+        collectives: The recorder's last entries, oldest first; all that have not completed are among them.
+        host_facts: Memory, swap and cores.
+        peers: Ranks of the same host as seen from this rank, itself excluded.
+        workers: Child processes of this rank that run the loader's code.
+        loaders: Dataloaders of the current loop.
+        storage: Directories of loggers and checkpoints.
+        exception: The exception that this rank raised, if any.
+        versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
+        missing: What could not be found out, one sentence each.
+    """
+
+    rank: int
+    progress: Progress
+    local_rank: int = 0
+    host: str = ""
+    pid: int = 0
+    taken_ns: int = 0
+    stack: tuple[Frame, ...] = ()
+    groups: tuple[Group, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    host_facts: HostFacts = field(default_factory=HostFacts)
+    peers: tuple[ProcessFacts, ...] = ()
+    workers: tuple[ProcessFacts, ...] = ()
+    loaders: tuple[LoaderFacts, ...] = ()
+    storage: tuple[StorageFacts, ...] = ()
+    exception: ExceptionFacts | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One occasion on which all ranks were asked for their facts.
+
+    Attributes:
+        number: Counts the incidents of a run, from 1.
+        kind: Why ranks were asked.
+        opened_by: Rank that asked.
+        opened_ns: Wall-clock time, nanoseconds since the epoch.
+        idle_s: Seconds for which the asking rank had made no progress.
+        suspect_after_s: The threshold that applied, seconds.
+        timeout_s: The hard limit that applies, seconds.
+    """
+
+    number: int
+    kind: IncidentKind
+    opened_by: int
+    opened_ns: int = 0
+    idle_s: float = 0.0
+    suspect_after_s: float = 0.0
+    timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """A job at the moment of an incident: the ranks that answered, and by omission those that did not.
+
+    Attributes:
+        incident: Why the ranks were asked.
+        world_size: Number of ranks in the job.
+        ranks: The ranks that answered, in ascending order of rank.
+        witnessed: What other processes on its host say of a silent rank, at most one entry per rank.
+        missing: What could not be shared or gathered, one sentence each.
+    """
+
+    incident: Incident
+    world_size: int
+    ranks: tuple[RankFacts, ...]
+    witnessed: tuple[ProcessFacts, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks that did not answer, ascending. Silence is a fact."""
+        answered = {facts.rank for facts in self.ranks}
+        return tuple(rank for rank in range(self.world_size) if rank not in answered)

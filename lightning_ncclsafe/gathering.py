@@ -1,0 +1,188 @@
+"""How the facts of all ranks meet: every rank publishes its own, one of them judges and reports.
+
+The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and a rank that
+does not answer is looked at from outside by a rank of its host.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from lightning_ncclsafe import codec
+from lightning_ncclsafe.exchange import Exchange
+from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.probes.rank import Card
+
+# Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
+ANSWER_S = 0.6
+# A process that can be seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
+PATIENCE_S = 3.0
+# How long the others wait for the reporter.
+REPORT_S = 6.0
+_POLL_S = 0.02
+_CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the reporter tells the other ranks about an incident.
+
+    Attributes:
+        incident: The incident.
+        answer: The report's first line.
+        folder: Where the report was written; empty where it could not be.
+        findings: The causes found, the most probable first.
+        unanswered: What the facts cannot tell.
+        fatal: Whether the run cannot go on.
+    """
+
+    incident: Incident
+    answer: str
+    folder: str = ""
+    findings: tuple[Finding, ...] = field(default=())
+    unanswered: tuple[str, ...] = ()
+    fatal: bool = False
+
+
+class Gathering:
+    """One round of questions and answers among the ranks.
+
+    Args:
+        exchange: What the ranks share.
+        round_number: Number of the round, equal on all ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+        peers: Cards of the other ranks of this host.
+        witness: Looks from outside at ranks of this host.
+        missing: What the report should say could not be shared.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        round_number: int,
+        rank: int,
+        world_size: int,
+        peers: Iterable[Card],
+        witness: Callable[[Iterable[Card]], list[ProcessFacts]],
+        missing: tuple[str, ...] = (),
+    ) -> None:
+        self._exchange = exchange
+        self._key = f"round/{round_number}"
+        self._rank = rank
+        self._world_size = world_size
+        self._peers = {card.rank: card for card in peers}
+        self._witness = witness
+        self._missing = missing
+        self._began = time.monotonic()
+        # Many ranks take longer to write to one store: some 0.3 ms each.
+        self._answer_s = ANSWER_S + world_size / 1000
+        self._answers: dict[int, RankFacts] = {}
+        self._witnessed: dict[int, ProcessFacts] = {}
+
+    def publish(self, facts: RankFacts) -> None:
+        """Answers for this rank."""
+        self._answers[self._rank] = facts
+        self._exchange.set(self._facts_key(self._rank), codec.encode(facts))
+
+    def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        """Takes part until there is a verdict.
+
+        Args:
+            incident: What the round is about.
+            report: Judges and tells; called on one rank.
+
+        Returns:
+            The verdict, the same on all ranks; None if no rank came to one in time.
+        """
+        # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
+        while (waited_s := time.monotonic() - self._began) < self._answer_s + PATIENCE_S + REPORT_S:
+            verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
+            if verdict is not None:
+                return codec.decode(Verdict, verdict)
+            if waited_s > self._answer_s:
+                self._look_at_silent_peers()
+            if self._is_my_turn(waited_s) and self._claim(waited_s):
+                verdict_of_mine = report(self._collect(incident))
+                self._exchange.set(self._verdict_key, codec.encode(verdict_of_mine))
+                return verdict_of_mine
+            time.sleep(_POLL_S)
+        return None
+
+    @property
+    def _verdict_key(self) -> str:
+        return f"{self._key}/verdict"
+
+    def _facts_key(self, rank: int) -> str:
+        return f"{self._key}/facts/{rank}"
+
+    def _is_my_turn(self, waited_s: float) -> bool:
+        if self._rank == 0:
+            return True
+        if waited_s < 2 * self._answer_s:
+            return False
+        before_me = self._exchange.get_many(self._facts_key(rank) for rank in range(self._rank))
+        # A lower rank that answered reports; unless it, too, fails to.
+        return not before_me or waited_s > self._answer_s + PATIENCE_S + REPORT_S / 2
+
+    def _claim(self, waited_s: float) -> bool:
+        # A second term, for when the first reporter died on the way.
+        term = int(waited_s > self._answer_s + PATIENCE_S + REPORT_S / 2)
+        mine = str(self._rank).encode()
+        return self._exchange.set_if_absent(f"{self._key}/reporter/{term}", mine) == mine
+
+    def _collect(self, incident: Incident) -> JobFacts:
+        while not self._is_complete():
+            time.sleep(_POLL_S)
+        return JobFacts(
+            incident=incident,
+            world_size=self._world_size,
+            ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
+            witnessed=tuple(self._witnessed[rank] for rank in sorted(self._witnessed) if rank not in self._answers),
+            missing=self._missing,
+        )
+
+    def _is_complete(self) -> bool:
+        self._read_answers()
+        silent = self._silent()
+        waited_s = time.monotonic() - self._began
+        if not silent or waited_s > self._answer_s + PATIENCE_S:
+            return True
+        if waited_s < self._answer_s:
+            return False
+        self._look_at_silent_peers()
+        self._read_witnesses(silent)
+        return all(rank in self._witnessed and self._witnessed[rank].state in _CANNOT_ANSWER for rank in silent)
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank not in self._answers]
+
+    def _read_answers(self) -> None:
+        found = self._exchange.get_many(self._facts_key(rank) for rank in self._silent())
+        for data in found.values():
+            facts = codec.decode(RankFacts, data)
+            self._answers[facts.rank] = facts
+
+    def _read_witnesses(self, silent: Iterable[int]) -> None:
+        for data in self._exchange.get_many(self._witness_key(rank) for rank in silent).values():
+            seen = codec.decode(ProcessFacts, data)
+            self._witnessed.setdefault(seen.rank, seen)
+
+    def _look_at_silent_peers(self) -> None:
+        """The lowest rank of a host that answered looks at those that did not, once."""
+        peers, self._peers = self._peers, {}
+        if not peers:
+            return
+        answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._facts_key, peers))}
+        if any(rank < self._rank for rank in answered):
+            return
+        for seen in self._witness(card for rank, card in peers.items() if rank not in answered):
+            self._witnessed[seen.rank] = seen
+            self._exchange.set(self._witness_key(seen.rank), codec.encode(seen))
+
+    def _witness_key(self, rank: int) -> str:
+        return f"{self._key}/witness/{rank}"
+
+

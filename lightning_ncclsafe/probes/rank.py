@@ -1,0 +1,190 @@
+"""Everything one rank can say about itself and its neighbours, within a deadline."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at
+from lightning_ncclsafe.probes.traceback_signal import Armed, TracebackSignal
+from lightning_ncclsafe.probes.trainer import TrainerProbe
+
+# Asking a worker for its stack takes some milliseconds, one after the other; a few are enough to see what they do.
+_WORKERS_ASKED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a rank leaves with its peers, for the time when it cannot speak for itself.
+
+    Attributes:
+        rank: Global rank.
+        host: Host name.
+        pid: Process id.
+        started: When the process was started, seconds since the epoch.
+        signum: Signal that makes it write its traceback; 0 where it has none.
+        fd: File descriptor, in that process, that it writes its traceback to.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: float = 0.0
+    signum: int = 0
+    fd: int = -1
+
+
+class RankProbe:
+    """Sees this rank.
+
+    Args:
+        rank: Global rank.
+        local_rank: Rank on this host.
+        tracker: What Lightning is doing.
+        trainer: Where the Trainer stands.
+
+    Attributes:
+        card: What this rank leaves with its peers.
+        peers: The cards of the other ranks of this host, as far as they are known.
+        exception: The exception that this rank raised, if any.
+    """
+
+    def __init__(self, *, rank: int, local_rank: int, tracker: PhaseTracker, trainer: TrainerProbe) -> None:
+        self._rank = rank
+        self._local_rank = local_rank
+        self._tracker = tracker
+        self._trainer = trainer
+        self._host = HostProbe()
+        self._signal = TracebackSignal()
+        self._armed = self._signal.arm() or Armed(signum=0, fd=-1)
+        self._slow_look: threading.Thread | None = None
+        self.peers: tuple[Card, ...] = ()
+        self.exception: ExceptionFacts | None = None
+        self.card = Card(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            signum=self._armed.signum,
+            fd=self._armed.fd,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the Trainer's function has returned on this rank."""
+        return self._trainer.finished
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        self._trainer.finished = value
+
+    def position(self) -> Hashable:
+        """Where the training stands: it changes when a hook begins or ends, or a collective moves. Takes some 0.1 ms."""
+        return self._tracker.transitions, flight_recorder.position()
+
+    def close(self) -> None:
+        """Restores the signal and closes its file."""
+        self._signal.close()
+
+    def glance(self, idle_s: float) -> RankFacts:
+        """What can be had at once from memory: stack, actions, groups and collectives. Takes some milliseconds."""
+        missing: list[str] = []
+        groups, collectives = _try(flight_recorder.read, ((), ()), "flight recorder", missing)
+        return RankFacts(
+            rank=self._rank,
+            local_rank=self._local_rank,
+            host=self.card.host,
+            pid=self.card.pid,
+            taken_ns=time.time_ns(),
+            progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
+            stack=stacks.main_thread_stack(),
+            groups=groups,
+            collectives=collectives,
+            exception=self.exception,
+            missing=tuple(missing),
+        )
+
+    def look(self, idle_s: float, *, deadline_s: float = 0.5) -> RankFacts:
+        """All facts. What touches storage or other processes is given a deadline and left out where it misses it.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+            deadline_s: Seconds that the slow part may take.
+        """
+        facts = self.glance(idle_s)
+        parts: dict[str, Any] = {}
+        missing = list(facts.missing)
+        slow: dict[str, Callable[[], Any]] = {
+            "stack": lambda: stacks.with_source(facts.stack),
+            "host_facts": self._host.read,
+            "peers": lambda: tuple(look_at(card.pid, rank=card.rank, started=card.started) for card in self.peers),
+            "workers": self._workers,
+            "loaders": self._trainer.loaders,
+            "storage": self._trainer.storage,
+            "versions": _torch.versions,
+        }
+        if facts.exception is not None:
+            raised = facts.exception
+            slow["exception"] = lambda: replace(raised, stack=stacks.with_source(raised.stack))
+        self._run(slow, parts, missing, deadline_s)
+        parts = dict(parts)
+        late = [name for name in slow if name not in parts]
+        missing += [f"{name}: no answer within {deadline_s:g} s" for name in late]
+        return replace(facts, **parts, missing=tuple(missing))
+
+    def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
+        """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run."""
+        return [self._witness(card) for card in silent]
+
+    def _witness(self, card: Card) -> ProcessFacts:
+        seen = look_at(card.pid, rank=card.rank, started=card.started or None)
+        if seen.state not in ("running", "sleeping", "idle") or card.signum == 0:
+            return seen
+        stack = traceback_signal.ask(card.pid, Armed(signum=card.signum, fd=card.fd))
+        # It was woken by a signal and wrote from C, yet its Python threads did not answer: somebody keeps the GIL.
+        return replace(seen, stack=stacks.with_source(stack), gil_held=bool(stack))
+
+    def _workers(self) -> tuple[ProcessFacts, ...]:
+        pids = child_processes(besides=[card.pid for card in self.peers])
+        return tuple(self._worker(pid, index < _WORKERS_ASKED) for index, pid in enumerate(pids))
+
+    def _worker(self, pid: int, ask: bool) -> ProcessFacts:
+        seen = look_at(pid)
+        if not ask or not self._armed.signum:
+            return seen
+        stack = traceback_signal.ask(pid, self._armed, owner=self.card.pid)
+        return replace(seen, stack=stacks.with_source(stack))
+
+    def _run(
+        self, probes: dict[str, Callable[[], Any]], parts: dict[str, Any], missing: list[str], deadline_s: float
+    ) -> None:
+        # A probe that hangs, say on a dead mount, keeps its thread; then there is no second one.
+        if self._slow_look is not None and self._slow_look.is_alive():
+            return
+
+        def run() -> None:
+            for name, probe in probes.items():
+                value = _try(probe, None, name, missing)
+                if value is not None:
+                    parts[name] = value
+
+        self._slow_look = threading.Thread(target=run, name="ncclsafe-look", daemon=True)
+        self._slow_look.start()
+        self._slow_look.join(deadline_s)
+
+
+def _try(probe: Callable[[], Any], default: Any, name: str, missing: list[str]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # a fact that cannot be had is said to be missing, and nothing more
+        missing.append(f"{name}: {type(error).__name__}: {error}")
+        return default

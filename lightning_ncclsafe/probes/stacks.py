@@ -1,0 +1,123 @@
+"""Python stacks of this process, and what the source says about the lines on them."""
+
+import ast
+import linecache
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+
+from lightning_ncclsafe.facts import ExceptionFacts, Frame
+
+# Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
+_MAX_FRAMES = 120
+_MAX_MESSAGE = 2000
+
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+# A condition that only some ranks fulfil, in the words that Lightning, torch and common training scripts use.
+_RANK_WORDS = re.compile(
+    r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
+    r"|global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK)\b"
+)
+
+
+def main_thread_stack() -> tuple[Frame, ...]:
+    """The main thread's Python stack, outermost frame first; source text is left out (see :func:`with_source`)."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))[::-1]
+
+
+def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionFacts:
+    """What an exception says, and where it was raised.
+
+    Args:
+        error: The exception.
+        is_consequence: Whether it only reports that a collective failed.
+    """
+    stack = _traceback_frames(error.__traceback__)
+    message = str(error)[:_MAX_MESSAGE]
+    return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
+
+
+def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+    """The same stack with source lines, and with the rank condition around each line of the user's.
+
+    Reads source files, so it can be slow where they lie on storage that is.
+    """
+    return tuple(
+        Frame(
+            file=frame.file,
+            line=frame.line,
+            function=frame.function,
+            code=linecache.getline(frame.file, frame.line).strip(),
+            user=frame.user,
+            rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
+        )
+        for frame in stack
+    )
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a source file is the user's own: neither the standard library, nor installed, nor ours.
+
+    Code typed into a notebook (``<ipython-input-…>``) is; code that libraries generate (``<frozen …>``, ``<string>``)
+    is not.
+    """
+    if file.startswith("<"):
+        return file.startswith("<ipython-input")
+    return not file.startswith((_PACKAGE, *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
+
+
+def rank_condition(file: str, line: int) -> str:
+    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
+
+    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
+    function. Empty where there is none or the source cannot be read.
+    """
+    return dict(_rank_conditions(file)).get(line, "")
+
+
+@lru_cache(maxsize=64)
+def _rank_conditions(file: str) -> tuple[tuple[int, str], ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    found: dict[int, str] = {}
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            _mark_block(getattr(node, field, None), file, found)
+    return tuple(found.items())
+
+
+def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
+    """Marks the lines of a block that run only on some ranks; ``ast.walk`` goes outside in, so the innermost wins."""
+    if not isinstance(block, list):
+        return
+    for index, statement in enumerate(block):
+        if not isinstance(statement, ast.If) or not _RANK_WORDS.search(ast.unparse(statement.test)):
+            continue
+        guarded = statement.body + statement.orelse
+        if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
+            guarded = guarded + block[index + 1 :]
+        text = f"{linecache.getline(file, statement.lineno).strip()}  (line {statement.lineno})"
+        for inner in guarded:
+            found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), text))
+
+
+def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
+    return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace))
+
+
+def _frames(places: Iterable[tuple[str, int, str]]) -> tuple[Frame, ...]:
+    frames = [Frame(file=file, line=line, function=name, user=is_user_code(file)) for file, line, name in places]
+    if len(frames) > _MAX_FRAMES:
+        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
+    return tuple(frames)

@@ -1,0 +1,103 @@
+"""Where a Lightning Trainer stands, read from its public state by duck type; Lightning is not imported here."""
+
+import itertools
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from lightning_ncclsafe.facts import Action, LoaderFacts, Phase, Progress, StorageFacts
+from lightning_ncclsafe.probes.host import filesystem_of
+
+# Values of Lightning's RunningStage.
+_PHASES = {
+    "sanity_check": Phase.SANITY_CHECK,
+    "train": Phase.TRAIN,
+    "validate": Phase.VALIDATE,
+    "test": Phase.TEST,
+    "predict": Phase.PREDICT,
+}
+
+
+class TrainerProbe:
+    """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
+
+    Args:
+        trainer: A ``lightning.pytorch.Trainer``.
+
+    Attributes:
+        started: Whether all ranks have met before the first batch; until then the phase is ``INIT``.
+        finished: Whether the Trainer's function has returned.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.started = False
+        self.finished = False
+
+    def progress(self, actions: tuple[Action, ...], last_action: str, idle_s: float) -> Progress:
+        """How far the Trainer has come."""
+        batches = self._batches()
+        return Progress(
+            phase=self._phase(actions),
+            actions=actions,
+            last_action=last_action,
+            epoch=int(getattr(self._trainer, "current_epoch", 0)),
+            batch_idx=batches.current.ready - 1 if batches is not None else -1,
+            is_last_batch=bool(getattr(batches, "is_last_batch", False)),
+            global_step=int(getattr(self._trainer, "global_step", 0)),
+            idle_s=round(idle_s, 3),
+        )
+
+    def loaders(self) -> tuple[LoaderFacts, ...]:
+        """The dataloaders of the current loop."""
+        combined = getattr(self._loop(), "_combined_loader", None)
+        flattened: Iterable[Any] = getattr(combined, "flattened", ())
+        batches = self._batch_counts()
+        return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
+
+    def storage(self) -> tuple[StorageFacts, ...]:
+        """The directories that loggers and checkpoint callbacks write to."""
+        loggers = [(logger, getattr(logger, "save_dir", None)) for logger in getattr(self._trainer, "loggers", ())]
+        callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
+        owners = loggers + [(callback, getattr(callback, "dirpath", None)) for callback in callbacks]
+        return tuple(
+            StorageFacts(owner=type(owner).__name__, path=str(path), filesystem=filesystem_of(str(path)))
+            for owner, path in owners
+            if path
+        )
+
+    def _phase(self, actions: tuple[Action, ...]) -> Phase:
+        if self.finished:
+            return Phase.FINISHED
+        if any(action.name.startswith("save_checkpoint") for action in actions):
+            return Phase.CHECKPOINT
+        stage = getattr(getattr(self._trainer, "state", None), "stage", None)
+        return _PHASES.get(getattr(stage, "value", ""), Phase.INIT) if self.started else Phase.INIT
+
+    def _loop(self) -> Any:
+        trainer = self._trainer
+        if getattr(trainer, "training", False):
+            return trainer.fit_loop
+        return getattr(trainer, "_active_loop", None)
+
+    def _batches(self) -> Any:
+        """Lightning's ``BatchProgress`` of the current loop."""
+        loop = self._loop()
+        return getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
+
+    def _batch_counts(self) -> Iterable[float | None]:
+        counts = getattr(self._loop(), "max_batches", None)
+        # The fit loop has one count for its combined loader, the others one count per loader.
+        return counts if isinstance(counts, list) else itertools.repeat(counts)
+
+
+def _loader_facts(loader: Any, batches: float | None) -> LoaderFacts:
+    count = None
+    with suppress(TypeError, ValueError, OverflowError):
+        count = int(batches) if batches is not None else None
+    return LoaderFacts(
+        dataset=type(getattr(loader, "dataset", loader)).__name__,
+        num_workers=int(getattr(loader, "num_workers", 0)),
+        prefetch_factor=getattr(loader, "prefetch_factor", None),
+        batches=count,
+    )

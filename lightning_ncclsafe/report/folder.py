@@ -1,0 +1,58 @@
+"""Where a report is written: one folder an incident, private to the user."""
+
+import os
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+from lightning_ncclsafe.facts import Incident
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.text import render_text
+
+
+def write_report(diagnosis: Diagnosis, report_dir: Path) -> Path:
+    """Writes ``report.json`` and ``report.txt`` into the incident's folder; a later report on it replaces an earlier.
+
+    Args:
+        diagnosis: What to write.
+        report_dir: The folder of all incidents. If it cannot be written to, a folder of the system's temporary files
+            is used instead.
+
+    Returns:
+        The folder that was written to.
+
+    Raises:
+        OSError: If neither can be written to.
+    """
+    name = folder_name(diagnosis.job.incident)
+    try:
+        return _write(diagnosis, report_dir / name)
+    except OSError:
+        return _write(diagnosis, Path(tempfile.mkdtemp(prefix="ncclsafe-")) / name)
+
+
+def folder_name(incident: Incident) -> str:
+    """The name of an incident's folder: its UTC time and number, so that names sort in the order of events."""
+    moment = datetime.fromtimestamp(incident.opened_ns / 1e9, tz=timezone.utc)
+    return f"{moment:%Y-%m-%dT%H-%M-%S}Z-incident-{incident.number}"
+
+
+def _write(diagnosis: Diagnosis, folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
+    _write_file(folder / "report.json", report_json(diagnosis))
+    _write_file(folder / "report.txt", render_text(diagnosis).encode("utf-8", "replace"))
+    return folder
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Readers see the old file or the new one, never a part, also when the disk is full."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,133 @@
+"""A diagnosis in words: ``report.txt`` in full, and the few lines that go to the terminal."""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Incident, IncidentKind
+from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.report.ranks import rank_table, stack_sections
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.rules.sentences import batch_words
+from lightning_ncclsafe.rules.wording import duration_words, ranks_words
+
+_WIDTH = 110
+_SHORT_EVIDENCE = 3
+_SHORT_LINE = 600
+_OPENINGS = {
+    IncidentKind.SUSPECT: "made no progress for {idle}",
+    IncidentKind.EXCEPTION: "raised an exception",
+    IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
+}
+
+
+def render_text(diagnosis: Diagnosis) -> str:
+    """The whole report. Its first line is the answer; its length does not grow with ranks that are alike."""
+    parts = [
+        safe(_answer(diagnosis)),
+        _incident_words(diagnosis),
+        *(_finding(number, finding) for number, finding in enumerate(diagnosis.findings, 1)),
+        _section("All ranks", rank_table(diagnosis.job)),
+        _section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered)),
+        *(_section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis)),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_short(diagnosis: Diagnosis) -> str:
+    """The answer, why it is believed and what to do, in a dozen lines at most."""
+    lines = [_cut(_answer(diagnosis))]
+    for finding in diagnosis.findings[:1]:
+        lines += [f"  where: {finding.location}"] if finding.location else []
+        lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
+        lines.append(f"  remedy: {finding.remedy}")
+    others = diagnosis.findings[1:]
+    if others:
+        lines.append(f"  also possible: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
+    lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
+    return "\n".join(safe(_cut(line)) for line in lines)
+
+
+def _answer(diagnosis: Diagnosis) -> str:
+    if diagnosis.findings:
+        first = diagnosis.findings[0]
+        return f"{first.rule}: {first.summary}"
+    return _no_finding(diagnosis)
+
+
+def _no_finding(diagnosis: Diagnosis) -> str:
+    ranks = diagnosis.job.ranks
+    if not ranks:
+        return "Nothing found: no rank answered."
+    where = sorted({batch_words(facts.progress) for facts in ranks})
+    more = f" and {len(where) - 2} more places" if len(where) > 2 else ""
+    names = ranks_words(facts.rank for facts in ranks)
+    return f"Nothing found: no rank waits for another; {names} at work: {'; '.join(where[:2])}{more}."
+
+
+def _incident_words(diagnosis: Diagnosis) -> str:
+    incident, job = diagnosis.job.incident, diagnosis.job
+    opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
+    text = (
+        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
+        f"answered.{_limits(incident)}"
+    )
+    return _wrapped(text)
+
+
+def _limits(incident: Incident) -> str:
+    if not incident.timeout_s:
+        return ""
+    suspect, limit = duration_words(incident.suspect_after_s), duration_words(incident.timeout_s)
+    return f" A rank is suspect after {suspect}; the limit is {limit}."
+
+
+def _finding(number: int, finding: Finding) -> str:
+    title = (
+        f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
+    )
+    lines = [_wrapped(finding.summary, "   ")]
+    lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
+    if finding.evidence:
+        lines.append("   How we know:")
+        lines += [_wrapped(f"- {_evidence_words(item)}", "   ") for item in finding.evidence]
+    lines += ["   What to do:", _wrapped(finding.remedy, "   ")]
+    return "\n".join([safe(title), *lines])
+
+
+def _evidence_words(evidence: Evidence) -> str:
+    rank = f", rank {evidence.rank}" if evidence.rank is not None else ""
+    return f"[{evidence.source}{rank}] {evidence.text}"
+
+
+def _telling(evidence: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+    """The first of each source: a terminal has no room for every rank's."""
+    first: dict[str, Evidence] = {}
+    for item in evidence:
+        first.setdefault(item.source, item)
+    return tuple(first.values())[:_SHORT_EVIDENCE]
+
+
+def _section(title: str, lines: Iterable[str], *, wrap: bool = True) -> str:
+    body = list(_body(lines, wrap))
+    return "\n".join([safe(title), "-" * len(title), *body]) if body else ""
+
+
+def _body(lines: Iterable[str], wrap: bool) -> Iterator[str]:
+    for line in lines:
+        yield _wrapped(line) if wrap else safe(line)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    hanging = indent + ("  " if text.startswith("- ") else "")
+    return textwrap.fill(
+        safe(text),
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _SHORT_LINE else f"{line[: _SHORT_LINE - 1]}…"

@@ -1,0 +1,84 @@
+"""Facts to findings: one cause per file, listed here, and the judge that asks them all.
+
+A rule is a plain function named after its cause; its docstring (Symptom, Cause, Remedy, Cannot see) is what
+``ncclsafe explain NAME`` prints.
+"""
+
+from collections.abc import Callable, Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.rules.hang.all_joined import all_joined
+from lightning_ncclsafe.rules.hang.data_stall import data_stall
+from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
+from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
+from lightning_ncclsafe.rules.hang.failed_rank import failed_rank
+from lightning_ncclsafe.rules.hang.frozen_rank import frozen_rank
+from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
+from lightning_ncclsafe.rules.hang.rank_behind import rank_behind
+from lightning_ncclsafe.rules.hang.rank_zero_only_work import rank_zero_only_work
+from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
+from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
+from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
+from lightning_ncclsafe.rules.timeline import forget
+from lightning_ncclsafe.rules.unknowns import unknowns
+
+Rule = Callable[[JobFacts], Iterable[Finding]]
+
+# Between findings of equal confidence the earlier rule comes first: what is known for sure, then what is most specific.
+HANG_RULES: tuple[Rule, ...] = (
+    failed_rank,
+    dead_rank,
+    frozen_rank,
+    rank_zero_only_work,
+    slow_logger,
+    slow_checkpoint,
+    data_stall,
+    late_at_init,
+    uneven_batches,
+    diverged_collectives,
+    all_joined,
+    rank_behind,
+)
+
+_CONFIDENCES = tuple(Confidence)
+
+
+def name_of(rule: Rule) -> str:
+    """The rule's public name, which is that of its cause: ``"rank-zero-only-work"``."""
+    return getattr(rule, "__name__", "rule").replace("_", "-")
+
+
+def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
+    """Asks every rule and puts the most probable cause first.
+
+    A rule that fails never hides the answers of the others: it is named in ``unanswered``.
+
+    Args:
+        job: The facts of all ranks that answered.
+        rules: The rules to ask.
+    """
+    findings: list[Finding] = []
+    failures: list[str] = []
+    for rule in rules:
+        try:
+            findings.extend(rule(job))
+        except Exception as error:  # a report with one cause less is better than none
+            failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
+    missing = unknowns(job)
+    forget()
+    return Diagnosis(job=job, findings=_ordered(findings), unanswered=(*missing, *failures))
+
+
+def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
+    kept = [finding for finding in findings if not _superseded(finding, findings)]
+    return tuple(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)))
+
+
+def _superseded(finding: Finding, findings: list[Finding]) -> bool:
+    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out."""
+    better = [other for other in findings if other.rule != "rank-behind"]
+    if finding.rule != "rank-behind" or not better:
+        return False
+    covered = {rank for other in better for rank in other.ranks}
+    return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE

@@ -1,0 +1,176 @@
+"""What a rank's main thread is doing, read from its stack, its Lightning actions and its outstanding collectives."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_ncclsafe.facts import Action, Collective, Frame, Phase, RankFacts
+from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
+
+_WRAPPERS = ("run_training_epoch", "run_training_batch")
+
+
+class Kind(str, Enum):
+    """What a main thread is in."""
+
+    COLLECTIVE = "a collective"
+    STORE = "a rendezvous"
+    """The store, ``init_process_group``, creation of a group, ``monitored_barrier``."""
+    LOADER = "the dataloader"
+    LOGGER = "a logger"
+    CHECKPOINT = "a checkpoint"
+    USER = "user code"
+    LIGHTNING = "Lightning"
+    """Lightning's or another library's code, with no user code below the Trainer."""
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What one rank is doing.
+
+    Attributes:
+        kind: What its main thread is in.
+        frame: Deepest frame of the user's own code; None if there is none.
+        hook: The innermost Lightning action in words, ``"Net.on_train_epoch_end"``; empty between hooks.
+        hook_for_s: Seconds since that action began; since the last progress where there is none.
+        collective: The oldest outstanding collective (point-to-point operations aside); None if there is none.
+        call: The function or barrier in which it waits, ``"broadcast"``, ``"barrier 'post_setup'"``; may be empty.
+        on_device: Whether a collective is outstanding on a device while the main thread is free to do something else.
+        exempt: Whether Lightning itself lets this rank wait without limit (``prepare_data``).
+        rank_condition: Condition on the rank under which the work is done, in words; empty if there is none.
+        condition_frame: The frame in which that condition stands.
+    """
+
+    kind: Kind
+    frame: Frame | None = None
+    hook: str = ""
+    hook_for_s: float = 0.0
+    collective: Collective | None = None
+    call: str = ""
+    on_device: bool = False
+    exempt: bool = False
+    rank_condition: str = ""
+    condition_frame: Frame | None = None
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether this rank cannot go on before other ranks do something."""
+        return self.kind in (Kind.COLLECTIVE, Kind.STORE) or (self.on_device and self.kind is not Kind.FINISHED)
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether this rank waits for, or works in, its dataloader."""
+        return self.kind is Kind.LOADER
+
+
+def activity(facts: RankFacts) -> Activity:
+    """What this rank is doing."""
+    mark, outer = _innermost_landmark(facts.stack)
+    collective = outstanding_collective(facts)
+    kind, call = _kind(facts, mark, collective)
+    action = _hook_action(facts.progress.actions)
+    condition, frame = _rank_condition(outer, kind)
+    return Activity(
+        kind=kind,
+        frame=deepest_user_frame(facts.stack),
+        hook=hook_words(action.name) if action else "",
+        hook_for_s=action.for_s if action else facts.progress.idle_s,
+        collective=collective,
+        call=call,
+        on_device=collective is not None and collective.backend.startswith("nccl"),
+        exempt=mark is not None and mark.exempt,
+        rank_condition=condition,
+        condition_frame=frame,
+    )
+
+
+def outstanding_collective(facts: RankFacts) -> Collective | None:
+    """The oldest collective that this rank has called and that has not completed."""
+    return next((entry for entry in facts.collectives if not entry.completed and not entry.is_p2p), None)
+
+
+def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
+    """The innermost frame of the user's own code."""
+    return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def hook_words(name: str) -> str:
+    """An action's name for people: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
+    if name.startswith("barrier:"):
+        return f"barrier {name.removeprefix('barrier:')!r}"
+    owner, _, rest = name.partition("]")
+    plain = rest if owner.startswith("[") and rest else name
+    before, brace, after = plain.partition("{")
+    plain = before + after[after.rfind("}") + 1 :] if brace else plain
+    # "SafeDDP.training_step" is the user's training_step, called through the strategy.
+    return plain.rpartition(".")[2] if owner == "[Strategy" else plain
+
+
+def _hook_action(actions: tuple[Action, ...]) -> Action | None:
+    return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
+
+
+def _innermost_landmark(stack: tuple[Frame, ...]) -> tuple[Landmark | None, tuple[Frame, ...]]:
+    """The deepest frame that tells what is going on, and the frames between it and the Trainer's start."""
+    inside = stack[_trainer_start(stack) :]
+    below_user = False
+    for depth in range(len(inside) - 1, -1, -1):
+        found = landmark(inside[depth])
+        if found and not (found.weak and below_user):
+            return found, inside[:depth]
+        below_user = below_user or inside[depth].user
+    return None, inside
+
+
+def _trainer_start(stack: tuple[Frame, ...]) -> int:
+    """What lies outside the Trainer (a sweep agent, ``if rank != -1: main()``) says nothing about what goes on."""
+    return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
+
+
+def _kind(facts: RankFacts, mark: Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
+    if facts.progress.phase is Phase.FINISHED:
+        return Kind.FINISHED, ""
+    action = facts.progress.actions[-1].name if facts.progress.actions else ""
+    if mark is not None and not (mark.weak and collective is None):
+        named = hook_words(action) if action.startswith("barrier:") else mark.call
+        return Kind[mark.kind], named
+    return _kind_without_landmark(facts, action, collective)
+
+
+def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective | None) -> tuple[Kind, str]:
+    if action.startswith("barrier:") and not facts.stack:
+        return Kind.COLLECTIVE, hook_words(action)
+    if action == "init_process_group":
+        return Kind.STORE, action
+    if collective is not None and _blocked_by(collective, facts.stack):
+        return Kind.COLLECTIVE, collective.op
+    if action.endswith("_dataloader_next"):
+        return Kind.LOADER, ""
+    if action == "save_checkpoint":
+        return Kind.CHECKPOINT, ""
+    inside = facts.stack[_trainer_start(facts.stack) :]
+    return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
+
+
+def _blocked_by(collective: Collective, stack: tuple[Frame, ...]) -> bool:
+    """Device collectives block the main thread wherever it reads a result; those of gloo only where it waits."""
+    if not stack or ".wait(" in stack[-1].code:
+        return True
+    return collective.backend.startswith("nccl") and (looks_like_device_sync(stack[-1]) or not stack[-1].user)
+
+
+def _rank_condition(outer: tuple[Frame, ...], kind: Kind) -> tuple[str, Frame | None]:
+    """Only conditions around the work count; Lightning's loggers and savers are rank-zero-only by themselves."""
+    for frame in reversed(outer):
+        if frame.user and frame.rank_condition:
+            return frame.rank_condition, frame
+    if kind in (Kind.LOGGER, Kind.CHECKPOINT):
+        return "", None
+    for index in range(len(outer) - 1, 0, -1):
+        if _is_rank_zero_wrapper(outer[index - 1]) and outer[index].user:
+            return "@rank_zero_only", outer[index]
+    return "", None
+
+
+def _is_rank_zero_wrapper(frame: Frame) -> bool:
+    return frame.function == "wrapped_fn" and frame.file.replace("\\", "/").endswith("/rank_zero.py")

@@ -1,0 +1,1 @@
+"""Why a running job hangs: one cause per file."""

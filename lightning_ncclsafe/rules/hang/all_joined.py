@@ -1,0 +1,74 @@
+"""The cause all-joined: every rank has called the same collective and it does not complete."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import Collective, JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
+from lightning_ncclsafe.rules.meaning import meaning
+from lightning_ncclsafe.rules.sentences import location, standing
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import collective_words, ranks_words
+
+_REMEDY_NCCL = (
+    "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
+    "run with NCCL_DEBUG=INFO to see the interfaces and transports chosen, one with NCCL_P2P_DISABLE=1 (if it passes, "
+    "peer-to-peer access is broken), and NCCL_SOCKET_IFNAME set to the right interface."
+)
+_REMEDY_OTHER = (
+    "The code agrees, so look at the network: that all hosts reach each other on the interface in GLOO_SOCKET_IFNAME, "
+    "and that no firewall drops long-lived connections."
+)
+
+
+def all_joined(job: JobFacts) -> Iterable[Finding]:
+    """All ranks have called the same collective and none of them sees it end.
+
+    Symptom:
+        Every rank reports the same operation, size and sequence number in the timeout.
+
+    Cause:
+        A link, a NIC, a GPU or its driver; the wrong network interface; broken peer-to-peer access.
+
+    Remedy:
+        Check devices and links, NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1, the interface.
+
+    Cannot see:
+        Which link or device it is.
+    """
+    view = timeline(job)
+    if view.silent or view.raised or view.stragglers or any(True for _ in diverged_collectives(job)):
+        return
+    for group in view.groups:
+        if len(group.members) > 1 and (calls := view.joined(group)):
+            yield _finding(view, group, calls)
+
+
+def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
+    ranks = tuple(sorted(calls))
+    first = calls[next(iter(group.oldest))]
+    means = meaning(first, view.facts[ranks[0]])
+    text = (
+        f"All {len(ranks)} ranks of group {group.name!r} have called {collective_words(first)}"
+        f"{f', {means},' if means else ''} and it does not complete on {ranks_words(group.oldest)}: a link or a device "
+        f"is at fault, not the training code ({standing(view, ranks[0])})."
+    )
+    return Finding(
+        rule="all-joined",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=tuple(_evidence(group, calls)),
+        remedy=_REMEDY_NCCL if first.backend.startswith("nccl") else _REMEDY_OTHER,
+    )
+
+
+def _evidence(group: GroupView, calls: dict[int, Collective]) -> Iterable[Evidence]:
+    first = calls[next(iter(group.oldest))]
+    yield Evidence(source="flight recorder", text=f"Called alike on {ranks_words(calls)}: {collective_words(first)}.")
+    if first.backend.startswith("nccl"):
+        waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started and not call.completed)
+        text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."
+        yield Evidence(source="flight recorder", text=text)

@@ -1,0 +1,117 @@
+"""The cause data-stall: a rank waits for its dataloader."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
+from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
+
+_REMEDY = (
+    "Look at the sample that is being read and at its storage; put the data on faster storage, or find workers, "
+    "prefetch_factor and batch size that the host's cores and memory can serve for all ranks at once."
+)
+_REMEDY_MEMORY = (
+    "The host is short of memory: use fewer workers or a smaller prefetch_factor; every rank has its own workers for "
+    "each of its loaders."
+)
+_REMEDY_NO_WORKERS = (
+    "This loader reads on the training thread: give it workers (num_workers), and look at the sample and its storage."
+)
+
+
+def data_stall(job: JobFacts) -> Iterable[Finding]:
+    """A rank's main thread waits for the next batch, and the others wait for that rank.
+
+    Symptom:
+        Collectives time out on all ranks but one; the number of workers or the storage decides whether it happens.
+
+    Cause:
+        A slow sample, remote storage, workers that are stuck, too few or too many of them, or no memory left.
+
+    Remedy:
+        Look at what the workers do; adapt storage, workers and prefetch to cores and memory.
+
+    Cannot see:
+        What happens inside native code of a worker beyond the kernel function it sleeps in.
+    """
+    view = timeline(job)
+    stalled = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
+    if stalled:
+        yield _finding(view, stalled)
+
+
+def _is_stalled(view: Timeline, rank: int) -> bool:
+    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training."""
+    doing = view.activities[rank]
+    return doing.waits_for_data and not (doing.rank_condition and view.waiting)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    at = _worker_frame(facts)
+    workers = _workers_words(facts)
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} for the dataloader{workers}, {standing(view, ranks[0])}"
+        f"{while_others_wait(view, ranks)}."
+    )
+    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
+    return Finding(
+        rule="data-stall",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=at or location(view, ranks),
+        evidence=(*how_we_know(view, ranks), *details),
+        remedy=_remedy(facts),
+    )
+
+
+def _worker_frame(facts: RankFacts) -> str:
+    frames = (deepest_user_frame(worker.stack) for worker in facts.workers)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def _workers_words(facts: RankFacts) -> str:
+    if not facts.workers:
+        idle = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
+        return ", which has no workers" if idle else ""
+    doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
+    listed = "; ".join(f"{count} {words}" for words, count in doing)
+    return f" (of its {len(facts.workers)} workers {listed})"
+
+
+def _worker_words(worker: ProcessFacts) -> str:
+    frame = deepest_user_frame(worker.stack)
+    at = f" at {short_location(frame)}" if frame else ""
+    kernel = f" in {worker.wait_channel}" if worker.wait_channel and not frame else ""
+    return f"{worker.state or 'in an unknown state'}{at}{kernel}"
+
+
+def _evidence(facts: RankFacts) -> Iterator[Evidence]:
+    for loader in facts.loaders:
+        yield Evidence(source="loader", rank=facts.rank, text=_loader_words(loader))
+    for worker in facts.workers[:8]:
+        cpu = f", {worker.cpu_s:.1f} s of processor time" if worker.cpu_s is not None else ""
+        rss = f", {size_words(worker.rss_bytes)} resident" if worker.rss_bytes is not None else ""
+        text = f"Worker {worker.pid} is {_worker_words(worker)}{cpu}{rss}."
+        yield Evidence(source="process", rank=facts.rank, text=text)
+    yield from memory_evidence(facts)
+
+
+def _loader_words(loader: LoaderFacts) -> str:
+    prefetch = f" with prefetch_factor={loader.prefetch_factor}" if loader.prefetch_factor is not None else ""
+    batches = f", {loader.batches} batches" if loader.batches is not None else ""
+    return f"{loader.dataset or 'A dataset'} is read with num_workers={loader.num_workers}{prefetch}{batches}."
+
+
+def _remedy(facts: RankFacts) -> str:
+    if short_of_memory(facts.host_facts) or swaps(facts.host_facts):
+        return _REMEDY_MEMORY
+    no_workers = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
+    return _REMEDY_NO_WORKERS if no_workers else _REMEDY

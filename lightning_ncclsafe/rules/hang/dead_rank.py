@@ -1,0 +1,88 @@
+"""The cause dead-rank: a rank's process no longer exists."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.sentences import while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_DEAD = ("gone", "zombie")
+_REMEDY = (
+    "Look at the end of this rank's own output and at the kernel's log (dmesg) of its host for a signal, a "
+    "segmentation fault or the out-of-memory killer."
+)
+_REMEDY_OOM = (
+    "Need less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
+    "every rank; or raise the memory limit of the job."
+)
+
+
+def dead_rank(job: JobFacts) -> Iterable[Finding]:
+    """A rank's process is gone without having said why.
+
+    Symptom:
+        The other ranks wait in a collective, or report "Connection closed by peer"; one rank prints nothing more.
+
+    Cause:
+        The process was killed: by the kernel's out-of-memory killer, a scheduler, a segmentation fault, os._exit.
+
+    Remedy:
+        Look at this rank's own output and the kernel's log. Need less host memory if the out-of-memory killer struck.
+
+    Cannot see:
+        The exit code, and processes on hosts on which no rank answered.
+    """
+    view = timeline(job)
+    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)))
+    if seen:
+        yield _finding(view, seen, Confidence.CERTAIN, "is gone", "are gone")
+    elif presumed := _presumed(view):
+        yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently")
+
+
+def _is_dead(process: ProcessFacts | None) -> bool:
+    return process is not None and process.state in _DEAD
+
+
+def _presumed(view: Timeline) -> tuple[int, ...]:
+    """Silent, unseen, and the connections to it broke: a frozen or slow process would have kept them open."""
+    unseen = tuple(rank for rank in view.silent if rank not in view.witnesses)
+    broken = any(facts.exception and facts.exception.is_consequence for facts in view.facts.values())
+    return unseen if len(unseen) == 1 and broken and not view.raised else ()
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str) -> Finding:
+    kills = _oom_kills(view, ranks)
+    killer = ", and the kernel's out-of-memory killer has struck on its host" if kills else ""
+    text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{killer}{while_others_wait(view, ranks)}."
+    return Finding(
+        rule="dead-rank",
+        severity=Severity.ERROR,
+        confidence=confidence,
+        summary=capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
+        ranks=ranks,
+        evidence=(*_evidence(view, ranks), *kills),
+        remedy=_REMEDY_OOM if kills else _REMEDY,
+    )
+
+
+def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+    for rank in ranks[:8]:
+        process = view.witnesses.get(rank)
+        if process is not None:
+            yield Evidence(source="process", rank=rank, text=f"Process {process.pid} is {process.state}.")
+        else:
+            yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
+
+
+def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:
+    """The counter belongs to a host, so it speaks for a dead rank only where a neighbour on that host read it."""
+    kills = []
+    for facts in view.facts.values():
+        count = facts.host_facts.oom_kills or 0
+        if count and any(peer.rank in ranks for peer in facts.peers):
+            text = f"The kernel's out-of-memory killer has ended {count} processes on {facts.host or 'this host'}."
+            kills.append(Evidence(source="host", rank=facts.rank, text=text))
+    return kills[:1]

@@ -1,0 +1,71 @@
+"""The cause failed-rank: an exception of its own has ended a rank."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
+
+_MESSAGE = 200
+
+
+def failed_rank(job: JobFacts) -> Iterable[Finding]:
+    """A rank raised an exception, and its peers wait for a rank that will not come.
+
+    Symptom:
+        One rank prints a traceback, or nothing at all; the others wait in a collective until the timeout, or report
+        "Connection closed by peer".
+
+    Cause:
+        An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only.
+
+    Remedy:
+        Correct the error at the line given. The messages of the other ranks are its consequence.
+
+    Cannot see:
+        An exception that the user's own code catches and swallows.
+    """
+    view = timeline(job)
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in view.raised:
+        alike[_key(view.facts[rank])].append(rank)
+    for ranks in alike.values():
+        yield _finding(view, tuple(ranks))
+
+
+def _key(facts: RankFacts) -> tuple[str, str]:
+    exception = facts.exception
+    return (exception.type if exception else "", location_of(exception_place(facts)))
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    exception, frame = facts.exception, exception_place(facts)
+    name = exception.type if exception else ""
+    said = f"{name}: {_first_line(exception.message)}" if exception and exception.message else name
+    at = f" at {short_location(frame)}" if frame else ""
+    text = f"{ranks_words(ranks)} raised {said}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    return Finding(
+        rule="failed-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        remedy=f"Correct the {name}{at}. What the other ranks print about lost connections is a consequence of it.",
+    )
+
+
+def _evidence(facts: RankFacts) -> Evidence:
+    exception = facts.exception
+    text = f"{exception.type}: {exception.message}" if exception else ""
+    return Evidence(source="exception", rank=facts.rank, text=text)
+
+
+def _first_line(message: str) -> str:
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}…"

@@ -1,0 +1,86 @@
+"""The cause rank-behind: the others wait for a rank, and no better-known cause fits."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.positions import positions
+from lightning_ncclsafe.rules.sentences import (
+    how_we_know,
+    location,
+    others_wait,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REMEDY = (
+    "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
+    "host (load, memory, a slower device), a lock or a download."
+)
+_REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
+
+
+def rank_behind(job: JobFacts) -> Iterable[Finding]:
+    """A rank has not come to the collective in which the others wait.
+
+    Symptom:
+        All ranks but a few wait in a collective.
+
+    Cause:
+        Not one of the known causes: the rank's line, hook and batch say where to look.
+
+    Remedy:
+        Look at why this line takes longer on this rank.
+
+    Cannot see:
+        Why the line is slow.
+    """
+    view = timeline(job)
+    ranks = view.stragglers or view.behind
+    if ranks:
+        yield _finding(view, ranks)
+    elif view.waiting:
+        yield _nobody_stands_out(view)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} behind, {standing(view, ranks[0])}"
+        f"{while_others_wait(view, ranks)}."
+    )
+    certain = view.stragglers and view.behind and all(view.activities[rank].kind is Kind.USER for rank in ranks)
+    return Finding(
+        rule="rank-behind",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY if certain else Confidence.POSSIBLE,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=how_we_know(view, ranks),
+        remedy=_REMEDY,
+    )
+
+
+def _nobody_stands_out(view: Timeline) -> Finding:
+    """Everyone waits and the facts name nobody: the ranks that have come least far are the best guess."""
+    places = positions(view)
+    least = min(places.values())
+    behind = tuple(rank for rank, place in places.items() if place == least)
+    ranks = behind if len(behind) < len(places) else ()
+    who = f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far, " if ranks else ""
+    who += standing(view, ranks[0]) if ranks else ""
+    text = f"{others_wait(view, ())}, and no rank is seen that keeps them waiting{who}."
+    return Finding(
+        rule="rank-behind",
+        severity=severity(view.job),
+        confidence=Confidence.POSSIBLE,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(Evidence(source="stack", text=f"Every rank that answered waits: {ranks_words(view.waiting)}."),),
+        remedy=_REMEDY_UNKNOWN,
+    )

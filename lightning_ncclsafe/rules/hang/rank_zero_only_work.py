@@ -1,0 +1,94 @@
+"""The cause rank-zero-only-work: one rank works alone while the others have gone on."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, Phase
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+
+_OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
+_STEP_HOOKS = (
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "forward",
+    "backward",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "batch_to_device",
+    "transfer_batch_to_device",
+    "_dataloader_next",
+    "prepare_data",
+)
+_REMEDY = (
+    "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
+    "share of the data, do one-off preparation in prepare_data or before the job, and write results from a background "
+    "thread. A longer timeout only makes the others wait longer."
+)
+
+
+def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
+    """One rank, or a few, do work that the others skip, and the others wait in the next collective.
+
+    Symptom:
+        All ranks but one report a timeout in a collective that is not to blame; the missing one, mostly rank 0, is
+        busy in evaluation, tokenising, a download or a plot.
+
+    Cause:
+        Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook that takes long on
+        some ranks only.
+
+    Remedy:
+        Share the work among all ranks, shorten it, or move it out of the job.
+
+    Cannot see:
+        A condition on the rank that is written in a library, or computed far from the line in question.
+    """
+    view = timeline(job)
+    working = tuple(rank for rank in view.working(view.stragglers) if view.activities[rank].kind not in _OTHER_RULES)
+    if not view.waiting or not working:
+        return
+    conditioned = tuple(rank for rank in working if view.activities[rank].rank_condition)
+    alone = conditioned or tuple(rank for rank in working if _in_hook_of_its_own(view, rank))
+    # Work that most ranks do is not the work of a few: those that wait are then merely faster.
+    if alone and (conditioned or 2 * len(alone) <= len(view.facts)):
+        yield _finding(view, alone, Confidence.CERTAIN if conditioned else Confidence.LIKELY)
+
+
+def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
+    """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late."""
+    doing, phase = view.activities[rank], view.facts[rank].progress.phase
+    if doing.kind is not Kind.USER or phase is Phase.INIT or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
+        return False
+    return all(view.activities[other].hook != doing.hook for other in view.waiting)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
+    doing = view.activities[ranks[0]]
+    condition = f" under {doing.rank_condition!r}" if doing.rank_condition else ""
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'works', 'work')} alone{condition} {standing(view, ranks[0])}"
+        f"{while_others_wait(view, ranks)}."
+    )
+    return Finding(
+        rule="rank-zero-only-work",
+        severity=severity(view.job),
+        confidence=confidence,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(*_condition_evidence(view, ranks), *how_we_know(view, ranks)),
+        remedy=_REMEDY,
+    )
+
+
+def _condition_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+    for rank in ranks[:8]:
+        doing = view.activities[rank]
+        if doing.rank_condition:
+            text = f"{doing.rank_condition} encloses {location_of(doing.condition_frame)}"
+            yield Evidence(source="source code", rank=rank, text=text)

@@ -1,0 +1,82 @@
+"""The cause uneven-batches: ranks have different numbers of batches."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.positions import Position, ended_first, positions
+from lightning_ncclsafe.rules.sentences import batch_words, location, others_wait, recorder_evidence
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+
+_REMEDY = (
+    "Give every rank the same number of batches: seed every random split alike on all ranks (seed_everything), pack or "
+    "filter before sharding, pad or cut the shards of an IterableDataset to one length, and keep "
+    "use_distributed_sampler=True where a sampler can be injected. Compare len(dataloader) on all ranks after all "
+    "wrapping, not len(dataset)."
+)
+
+
+def uneven_batches(job: JobFacts) -> Iterable[Finding]:
+    """Some ranks have reached the end of their data while others are still in a batch.
+
+    Symptom:
+        The run hangs or breaks at the end of an epoch or "when saving"; every rank is in a collective, or has finished.
+
+    Cause:
+        Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset.
+
+    Remedy:
+        Give every rank the same number of batches.
+
+    Cannot see:
+        Lengths of loaders that have none; then only where each rank stands.
+    """
+    view = timeline(job)
+    short = ended_first(view)
+    if short:
+        yield _finding(view, short)
+
+
+def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
+    others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
+    lengths = _lengths(view)
+    text = (
+        f"{ranks_words(short)} {verb(short, 'has', 'have')} run out of data ({_ended(view, short[0])}) while "
+        f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
+    )
+    waiting = others_wait(view, short)
+    return Finding(
+        rule="uneven-batches",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY,
+        summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        ranks=short,
+        location=location(view, others),
+        evidence=(*_evidence(view), *recorder_evidence(view)),
+        remedy=_REMEDY,
+    )
+
+
+def _ended(view: Timeline, rank: int) -> str:
+    progress, length = view.facts[rank].progress, _lengths(view).get(rank)
+    count = length if length is not None else progress.batch_idx + 1
+    return f"after {count} batches of epoch {progress.epoch}" if count > 0 else batch_words(progress)
+
+
+def _lengths(view: Timeline) -> dict[int, int]:
+    """Number of batches of each rank's first loader, where it has a length."""
+    first = {rank: facts.loaders[0].batches for rank, facts in view.facts.items() if facts.loaders}
+    return {rank: batches for rank, batches in first.items() if batches is not None}
+
+
+def _evidence(view: Timeline) -> Iterator[Evidence]:
+    alike: dict[tuple[Position, int | None], list[int]] = {}
+    lengths = _lengths(view)
+    for rank, position in positions(view).items():
+        alike.setdefault((position, lengths.get(rank)), []).append(rank)
+    for (position, length), ranks in sorted(alike.items(), key=lambda item: item[1])[:16]:
+        has = f"; its loader has {length} batches" if length is not None else ""
+        text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."
+        last = " This was its last batch." if position.stage == 1 else ""
+        yield Evidence(source="phase", rank=ranks[0] if len(ranks) == 1 else None, text=text + last)

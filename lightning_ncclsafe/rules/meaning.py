@@ -1,0 +1,55 @@
+"""What a collective is for, in Lightning's own terms, read from the frames that called it."""
+
+from lightning_ncclsafe.facts import Collective, Phase, RankFacts
+from lightning_ncclsafe.rules.wording import numel
+
+# Part of the file's path, function ("" for any), operations ("" for any), and what it is for.
+_BY_FRAME = (
+    ("training_epoch_loop.py", "_broadcast_sigterm_tensor", "broadcast", "Lightning's per-batch SIGTERM broadcast"),
+    ("", "has_len_all_ranks", "all_reduce", "Lightning's check that no rank's dataloader is empty"),
+    ("", "_verify_param_shape_across_processes", "", "DDP's parameter check"),
+    ("", "_sync_module_states", "", "DDP's first broadcast of parameters and buffers"),
+    ("nn/parallel/distributed.py", "_sync_buffers", "broadcast", "DDP's broadcast of buffers before forward"),
+    ("early_stopping.py", "", "", "EarlyStopping's vote on whether to stop"),
+    ("model_checkpoint.py", "", "", "ModelCheckpoint's agreement between ranks"),
+    ("torchmetrics/", "gather_all_tensors", "", "a torchmetrics sync (gather_all_tensors)"),
+    ("", "_gather_all_tensors", "", "Lightning's gather of tensors"),
+    ("logger_connector/result.py", "", "", "the reduction of a logged value (self.log with sync_dist=True)"),
+    ("distributed/checkpoint/", "", "", "torch.distributed.checkpoint's coordination"),
+    ("distributed/fsdp/", "", "", "FSDP's parameter or gradient exchange"),
+)
+
+
+def meaning(collective: Collective | None, facts: RankFacts) -> str:
+    """Lightning's own meaning of what this rank waits in; empty where unknown.
+
+    The stack belongs to the rank's present moment, so the answer holds for the collective it is in, not for older ones.
+    """
+    actions = facts.progress.actions
+    if actions and actions[-1].name.startswith("barrier:"):
+        return f"Lightning's barrier {actions[-1].name.removeprefix('barrier:')!r}"
+    op = collective.op if collective is not None else ""
+    found = next(filter(None, (_of_frame(frame.file, frame.function, op) for frame in reversed(facts.stack))), "")
+    if found:
+        return found
+    return _of_collective(collective, facts) if collective is not None else ""
+
+
+def _of_frame(file: str, function: str, op: str) -> str:
+    path = file.replace("\\", "/")
+    for part, name, ops, words in _BY_FRAME:
+        if part in path and name in ("", function) and (not op or op.startswith(ops)):
+            return words
+    return ""
+
+
+def _of_collective(collective: Collective, facts: RankFacts) -> str:
+    in_backward = any(
+        frame.function in ("_engine_run_backward", "backward") and not frame.user for frame in facts.stack
+    ) or any(action.name.endswith(".backward") for action in facts.progress.actions)
+    if collective.op.startswith("all_reduce") and in_backward:
+        return "DDP's gradient all-reduce"
+    if collective.op == "broadcast" and numel(collective) == 1 and facts.progress.phase is Phase.TRAIN:
+        between_hooks = not facts.stack and not any("_step" in action.name for action in facts.progress.actions)
+        return "probably Lightning's per-batch SIGTERM broadcast" if between_hooks else ""
+    return ""

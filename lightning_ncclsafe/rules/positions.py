@@ -1,0 +1,64 @@
+"""How far each rank has come through its data, compared between ranks."""
+
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import Phase, Progress
+from lightning_ncclsafe.rules.activity import hook_words
+from lightning_ncclsafe.rules.timeline import Timeline
+
+_IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
+
+
+class Position(NamedTuple):
+    """A rank's place in the run; the later in the run, the greater.
+
+    Attributes:
+        epoch: Current epoch.
+        stage: 0 in training (or test) batches, 1 past the last one, 2 in validation batches, 3 past the last one of
+            these, 4 finished; -1 before training.
+        batch: Index of the batch.
+    """
+
+    epoch: float
+    stage: int
+    batch: int
+
+
+def positions(view: Timeline) -> dict[int, Position]:
+    """Where each answering rank stands in its data."""
+    return {rank: _position(facts.progress) for rank, facts in sorted(view.facts.items())}
+
+
+def _position(progress: Progress) -> Position:
+    if progress.phase is Phase.FINISHED:
+        return Position(float("inf"), 4, progress.batch_idx)
+    if progress.phase in (Phase.INIT, Phase.SANITY_CHECK):
+        return Position(-1, -1, progress.batch_idx)
+    stage = 2 if progress.phase is Phase.VALIDATE else 0
+    return Position(progress.epoch, stage + _past_last_batch(progress), progress.batch_idx)
+
+
+def _past_last_batch(progress: Progress) -> bool:
+    in_batch = any(hook_words(action.name).endswith(_IN_BATCH) for action in progress.actions)
+    return progress.is_last_batch and not in_batch
+
+
+def ended_first(view: Timeline) -> tuple[int, ...]:
+    """Ranks that ran out of data before others did, ascending; empty where that does not explain why ranks wait.
+
+    A rank that works (in user code, the loader, a logger) explains the wait by itself, and ranks that all have joined
+    one collective do not wait for the end of anybody's data.
+    """
+    if len(view.facts) < 2 or view.raised or view.working(view.facts) or _all_joined(view):
+        return ()
+    places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
+    first, last = min(places.values()), max(places.values())
+    # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
+    if first == last or first[1] not in (0, 2):
+        return ()
+    return tuple(rank for rank, place in places.items() if place != first)
+
+
+def _all_joined(view: Timeline) -> bool:
+    held = [group for group in view.groups if group.seq is not None]
+    return bool(held) and all(view.joined(group) for group in held)

@@ -1,0 +1,139 @@
+"""The parts that findings are built of: where a rank stands, what the others wait in, and how we know."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.findings import Evidence, Severity
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.meaning import meaning
+from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.wording import (
+    collective_words,
+    duration_words,
+    location_of,
+    ranks_words,
+    short_location,
+    verb,
+)
+
+_STAGES = {
+    Phase.INIT: "before the first batch",
+    Phase.SANITY_CHECK: "in the sanity check",
+    Phase.VALIDATE: "in validation",
+    Phase.TEST: "in test",
+    Phase.PREDICT: "in prediction",
+    Phase.CHECKPOINT: "while a checkpoint is written",
+    Phase.FINISHED: "after its last batch",
+}
+_VARIANTS = 3
+_LISTED = 8
+
+
+def severity(job: JobFacts) -> Severity:
+    """A hold-up is a warning as long as the run may go on, and an error once its time is up."""
+    return Severity.ERROR if job.incident.kind is IncidentKind.TIMEOUT else Severity.WARNING
+
+
+def batch_words(progress: Progress) -> str:
+    """``"batch 118 of epoch 2"``, with the stage where it is not training; Lightning's own numbers, from 0."""
+    stage = _STAGES.get(progress.phase, "")
+    if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
+        return stage or f"before the first batch of epoch {progress.epoch}"
+    batch = f"batch {progress.batch_idx} of epoch {progress.epoch}"
+    return f"{batch}, {stage}" if stage else batch
+
+
+def place_words(frame: Frame | None) -> str:
+    """``"at train.py:42 in evaluate"``; empty without a frame."""
+    return f"at {short_location(frame)}" if frame is not None else ""
+
+
+def standing(timeline: Timeline, rank: int) -> str:
+    """Where a rank stands: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
+    doing, progress = timeline.activities[rank], timeline.facts[rank].progress
+    hook = f"in {doing.hook}" if doing.hook else ""
+    where = " ".join(part for part in (hook, place_words(doing.frame)) if part)
+    return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {duration_words(doing.hook_for_s)}"
+
+
+def wait_words(timeline: Timeline, rank: int) -> str:
+    """What a rank waits in: ``"broadcast (sequence number 7, 1 element), Lightning's per-batch SIGTERM broadcast"``."""
+    doing, facts = timeline.activities[rank], timeline.facts[rank]
+    if facts.exception is not None and facts.exception.is_consequence:
+        return f"a collective until the transport failed ({facts.exception.type})"
+    if doing.kind is Kind.FINISHED:
+        return "the end of the run"
+    what = collective_words(doing.collective) if doing.collective is not None else doing.call or doing.kind.value
+    means = meaning(doing.collective, facts)
+    return f"{what}, {means}" if means and means != f"Lightning's {what}" else means or what
+
+
+def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits."""
+    variants: dict[str, list[int]] = defaultdict(list)
+    for rank in timeline.held_up(ranks):
+        variants[wait_words(timeline, rank)].append(rank)
+    ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
+    parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
+    if len(ordered) > _VARIANTS:
+        parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
+    return "; ".join(parts)
+
+
+def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """The same as the tail of a sentence: ``", while ranks 1-3 wait in …"``; empty if nobody waits."""
+    waiting = others_wait(timeline, ranks)
+    return f", while {waiting}" if waiting else ""
+
+
+def location(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """The deepest line in the user's own code on the first of these ranks that has one."""
+    frames = (timeline.activities[rank].frame for rank in ranks if rank in timeline.activities)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+    """One line per rank: in what its main thread is, and at which line."""
+    evidence = []
+    for rank in list(ranks)[:_LISTED]:
+        doing = timeline.activities[rank]
+        stack = timeline.facts[rank].stack
+        line = doing.frame or (stack[-1] if stack else None)
+        if line is not None:
+            text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
+            evidence.append(Evidence(source="stack", rank=rank, text=text))
+    return evidence
+
+
+def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+    """One line per rank: phase, hook and batch."""
+    listed = list(ranks)[:_LISTED]
+    return [Evidence(source="phase", rank=rank, text=f"Stands {standing(timeline, rank)}.") for rank in listed]
+
+
+def recorder_evidence(timeline: Timeline) -> list[Evidence]:
+    """One line per group that is held up: how far its ranks have come."""
+    evidence = []
+    for group in timeline.groups:
+        if group.seq is not None and group.behind:
+            last = max(group.enqueued[rank] for rank in group.behind)
+            text = (
+                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of group "
+                f"{group.name!r}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
+                f"in sequence number {group.seq}."
+            )
+            evidence.append(Evidence(source="flight recorder", text=text[:1].upper() + text[1:]))
+    return evidence
+
+
+def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
+    """Stack, phase and recorder on the ranks in question: what nearly every finding rests on."""
+    listed = list(ranks)
+    return (*stack_evidence(timeline, listed), *phase_evidence(timeline, listed), *recorder_evidence(timeline))
+
+
+def exception_place(facts: RankFacts) -> Frame | None:
+    """The deepest line in the user's code at which this rank's exception was raised."""
+    stack = facts.exception.stack if facts.exception else ()
+    return next((frame for frame in reversed(stack) if frame.user), None)

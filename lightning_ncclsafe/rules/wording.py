@@ -1,0 +1,103 @@
+"""Ranks, durations, sizes and places in words: the vocabulary that all findings and reports share."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import PurePath
+
+from lightning_ncclsafe.facts import Collective, Frame
+
+_UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
+_MAX_RUNS = 12
+
+
+def ranks_words(ranks: Iterable[int]) -> str:
+    """``"rank 3"``, ``"ranks 1-3, 7"``; long lists are cut and counted."""
+    numbers = sorted(set(ranks))
+    if not numbers:
+        return "no rank"
+    runs = _runs(numbers)
+    text = ", ".join(runs[:_MAX_RUNS])
+    if len(runs) > _MAX_RUNS:
+        text += f", … ({len(numbers)} ranks)"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    runs = []
+    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return runs
+
+
+def verb(ranks: Sequence[int], one: str, many: str) -> str:
+    """The verb's form for this many ranks."""
+    return one if len(ranks) == 1 else many
+
+
+def capitalised(text: str) -> str:
+    """The text with its first letter in upper case, and nothing else changed."""
+    return text[:1].upper() + text[1:]
+
+
+def duration_words(seconds: float) -> str:
+    """``"0.4 s"``, ``"23 s"``, ``"4 min 12 s"``, ``"2 h 5 min"``."""
+    seconds = max(seconds, 0.0)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size_words(count: int) -> str:
+    """``"512 bytes"``, ``"12.3 GB"`` (decimal units)."""
+    for unit, name in _UNITS:
+        if abs(count) >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def location_of(frame: Frame | None) -> str:
+    """``"path:line in function"`` with the path as Python names it; empty without a frame."""
+    return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
+
+
+def short_location(frame: Frame) -> str:
+    """``"train.py:42 in evaluate"``: for sentences, where the full path is given elsewhere."""
+    return f"{PurePath(frame.file).name}:{frame.line} in {frame.function}"
+
+
+def numel(collective: Collective) -> int:
+    """Number of elements this collective takes in, or gives out where it takes none in."""
+    return _elements(collective.input_sizes) or _elements(collective.output_sizes)
+
+
+def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    total = 0
+    for shape in shapes:
+        count = 1
+        for length in shape:
+            count *= length
+        total += count
+    return total
+
+
+def collective_words(collective: Collective) -> str:
+    """``"all_reduce (sequence number 345, 1,024 elements of float32)"``; a group other than the default is named."""
+    count = numel(collective)
+    parts = [f"sequence number {collective.seq}"]
+    if count:
+        kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
+        parts.append(f"{count:,} {'element' if count == 1 else 'elements'}{kind}")
+    if collective.group not in ("", "0"):
+        parts.append(f"group {collective.group!r}")
+    return f"{collective.op} ({', '.join(parts)})"
+
+
+def joined(sentences: Iterable[str]) -> str:
+    """Sentences side by side, the empty ones left out."""
+    return " ".join(sentence for sentence in sentences if sentence)

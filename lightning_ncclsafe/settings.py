@@ -1,0 +1,73 @@
+"""What a user may set, checked once."""
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, get_args
+
+OnTimeout = Literal["abort", "report"]
+
+# Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short beside half an hour.
+DEFAULT_SUSPECT_AFTER_S = 60.0
+# PyTorch's own default for back ends other than NCCL, and Lightning's for all of them.
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to look and when to end.
+
+    Attributes:
+        suspect_after_s: Seconds without progress after which the ranks are asked for their facts.
+        timeout_s: Seconds without progress after which the run is ended.
+        on_timeout: Whether the run is ended then (``"abort"``), or only reported on (``"report"``).
+    """
+
+    suspect_after_s: float
+    timeout_s: float
+    on_timeout: OnTimeout
+
+
+def check_limits(
+    suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str
+) -> Limits:
+    """Checks what the user has set.
+
+    Args:
+        suspect_after: A duration, or seconds; None for the smaller of 60 s and half of ``timeout``.
+        timeout: A duration, or seconds; None for 30 minutes.
+        on_timeout: ``"abort"`` or ``"report"``.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else _seconds("timeout", timeout)
+    if suspect_after is None:
+        suspect_after_s = min(DEFAULT_SUSPECT_AFTER_S, timeout_s / 2)
+    else:
+        suspect_after_s = _seconds("suspect_after", suspect_after)
+    if suspect_after_s >= timeout_s:
+        raise ValueError(
+            f"suspect_after={suspect_after!r} is {suspect_after_s:g} s, but it must be less than timeout={timeout!r}"
+            f" ({timeout_s:g} s): ranks are first asked what they are doing, then the run is ended."
+        )
+    if on_timeout not in get_args(OnTimeout):
+        allowed = " or ".join(map(repr, get_args(OnTimeout)))
+        raise ValueError(f"on_timeout={on_timeout!r} is unknown; it must be {allowed}.")
+    return Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout=on_timeout)  # type: ignore[arg-type]
+
+
+def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -> Path:
+    """The folder that reports go to: ``report_dir``, or ``<default_root_dir>/ncclsafe``."""
+    return Path(report_dir) if report_dir is not None else Path(default_root_dir) / "ncclsafe"
+
+
+def _seconds(name: str, value: timedelta | float) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, timedelta) and not is_number:
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be a timedelta or a number of seconds.")
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{name}={value!r} must be longer than 0 s.")
+    return seconds

@@ -1,0 +1,121 @@
+"""What every exchange promises, asked of each of them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from lightning_ncclsafe.exchange import (
+    DirectoryExchange,
+    Exchange,
+    ExchangeError,
+    FallbackExchange,
+    MemoryExchange,
+    SharedMemory,
+    TcpStoreExchange,
+)
+
+MakeExchange = Callable[[], Exchange]
+
+
+@pytest.fixture
+def make_memory() -> MakeExchange:
+    shared = SharedMemory()
+    return lambda: MemoryExchange(shared)
+
+
+@pytest.fixture
+def make_directory(tmp_path: Path) -> MakeExchange:
+    return lambda: DirectoryExchange(tmp_path / "exchange")
+
+
+@pytest.fixture
+def make_store() -> Iterator[MakeExchange]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    opened: list[Exchange] = []
+
+    def make() -> Exchange:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+        opened.append(TcpStoreExchange(PrefixStore("ncclsafe", client)))
+        return opened[-1]
+
+    yield make
+    for exchange in opened:
+        exchange.close()
+
+
+@pytest.fixture
+def make_fallback(tmp_path: Path) -> MakeExchange:
+    def make() -> Exchange:
+        first = MemoryExchange()
+        first.close()
+        return FallbackExchange(first, DirectoryExchange(tmp_path / "fallback"))
+
+    return make
+
+
+@pytest.fixture(params=["memory", "directory", "store", "fallback"])
+def make(request: pytest.FixtureRequest) -> MakeExchange:
+    return request.getfixturevalue(f"make_{request.param}")  # type: ignore[no-any-return]
+
+
+def test_other_ranks_see_what_was_set(make: MakeExchange) -> None:
+    mine, other = make(), make()
+    mine.set("facts/3", b'{"rank":3}')
+    assert other.get_many(["facts/2", "facts/3"]) == {"facts/3": b'{"rank":3}'}
+
+
+def test_nothing_is_there_at_first(make: MakeExchange) -> None:
+    assert make().get_many(["log/0"]) == {}
+    assert make().get_many([]) == {}
+
+
+def test_a_value_can_be_replaced_and_may_be_empty(make: MakeExchange) -> None:
+    exchange = make()
+    exchange.set("key", b"old")
+    exchange.set("key", b"")
+    assert exchange.get_many(["key"]) == {"key": b""}
+
+
+def test_the_first_rank_to_set_wins_and_all_learn_who_it_was(make: MakeExchange) -> None:
+    exchanges = [make() for _ in range(4)]
+    answers: dict[int, bytes] = {}
+    start = threading.Barrier(len(exchanges))
+
+    def set_as(rank: int) -> None:
+        start.wait()
+        answers[rank] = exchanges[rank].set_if_absent("log/0", str(rank).encode())
+
+    threads = [threading.Thread(target=set_as, args=(rank,)) for rank in range(len(exchanges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stands = make().get_many(["log/0"])["log/0"]
+    assert set(answers.values()) == {stands}
+
+
+def test_keys_with_slashes_do_not_meet(make: MakeExchange) -> None:
+    exchange = make()
+    exchange.set("a/b", b"1")
+    exchange.set("a%2Fb", b"2")
+    exchange.set("../a", b"3")
+    assert exchange.get_many(["a/b", "a%2Fb", "../a"]) == {"a/b": b"1", "a%2Fb": b"2", "../a": b"3"}
+
+
+def test_a_megabyte_arrives_whole(make: MakeExchange) -> None:
+    exchange, value = make(), bytes(range(32, 127)) * 11_000
+    exchange.set("big", value)
+    assert make().get_many(["big"]) == {"big": value}
+
+
+def test_use_after_close_is_one_clear_error(make: MakeExchange) -> None:
+    exchange = make()
+    exchange.close()
+    exchange.close()
+    for call in (lambda: exchange.set("k", b""), lambda: exchange.get_many(["k"])):
+        with pytest.raises(ExchangeError, match="closed"):
+            call()

@@ -1,0 +1,106 @@
+"""The recorder's dumps, of gloo and of NCCL, become facts."""
+
+import copy
+from typing import Any
+
+from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.probes import flight_recorder
+
+# As torch 2.13 writes it (`_dump_fr_trace_json`), with 2 ranks, the second all_reduce outstanding.
+GLOO: dict[str, Any] = {
+    "comm_lib_version": "",
+    "nccl_comm_state": {},
+    "pg_config": {"": {"desc": "", "name": "", "ranks": "[0, 1]"}},
+    "pg_status": {
+        "0": {"last_completed_collective": "3", "last_enqueued_collective": "4", "last_started_collective": "-1"}
+    },
+    "version": "2.10",
+    "entries": [
+        {
+            "collective_seq_id": seq,
+            "input_dtypes": ["Float"],
+            "input_sizes": [[10, 2]],
+            "is_p2p": False,
+            "op_id": seq,
+            "output_dtypes": ["Float"],
+            "output_sizes": [[10, 2]],
+            "p2p_seq_id": 0,
+            "pg_id": 0,
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "gloo:all_reduce",
+            "record_id": seq - 1,
+            "retired": seq < 4,
+            "state": "scheduled",
+            "thread_id": "1",
+            "thread_name": "python",
+            "time_created_ns": 1_000 + seq,
+            "time_discovered_completed_ns": 0,
+            "time_discovered_started_ns": 0,
+            "timeout_ms": 20_000,
+        }
+        for seq in (3, 4)
+    ],
+}
+
+
+def test_gloo_entries_are_completed_when_they_are_retired() -> None:
+    groups, collectives = flight_recorder.parse(GLOO)
+    assert groups == [
+        Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)
+    ]
+    assert [collective.completed for collective in collectives] == [True, False]
+    assert collectives[1] == Collective(
+        group="0",
+        seq=4,
+        op="all_reduce",
+        backend="gloo",
+        input_sizes=((10, 2),),
+        output_sizes=((10, 2),),
+        dtypes=("Float",),
+        created_ns=1_004,
+        timeout_ms=20_000,
+    )
+
+
+def nccl(state: str, **more: Any) -> dict[str, Any]:
+    """One NCCL entry, as torch's FlightRecorder.hpp writes it: it has a state, and a duration when timing is on."""
+    dump = copy.deepcopy(GLOO)
+    dump["entries"] = [{**dump["entries"][1], "profiling_name": "nccl:_all_gather_base", "state": state, **more}]
+    return dump
+
+
+def test_nccl_entries_have_a_state_and_a_duration() -> None:
+    _, (scheduled,) = flight_recorder.parse(nccl("scheduled"))
+    _, (started,) = flight_recorder.parse(nccl("started"))
+    _, (completed,) = flight_recorder.parse(nccl("completed", duration_ms=1.5, retired=True))
+    assert (scheduled.started, scheduled.completed) == (False, False)
+    assert (started.started, started.completed) == (True, False)
+    assert (completed.started, completed.completed, completed.duration_ms) == (True, True, 1.5)
+    assert completed.backend == "nccl"
+
+
+def test_newer_names_of_back_ends_are_read() -> None:
+    _, (collective,) = flight_recorder.parse(nccl("started", profiling_name="nccl2:broadcast"))
+    assert (collective.backend, collective.op) == ("nccl2", "broadcast")
+
+
+def test_point_to_point_has_a_numbering_of_its_own() -> None:
+    _, (sent,) = flight_recorder.parse(nccl("started", profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9))
+    assert (sent.is_p2p, sent.seq) == (True, 9)
+
+
+def test_a_group_whose_entries_have_left_the_ring_keeps_its_position() -> None:
+    dump = {**GLOO, "entries": []}
+    groups, collectives = flight_recorder.parse(dump)
+    assert [group.name for group in groups] == ["0"]
+    assert groups[0].last_enqueued == 4
+    assert not collectives
+
+
+def test_a_recorder_that_is_off_has_nothing() -> None:
+    assert flight_recorder.parse({"version": "2.10"}) == ([], [])
+
+
+def test_without_a_process_group_there_is_nothing_to_read() -> None:
+    assert flight_recorder.read() == ((), ())
+    assert flight_recorder.position() == ()
