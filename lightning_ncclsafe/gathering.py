@@ -56,6 +56,7 @@ class Gathering:
         peers: Cards of the other ranks of this host.
         witness: Looks from outside at ranks of this host.
         missing: What the report should say could not be shared.
+        is_dropped: Whether the round has become pointless; it is then left without a verdict.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Gathering:
         peers: Iterable[Card],
         witness: Callable[[Iterable[Card]], list[ProcessFacts]],
         missing: tuple[str, ...] = (),
+        is_dropped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchange = exchange
         self._key = f"round/{round_number}"
@@ -76,6 +78,7 @@ class Gathering:
         self._peers = {card.rank: card for card in peers}
         self._witness = witness
         self._missing = missing
+        self._is_dropped = is_dropped
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
@@ -95,21 +98,27 @@ class Gathering:
             report: Judges and tells; called on one rank.
 
         Returns:
-            The verdict, the same on all ranks; None if no rank came to one in time.
+            The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
         """
         # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
-        while (waited_s := time.monotonic() - self._began) < self._answer_s + PATIENCE_S + REPORT_S:
+        while (waited_s := self._waited_s()) < self._answer_s + PATIENCE_S + REPORT_S and not self._is_dropped():
             verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
             if verdict is not None:
                 return codec.decode(Verdict, verdict)
             if waited_s > self._answer_s:
                 self._look_at_silent_peers()
             if self._is_my_turn(waited_s) and self._claim(waited_s):
-                verdict_of_mine = report(self._collect(incident))
+                job = self._collect(incident)
+                if self._is_dropped():
+                    return None
+                verdict_of_mine = report(job)
                 self._exchange.set(self._verdict_key, codec.encode(verdict_of_mine))
                 return verdict_of_mine
             time.sleep(_POLL_S)
         return None
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began
 
     @property
     def _verdict_key(self) -> str:
@@ -147,8 +156,8 @@ class Gathering:
     def _is_complete(self) -> bool:
         self._read_answers()
         silent = self._silent()
-        waited_s = time.monotonic() - self._began
-        if not silent or waited_s > self._answer_s + PATIENCE_S:
+        waited_s = self._waited_s()
+        if not silent or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
             return True
         if waited_s < self._answer_s:
             return False

@@ -35,6 +35,8 @@ _POLL_S = 0.25
 CLOSING_LINE = "\nthe run cannot go on, it is ended"
 # How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
 LINGER_S = 5.0
+# What processes are given to start before the first meeting, however soon the user wants to know.
+START_UP_S = 30.0
 _FINISH_POLL_S = 0.01
 # How much longer the process groups' own timeout is than the user's, so that the report always comes first.
 BACKSTOP_S = 15.0
@@ -112,12 +114,12 @@ class Guard:
         self._suspicions = 0
         self._open: Incident | None = None
         self._stalled_s = 0.0
-        self._glanced_at = 0.0
+        self._glanced_idle_s = 0.0
         self._verdict: Verdict | None = None
         self._told = threading.Event()
         self._main_thread_left = threading.Event()
         self._off = False
-        self._lock = threading.Lock()
+        self._next_exchange: Exchange | None = None
         self._connected = False
         self._watchdog = Watchdog(
             position=probe.position,
@@ -134,11 +136,10 @@ class Guard:
 
     def connect(self, exchange: Exchange) -> None:
         """Goes over to another exchange, with a log of its own: the process group, and so the job's store, is there."""
-        with self._lock:
-            before, self._exchange = self._exchange, exchange
-            self._round, self._open, self._connected = 0, None, True
-        before.close()
-        self._exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
+        exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
+        # The watchdog may be in the middle of a round about this very delay; it is dropped, nobody waits for it.
+        self._next_exchange = exchange
+        self._watchdog.wake()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised on this rank: the others are told, and the report written, before it leaves.
@@ -173,10 +174,11 @@ class Guard:
         if self._off or self._place.world_size == 1:
             return
         with suppress(ExchangeError):
-            self._wait_until_all_finished()
-            say_goodbye(self._exchange, self._place.rank)
+            exchange = self._next_exchange or self._exchange
+            self._wait_until_all_finished(exchange)
+            say_goodbye(exchange, self._place.rank)
             if _torch.hosts_store(self._place.rank) and not self._ends_run:
-                wait_for_others(self._exchange, self._place.rank, self._place.world_size)
+                wait_for_others(exchange, self._place.rank, self._place.world_size)
         if self._ends_run:
             raise self._timeout_error()
 
@@ -185,7 +187,9 @@ class Guard:
         self._off = True
         self._watchdog.stop()
         self._probe.close()
-        self._exchange.close()
+        for exchange in (self._exchange, self._next_exchange):
+            if exchange is not None:
+                exchange.close()
 
     @property
     def _ends_run(self) -> bool:
@@ -196,30 +200,43 @@ class Guard:
         assert verdict is not None
         return CollectiveTimeoutError(verdict.answer, findings=verdict.findings, report_folder=verdict.folder)
 
-    def _wait_until_all_finished(self) -> None:
+    def _wait_until_all_finished(self, exchange: Exchange) -> None:
         """Rank 0 counts and tells, so that the store is not asked for every rank by every rank."""
         rank, world_size = self._place.rank, self._place.world_size
-        self._exchange.set(f"finished/{rank}", b"")
+        exchange.set(f"finished/{rank}", b"")
         keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
         give_up = time.monotonic() + self._limits.suspect_after_s + LINGER_S
-        while len(self._exchange.get_many(keys)) < len(keys):
-            # Others may have work of their own left, and then this rank may go; not while somebody waits for it.
-            nobody_waits = self._open is None and time.monotonic() > give_up
-            if nobody_waits or self._off or self._exchange.lost or (self._verdict is not None and self._verdict.fatal):
-                return
+        while len(exchange.get_many(keys)) < len(keys) and not self._need_not_stay(give_up):
             time.sleep(_FINISH_POLL_S)
         if rank == 0:
-            self._exchange.set("finished/all", b"")
+            exchange.set("finished/all", b"")
+        # An incident that was open a moment ago is over; there is still time to say so.
+        give_up = time.monotonic() + 1
+        while self._open is not None and not self._need_not_stay(give_up) and time.monotonic() < give_up:
+            self._watchdog.wake()
+            time.sleep(_FINISH_POLL_S)
+
+    def _need_not_stay(self, give_up: float) -> bool:
+        # Others may have work of their own left, and then this rank may go; but not while somebody waits for it.
+        nobody_waits = self._open is None and time.monotonic() > give_up
+        is_settled = self._verdict is not None and self._verdict.fatal
+        return nobody_waits or is_settled or self._off or bool(self._exchange.lost)
 
     # What the watchdog calls, on its thread.
 
     def _tick(self, idle_s: float) -> None:
-        with self._lock:
-            self._know_peers()
-            entry = self._read_round() or self._open_round(idle_s)
-            if entry is not None:
-                self._round += 1
-                self._take_part(entry, idle_s)
+        self._change_exchange()
+        self._know_peers()
+        entry = self._read_round() or self._open_round(idle_s)
+        if entry is not None:
+            self._take_part(entry, idle_s)
+            self._round += 1
+
+    def _change_exchange(self) -> None:
+        if self._next_exchange is not None and not self._connected:
+            self._exchange.close()
+            self._exchange = self._next_exchange
+            self._round, self._open, self._connected = 0, None, True
 
     def _know_peers(self) -> None:
         """Reads the cards of the ranks of this host, once they are all there: later nobody may be able to give them."""
@@ -259,9 +276,12 @@ class Guard:
     def _reason(self, idle_s: float) -> IncidentKind | None:
         if self._probe.exception is not None and not self._told.is_set():
             return IncidentKind.EXCEPTION
-        if idle_s < self._limits.suspect_after_s or time.monotonic() - self._glanced_at < _GLANCE_S:
+        suspect_after_s = self._limits.suspect_after_s
+        if not self._connected:
+            # Before there is a process group, processes start and import; that is not a matter of a few seconds.
+            suspect_after_s = max(suspect_after_s, min(START_UP_S, self._limits.timeout_s))
+        if idle_s < suspect_after_s or not self._is_time_to_glance(idle_s, suspect_after_s):
             return None
-        self._glanced_at = time.monotonic()
         doing = activity(self._probe.glance(idle_s))
         if doing.waits_for_peers and not doing.exempt:
             if self._ends_run:
@@ -271,6 +291,15 @@ class Guard:
         if self._open is None and self._suspicions < MAX_SUSPICIONS and (doing.waits_for_peers or doing.waits_for_data):
             return IncidentKind.SUSPECT
         return None
+
+    def _is_time_to_glance(self, idle_s: float, suspect_after_s: float) -> bool:
+        """When a limit has just been passed, and once a second from then on."""
+        before_s = self._glanced_idle_s if self._glanced_idle_s <= idle_s else 0.0
+        passed = any(before_s < limit_s <= idle_s for limit_s in (suspect_after_s, self._limits.timeout_s))
+        if passed or idle_s - before_s >= _GLANCE_S:
+            self._glanced_idle_s = idle_s
+            return True
+        return False
 
     def _deadline_s(self, doing: Activity) -> float:
         """The hard limit; a group that was created with a longer timeout of its own keeps that."""
@@ -296,7 +325,7 @@ class Guard:
     def _take_part(self, entry: Round, idle_s: float) -> None:
         incident = entry.incident
         if entry.recovered_after_s is not None:
-            self._open = None
+            self._open = self._verdict = None
             if self._place.rank == 0:
                 self._say(f"recovered after {entry.recovered_after_s:.0f} s (incident {incident.number})")
             return
@@ -305,8 +334,8 @@ class Guard:
         self._open = incident
         self._verdict = self._gather(incident, idle_s) or self._verdict
         self._told.set()
-        # After an exception the ranks are given suspect_after to unwind by themselves.
-        if self._ends_run and incident.kind is not IncidentKind.EXCEPTION:
+        # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
+        if self._ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
@@ -320,6 +349,7 @@ class Guard:
             peers=self._probe.peers or self._peers_by_environment(),
             witness=self._probe.witness,
             missing=(lost,) if lost else (),
+            is_dropped=lambda: self._off or (self._next_exchange is not None and not self._connected),
         )
         try:
             gathering.publish(facts)

@@ -1,5 +1,6 @@
 """Rank 0 is late at the start: it still expands its data set in memory (RecBole#2069).
 
+There every rank loaded all of the data, the host's memory did not suffice, and it swapped to a network disk.
 The other ranks have finished their set-up and wait in the first collective. Nothing is wrong with the network,
 though the stock error speaks of timeouts and sends people there.
 
@@ -25,13 +26,13 @@ class LateRankZero(DigitsData):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         assert self.trainer is not None
-        if self.trainer.is_global_zero:
-            self.expand()
+        # Every rank expands the data; it is rank 0 whose memory is slow.
+        self.expand(seconds={0: self.stall}.get(self.trainer.global_rank, 0.5))
 
-    def expand(self) -> None:
+    def expand(self, seconds: float) -> None:
         """Make noisy copies of every image, all of them in memory."""
         images = self.digits.tensors[0]
-        end = time.monotonic() + self.stall
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.expanded = torch.randn(COPIES, *images.shape).add_(images)  # <- rank 0 is here
 

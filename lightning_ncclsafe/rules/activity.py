@@ -31,6 +31,7 @@ class Activity:
     Attributes:
         kind: What its main thread is in.
         frame: Deepest frame of the user's own code; None if there is none.
+        place: The frame that tells most: the user's below the Trainer, else the one that ``kind`` was read from.
         hook: The innermost Lightning action in words, ``"Net.on_train_epoch_end"``; empty between hooks.
         hook_for_s: Seconds since that action began; since the last progress where there is none.
         collective: The oldest outstanding collective (point-to-point operations aside); None if there is none.
@@ -43,6 +44,7 @@ class Activity:
 
     kind: Kind
     frame: Frame | None = None
+    place: Frame | None = None
     hook: str = ""
     hook_for_s: float = 0.0
     collective: Collective | None = None
@@ -65,7 +67,8 @@ class Activity:
 
 def activity(facts: RankFacts) -> Activity:
     """What this rank is doing."""
-    mark, outer = _innermost_landmark(facts.stack)
+    inside = facts.stack[trainer_start(facts.stack) :]
+    mark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, mark, collective)
     action = _hook_action(facts.progress.actions)
@@ -73,6 +76,7 @@ def activity(facts: RankFacts) -> Activity:
     return Activity(
         kind=kind,
         frame=deepest_user_frame(facts.stack),
+        place=deepest_user_frame(inside) or (inside[len(outer)] if mark else None),
         hook=hook_words(action.name) if action else "",
         hook_for_s=action.for_s if action else facts.progress.idle_s,
         collective=collective,
@@ -99,7 +103,7 @@ def hook_words(name: str) -> str:
     if name.startswith("barrier:"):
         return f"barrier {name.removeprefix('barrier:')!r}"
     owner, _, rest = name.partition("]")
-    plain = rest if owner.startswith("[") and rest else name
+    plain = rest.lstrip(".") if owner.startswith("[") and rest else name
     before, brace, after = plain.partition("{")
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
@@ -110,9 +114,8 @@ def _hook_action(actions: tuple[Action, ...]) -> Action | None:
     return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
 
 
-def _innermost_landmark(stack: tuple[Frame, ...]) -> tuple[Landmark | None, tuple[Frame, ...]]:
-    """The deepest frame that tells what is going on, and the frames between it and the Trainer's start."""
-    inside = stack[_trainer_start(stack) :]
+def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[Landmark | None, tuple[Frame, ...]]:
+    """What the deepest telling frame says, and the frames around that frame."""
     below_user = False
     for depth in range(len(inside) - 1, -1, -1):
         found = landmark(inside[depth])
@@ -122,7 +125,7 @@ def _innermost_landmark(stack: tuple[Frame, ...]) -> tuple[Landmark | None, tupl
     return None, inside
 
 
-def _trainer_start(stack: tuple[Frame, ...]) -> int:
+def trainer_start(stack: tuple[Frame, ...]) -> int:
     """What lies outside the Trainer (a sweep agent, ``if rank != -1: main()``) says nothing about what goes on."""
     return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
 
@@ -148,7 +151,7 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.LOADER, ""
     if action == "save_checkpoint":
         return Kind.CHECKPOINT, ""
-    inside = facts.stack[_trainer_start(facts.stack) :]
+    inside = facts.stack[trainer_start(facts.stack) :]
     return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
 
 

@@ -23,8 +23,6 @@ _STAGES = {
     Phase.VALIDATE: "in validation",
     Phase.TEST: "in test",
     Phase.PREDICT: "in prediction",
-    Phase.CHECKPOINT: "while a checkpoint is written",
-    Phase.FINISHED: "after its last batch",
 }
 _VARIANTS = 3
 _LISTED = 8
@@ -52,32 +50,36 @@ def place_words(frame: Frame | None) -> str:
 def standing(timeline: Timeline, rank: int) -> str:
     """Where a rank stands: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
     doing, progress = timeline.activities[rank], timeline.facts[rank].progress
+    span = duration_words(doing.hook_for_s)
+    if doing.kind is Kind.FINISHED:
+        return f"past the end of the Trainer, after {batch_words(progress)}, for {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
-    where = " ".join(part for part in (hook, place_words(doing.frame)) if part)
-    return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {duration_words(doing.hook_for_s)}"
+    where = " ".join(part for part in (hook, place_words(doing.place)) if part)
+    return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {span}"
 
 
 def wait_words(timeline: Timeline, rank: int) -> str:
-    """What a rank waits in: ``"broadcast (sequence number 7, 1 element), Lightning's per-batch SIGTERM broadcast"``."""
-    doing, facts = timeline.activities[rank], timeline.facts[rank]
-    if facts.exception is not None and facts.exception.is_consequence:
-        return f"a collective until the transport failed ({facts.exception.type})"
-    if doing.kind is Kind.FINISHED:
-        return "the end of the run"
-    what = collective_words(doing.collective) if doing.collective is not None else doing.call or doing.kind.value
-    means = meaning(doing.collective, facts)
-    return f"{what}, {means}" if means and means != f"Lightning's {what}" else means or what
+    """What a rank waits in: ``"Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 7, 1 element)"``."""
+    doing = timeline.activities[rank]
+    means = meaning(doing.collective, timeline.facts[rank])
+    if doing.collective is None:
+        return means or doing.call or doing.kind.value
+    return collective_words(doing.collective, means)
 
 
 def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits."""
     variants: dict[str, list[int]] = defaultdict(list)
+    lost: list[int] = []
     for rank in timeline.held_up(ranks):
-        variants[wait_words(timeline, rank)].append(rank)
+        alike = lost if timeline.facts[rank].exception else variants[wait_words(timeline, rank)]
+        alike.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
     parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
+    if lost:
+        parts.append(f"{ranks_words(lost)} waited until the connection broke")
     return "; ".join(parts)
 
 

@@ -85,6 +85,7 @@ class Timeline:
         self.job = job
         self.facts: dict[int, RankFacts] = {facts.rank: facts for facts in job.ranks}
         self.silent: tuple[int, ...] = job.silent
+        self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
 
     @cached_property
     def activities(self) -> dict[int, Activity]:
@@ -195,9 +196,15 @@ class Timeline:
         return None
 
     def _calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
+        if group.name not in self._calls_of:
+            self._calls_of[group.name] = self._collect_calls(group)
+        return self._calls_of[group.name]
+
+    def _collect_calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
+        """By sequence number and rank."""
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
-        for rank in group.enqueued:
+        for rank in self.facts.keys() & group.enqueued.keys():
             for entry in self.facts[rank].collectives:
                 if entry.seq >= first and entry.group == group.name and not entry.is_p2p:
                     calls[entry.seq][rank] = entry

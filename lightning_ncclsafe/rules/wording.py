@@ -61,6 +61,12 @@ def size_words(count: int) -> str:
     return f"{count} bytes"
 
 
+def condition_words(condition: str) -> str:
+    """A condition on the rank, on one line and marked as code: ``"`if rank == 0:` (line 41)"``."""
+    code, mark, line = " ".join(condition.split()).rpartition(" (line ")
+    return f"`{code}` (line {line}" if mark else f"`{line}`"
+
+
 def location_of(frame: Frame | None) -> str:
     """``"path:line in function"`` with the path as Python names it; empty without a frame."""
     return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
@@ -86,16 +92,19 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return total
 
 
-def collective_words(collective: Collective) -> str:
-    """``"all_reduce (sequence number 345, 1,024 elements of float32)"``; a group other than the default is named."""
+def collective_words(collective: Collective, meaning: str = "") -> str:
+    """``"all_reduce (sequence number 345, 1,024 elements of float32)"``; a group other than the default is named.
+
+    What the collective is for comes first where it is known: ``"DDP's gradient all-reduce (all_reduce, …)"``.
+    """
     count = numel(collective)
-    parts = [f"sequence number {collective.seq}"]
+    parts = [*([collective.op] if meaning else ()), f"sequence number {collective.seq}"]
     if count:
         kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
         parts.append(f"{count:,} {'element' if count == 1 else 'elements'}{kind}")
     if collective.group not in ("", "0"):
         parts.append(f"group {collective.group!r}")
-    return f"{collective.op} ({', '.join(parts)})"
+    return f"{meaning or collective.op} ({', '.join(parts)})"
 
 
 def joined(sentences: Iterable[str]) -> str:

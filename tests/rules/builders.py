@@ -39,7 +39,10 @@ TRY_GET = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1290, functi
 FETCH = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=54, function="fetch")
 TENSORBOARD = Frame(file=f"{SITE}/lightning/pytorch/loggers/tensorboard.py", line=215, function="save")
 FLUSH = Frame(
-    file=f"{SITE}/tensorboard/summary/writer/event_file_writer.py", line=120, function="flush", code="self._queue.join()"
+    file=f"{SITE}/tensorboard/summary/writer/event_file_writer.py",
+    line=120,
+    function="flush",
+    code="self._queue.join()",
 )
 RANK_ZERO = Frame(file=f"{SITE}/lightning_utilities/core/rank_zero.py", line=41, function="wrapped_fn")
 TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="save")

@@ -6,9 +6,9 @@ from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.meaning import meaning
-from lightning_ncclsafe.rules.sentences import location, standing
+from lightning_ncclsafe.rules.sentences import batch_words, location
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import collective_words, ranks_words
+from lightning_ncclsafe.rules.wording import collective_words, duration_words, ranks_words
 
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
@@ -47,11 +47,11 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
     ranks = tuple(sorted(calls))
     first = calls[next(iter(group.oldest))]
-    means = meaning(first, view.facts[ranks[0]])
+    facts = view.facts[ranks[0]]
     text = (
-        f"All {len(ranks)} ranks of group {group.name!r} have called {collective_words(first)}"
-        f"{f', {means},' if means else ''} and it does not complete on {ranks_words(group.oldest)}: a link or a device "
-        f"is at fault, not the training code ({standing(view, ranks[0])})."
+        f"All {len(ranks)} ranks of group {group.name!r} have called {collective_words(first, meaning(first, facts))} "
+        f"and it does not complete on {ranks_words(group.oldest)}, {batch_words(facts.progress)}, for "
+        f"{duration_words(facts.progress.idle_s)}: a link or a device is at fault, not the training code."
     )
     return Finding(
         rule="all-joined",

@@ -82,8 +82,8 @@ def _workers_words(facts: RankFacts) -> str:
         idle = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
         return ", which has no workers" if idle else ""
     doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
-    listed = "; ".join(f"{count} {words}" for words, count in doing)
-    return f" (of its {len(facts.workers)} workers {listed})"
+    listed = "; ".join(f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in doing)
+    return f" (of its {len(facts.workers)} workers, {listed})"
 
 
 def _worker_words(worker: ProcessFacts) -> str:

@@ -3,8 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import trainer_start
 from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
@@ -45,8 +46,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     exception, frame = facts.exception, exception_place(facts)
     name = exception.type if exception else ""
-    said = f"{name}: {_first_line(exception.message)}" if exception and exception.message else name
-    at = f" at {short_location(frame)}" if frame else ""
+    said = f"{name}: {_gist(exception.message)}" if exception and exception.message else name
+    at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
     text = f"{ranks_words(ranks)} raised {said}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     return Finding(
         rule="failed-rank",
@@ -60,12 +61,21 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
 
 
+def _called_from(facts: RankFacts, frame: Frame) -> str:
+    """The hook that Lightning called, where the error is in a function below it."""
+    stack = facts.exception.stack if facts.exception else ()
+    hook = next((item for item in stack[trainer_start(stack) :] if item.user), frame)
+    return f", called from {hook.function}" if hook.function != frame.function else ""
+
+
 def _evidence(facts: RankFacts) -> Evidence:
     exception = facts.exception
     text = f"{exception.type}: {exception.message}" if exception else ""
     return Evidence(source="exception", rank=facts.rank, text=text)
 
 
-def _first_line(message: str) -> str:
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}…"
+def _gist(message: str) -> str:
+    """The first line; of an error that a loader's worker sent, the last line says what it was."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    line = f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[0].startswith("Caught ") else lines[0]
+    return line.rstrip(".") if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}…"

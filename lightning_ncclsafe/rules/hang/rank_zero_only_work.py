@@ -7,7 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, condition_words, location_of, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (
@@ -69,7 +69,7 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
-    condition = f" under {doing.rank_condition!r}" if doing.rank_condition else ""
+    condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
     text = (
         f"{ranks_words(ranks)} {verb(ranks, 'works', 'work')} alone{condition} {standing(view, ranks[0])}"
         f"{while_others_wait(view, ranks)}."
@@ -90,5 +90,5 @@ def _condition_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evid
     for rank in ranks[:8]:
         doing = view.activities[rank]
         if doing.rank_condition:
-            text = f"{doing.rank_condition} encloses {location_of(doing.condition_frame)}"
+            text = f"{condition_words(doing.rank_condition)} encloses {location_of(doing.condition_frame)}."
             yield Evidence(source="source code", rank=rank, text=text)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import JobFacts, Phase
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.positions import Position, ended_first, positions
 from lightning_ncclsafe.rules.sentences import batch_words, location, others_wait, recorder_evidence
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
 
+_TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _REMEDY = (
     "Give every rank the same number of batches: seed every random split alike on all ranks (seed_everything), pack or "
     "filter before sharding, pad or cut the shards of an IterableDataset to one length, and keep "
@@ -59,14 +60,17 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 
 
 def _ended(view: Timeline, rank: int) -> str:
-    progress, length = view.facts[rank].progress, _lengths(view).get(rank)
-    count = length if length is not None else progress.batch_idx + 1
+    progress = view.facts[rank].progress
+    if progress.phase not in _TRAINING:
+        return f"it is at {batch_words(progress)}"
+    count = _lengths(view).get(rank, progress.batch_idx + 1)
     return f"after {count} batches of epoch {progress.epoch}" if count > 0 else batch_words(progress)
 
 
 def _lengths(view: Timeline) -> dict[int, int]:
-    """Number of batches of each rank's first loader, where it has a length."""
-    first = {rank: facts.loaders[0].batches for rank, facts in view.facts.items() if facts.loaders}
+    """Number of batches of each rank's first loader, where it has a length and is the one for training."""
+    training = [facts for facts in view.facts.values() if facts.loaders and facts.progress.phase in _TRAINING]
+    first = {facts.rank: facts.loaders[0].batches for facts in training}
     return {rank: batches for rank, batches in first.items() if batches is not None}
 
 

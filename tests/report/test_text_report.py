@@ -1,0 +1,113 @@
+"""The report in words: the answer first, nothing left out, nothing that grows or bites."""
+
+from dataclasses import replace
+
+import pytest
+from diagnoses import diagnosis, facts, with_first
+
+from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.findings import Confidence, Evidence
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.text import render_short, render_text
+
+
+def test_the_first_line_is_the_answer() -> None:
+    answer = "rank-zero-only-work: Rank 0 works alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s."
+    assert render_text(diagnosis()).splitlines()[0] == answer
+    assert render_short(diagnosis()).splitlines()[0] == answer
+
+
+def test_the_full_report_says_everything() -> None:
+    text = render_text(diagnosis())
+    for part in (
+        "Incident 1: rank 1 made no progress for 23 s. 3 of 4 ranks answered.",
+        "1. rank-zero-only-work (certain, warning), rank 0",
+        "Where: /home/me/train.py:73 in evaluate",
+        "- [source code, rank 0] if trainer.is_global_zero encloses line 73.",
+        "Share this work among all ranks.",
+        "Rank 0: phase train, batch 118 of epoch 2, hook Net.on_train_epoch_end, no progress for 20 s",
+        "Ranks 1-2: phase train, batch 118 of epoch 2, no progress for 21 s to 22 s; waits in broadcast",
+        "rank 3: did not answer, its process 4003 is stopped",
+        "What these facts cannot tell",
+        "- Rank 3 did not answer.",
+        "Stack of rank 0\n---------------\n> /home/me/train.py:73 in evaluate: score(x)",
+        "Stack of ranks 1-2\n",
+    ):
+        assert part in text, part
+    assert text.index("Stack of rank 0") < text.index("Stack of ranks 1-2")
+
+
+def test_the_short_report_is_short() -> None:
+    lines = render_short(diagnosis()).splitlines()
+    assert len(lines) <= 12
+    assert "  where: /home/me/train.py:73 in evaluate" in lines
+    assert "  remedy: Share this work among all ranks." in lines
+
+
+def test_the_short_report_names_other_causes() -> None:
+    base = diagnosis()
+    second = replace(base.findings[0], rule="slow-logger", confidence=Confidence.POSSIBLE)
+    assert "  also possible: slow-logger (rank 0)" in render_short(replace(base, findings=(*base.findings, second)))
+
+
+def test_without_a_finding_it_says_what_ranks_do() -> None:
+    nothing = replace(diagnosis(), findings=())
+    expected = "Nothing found: no rank waits for another; ranks 0-2 at work: batch 118 of epoch 2."
+    assert render_short(nothing).splitlines()[0] == expected
+    assert render_text(nothing).splitlines()[0] == expected
+
+
+def test_without_facts() -> None:
+    job = replace(diagnosis().job, ranks=(), witnessed=())
+    text = render_text(replace(diagnosis(), job=job, findings=(), unanswered=()))
+    assert text.startswith("Nothing found: no rank answered.")
+
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
+
+
+@pytest.mark.parametrize("render", [render_text, render_short])
+def test_escapes_from_facts_are_written_out(render: object) -> None:
+    evil = with_first(
+        summary=f"Rank 0 {EVIL}",
+        location=f"{EVIL}:1 in f",
+        remedy=EVIL,
+        evidence=(Evidence(source=EVIL, text=EVIL),),
+    )
+    stack = (Frame(file=EVIL, line=1, function=EVIL, code=EVIL, user=True, rank_condition=EVIL),)
+    raised = ExceptionFacts(type=EVIL, message=EVIL, stack=stack)
+    ranks = (replace(facts(0), stack=stack), replace(facts(1), exception=raised))
+    evil = replace(evil, job=replace(evil.job, ranks=ranks), unanswered=(EVIL,))
+    text = render(evil)  # type: ignore[operator]
+    assert not [char for char in text if char != "\n" and (ord(char) < 32 or 127 <= ord(char) < 160)]
+    assert not {"\u202e", "\u2028", "\ud800"} & set(text)
+    assert "\\x1b[2J" in text
+    text.encode()
+
+
+def test_safe_keeps_what_is_harmless() -> None:
+    assert safe("Zoë's naïve 模型: 3 µs\n  next line") == "Zoë's naïve 模型: 3 µs next line"
+
+
+def test_a_thousand_ranks_fit_in_a_few_screens() -> None:
+    big = diagnosis(world=1024, silent=(3,))
+    lines = render_text(big).splitlines()
+    assert len(lines) < 60
+    assert "Ranks 1-2, 4-1023: phase train" in render_text(big)
+
+
+def test_a_thousand_different_ranks_are_cut() -> None:
+    different = tuple(
+        replace(facts(rank), stack=(Frame(file="a.py", line=rank + 1, function="f", user=True),)) for rank in range(900)
+    )
+    big = replace(diagnosis(), job=replace(diagnosis().job, ranks=different, world_size=1024))
+    text = render_text(big)
+    assert len(text.splitlines()) < 250
+    assert "more different stacks are in report.json" in text
+
+
+def test_a_deep_stack_is_cut() -> None:
+    deep = tuple(Frame(file="a.py", line=1, function=f"f{depth}") for depth in range(900))
+    job = replace(diagnosis().job, ranks=(replace(facts(0), stack=deep),))
+    text = render_text(replace(diagnosis(), job=job))
+    assert "outer frames" in text and "in f899" in text and "in f1\n" not in text

@@ -1,0 +1,319 @@
+"""One canonical scene per cause, on either back end, with the answer that the judge has to give first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from builders import (
+    ALL_REDUCE,
+    CHECKPOINT_IO,
+    EPOCH_END,
+    FETCH,
+    FLUSH,
+    INIT_GROUP,
+    NEXT,
+    NEXT_DATA,
+    RANK_ZERO,
+    TENSORBOARD,
+    TORCH_SAVE,
+    TRAINING_STEP,
+    TRY_GET,
+    USER_FILE,
+    Backend,
+    job,
+    process,
+    raised,
+    transport_error,
+    user,
+)
+
+from lightning_ncclsafe.facts import (
+    Action,
+    HostFacts,
+    JobFacts,
+    LoaderFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+    StorageFacts,
+)
+
+EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What happened, and what has to be found."""
+
+    name: str
+    build: Callable[[Backend], JobFacts]
+    rule: str
+    ranks: tuple[int, ...]
+    location: str = ""
+
+
+def rank_zero_evaluates(net: Backend) -> JobFacts:
+    """The OpenCLIP case: rank 0 evaluates at the end of the epoch, the others have begun the next one."""
+    culprit = net.working(
+        0, user("on_train_epoch_end", 70), EVALUATE, seq=60, action=EPOCH_END, batch=23, last=True, idle=612
+    )
+    others = (net.in_sigterm_broadcast(rank, seq=61, epoch=1, batch=0) for rank in (1, 2, 3))
+    return job(culprit, *others)
+
+
+def rank_zero_evaluates_through_a_loader(net: Backend) -> JobFacts:
+    """The same, caught while rank 0 reads its own validation set."""
+    stack = (user("on_train_epoch_end", 70), EVALUATE, NEXT_DATA, FETCH, user("__getitem__", 12))
+    culprit = net.working(0, *stack, seq=60, action=EPOCH_END, batch=23, last=True)
+    return job(culprit, *(net.in_sigterm_broadcast(rank, seq=61, epoch=1, batch=0) for rank in (1, 2, 3)))
+
+
+def decorated_callback(net: Backend) -> JobFacts:
+    """@rank_zero_only on a callback's hook; no condition in sight."""
+    stack = (RANK_ZERO, user("on_train_batch_end", 31))
+    culprit = net.working(0, *stack, seq=60, action="[Callback]Images.on_train_batch_end")
+    return job(culprit, *(net.waiting(rank, seq=61) for rank in (1, 2, 3)))
+
+
+def hook_that_others_left(net: Backend) -> JobFacts:
+    """One rank in a hook that the others have left; nothing says that it is on purpose."""
+    culprit = net.working(2, user("on_validation_epoch_end", 55), seq=60, action=EPOCH_END, phase=Phase.VALIDATE)
+    return job(*(culprit if rank == 2 else net.in_sigterm_broadcast(rank, seq=61, epoch=1) for rank in range(4)))
+
+
+def rank_zero_tokenises_in_setup(net: Backend) -> JobFacts:
+    """Before the first batch, under a condition: the condition is the more useful answer."""
+    line = user("setup", 18, condition="if self.trainer.is_global_zero:  (line 17)")
+    culprit = net.working(0, line, seq=1, phase=Phase.INIT, action="[LightningDataModule]Data.setup", batch=-1)
+    options = {"phase": Phase.INIT, "batch": -1}
+    return job(culprit, *(net.in_barrier(rank, "post_setup", seq=2, **options) for rank in (1, 2, 3)))
+
+
+def late_in_setup(net: Backend) -> JobFacts:
+    """The RecBole case: rank 5's peers wait in DDP's parameter check while its host swaps."""
+    line = user("setup", 18, code="table = read_everything(path)")
+    culprit = net.working(0, line, seq=1, phase=Phase.INIT, action="[LightningDataModule]Data.setup", batch=-1)
+    memory = HostFacts(rss_bytes=61_000_000_000, process_swap_bytes=12_300_000_000, swapped_in_bytes=900_000_000)
+    options = {"phase": Phase.INIT, "batch": -1}
+    others = (net.in_barrier(rank, "post_setup", seq=2, **options) for rank in (1, 2, 3))
+    return job(replace(culprit, host_facts=memory), *others)
+
+
+def _in_init(rank: int) -> RankFacts:
+    progress = Progress(phase=Phase.INIT, actions=(Action(name="init_process_group", for_s=30),), idle_s=30)
+    return RankFacts(rank=rank, progress=progress, stack=(INIT_GROUP,))
+
+
+def not_yet_joined(net: Backend) -> JobFacts:
+    """Rank 3 has not even created its Trainer; its neighbours see its process."""
+    seen = process(3, "running", rss_bytes=10_000_000_000, stack=(user("main", 9),))
+    return job(*(_in_init(rank) for rank in range(3)), witnessed=(seen,))
+
+
+def not_yet_joined_in_disk_sleep(net: Backend) -> JobFacts:
+    """The same while it swaps: uninterruptible sleep is what swapping looks like, not a cause of its own."""
+    return job(*(_in_init(rank) for rank in range(3)), witnessed=(process(3, "disk-sleep", swap_bytes=4_000_000_000),))
+
+
+def short_rank_finished(net: Backend) -> JobFacts:
+    """The Llama-recipes case: rank 1 has run out of data and is done."""
+    short = replace(net.finished(1, seq=60, batch=19), loaders=(LoaderFacts(batches=20),))
+    long = (replace(net.waiting(rank, seq=61, batch=20), loaders=(LoaderFacts(batches=22),)) for rank in (0, 2, 3))
+    ranks = {facts.rank: facts for facts in (short, *long)}
+    return job(*(ranks[rank] for rank in range(4)))
+
+
+def short_rank_in_validation(net: Backend) -> JobFacts:
+    """Rank 1 waits in a reduction at the end of validation, under the number of the others' gradients."""
+    short = net.rank(1, ALL_REDUCE, seq=61, outstanding=1, sizes=ONE_VALUE, phase=Phase.VALIDATE, batch=5, last=True)
+    return job(*(short if rank == 1 else net.waiting(rank, seq=61, batch=20) for rank in range(4)))
+
+
+ONE_VALUE = ((1,),)
+
+
+def short_rank_broke_the_connection(net: Backend) -> JobFacts:
+    """The others were told that a peer is gone, which is only the consequence."""
+    short = net.finished(1, seq=60, batch=19)
+    ranks = {1: short} | {rank: transport_error(net.waiting(rank, seq=61, batch=20)) for rank in (0, 2, 3)}
+    return job(*(ranks[rank] for rank in range(4)))
+
+
+def logger_flushes(net: Backend) -> JobFacts:
+    """The torchtitan case: rank 0 joins TensorBoard's queue; Lightning's logger is rank-zero-only by itself."""
+    culprit = net.working(0, RANK_ZERO, TENSORBOARD, FLUSH, seq=60, idle=23)
+    storage = (StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),)
+    others = (net.in_sigterm_broadcast(rank, seq=61, batch=12) for rank in (1, 2, 3))
+    return job(replace(culprit, storage=storage), *others)
+
+
+def logger_called_under_a_condition(net: Backend) -> JobFacts:
+    """The user's own condition around a logger's call: the logger is the cause, not that one rank logs."""
+    line = user("training_step", 44, condition="if self.trainer.is_global_zero:  (line 43)")
+    culprit = net.working(0, line, TENSORBOARD, FLUSH, seq=60, action=TRAINING_STEP)
+    return job(culprit, *(net.waiting(rank, seq=61) for rank in (1, 2, 3)))
+
+
+def checkpoint_is_written(net: Backend) -> JobFacts:
+    """Rank 0 writes, the others wait at Lightning's barrier behind the save."""
+    culprit = net.working(0, CHECKPOINT_IO, TORCH_SAVE, seq=60, phase=Phase.CHECKPOINT, action="save_checkpoint")
+    storage = (StorageFacts(owner="ModelCheckpoint", path="/mnt/ckpt", filesystem="nfs4"),)
+    options = {"phase": Phase.CHECKPOINT}
+    others = (net.in_barrier(rank, "Trainer.save_checkpoint", seq=61, **options) for rank in (1, 2, 3))
+    return job(replace(culprit, storage=storage), *others)
+
+
+def loader_workers_stall(net: Backend) -> JobFacts:
+    """The Wenet case: rank 2 waits for its workers, which sleep in storage."""
+    worker = ProcessFacts(pid=77, state="disk-sleep", wait_channel="nfs_wait_bit_killable", stack=(user("read", 8),))
+    culprit = net.working(2, NEXT_DATA, TRY_GET, seq=60, action=NEXT)
+    loaders = (LoaderFacts(dataset="Digits", num_workers=2, prefetch_factor=250),)
+    culprit = replace(culprit, workers=(worker, worker), loaders=loaders)
+    return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
+def loader_stalls_without_workers(net: Backend) -> JobFacts:
+    """The user's __getitem__ on the main thread."""
+    culprit = net.working(2, NEXT_DATA, FETCH, user("__getitem__", 12), seq=60, action=NEXT)
+    return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
+def all_loaders_stall(net: Backend) -> JobFacts:
+    """Shared storage is down: nobody waits for anybody."""
+    return job(*(net.working(rank, NEXT_DATA, TRY_GET, seq=60, action=NEXT) for rank in range(4)))
+
+
+def one_rank_fails(net: Backend) -> JobFacts:
+    """Rank 3 raised in the user's training_step."""
+    culprit = raised(net.working(3, seq=60), "ValueError", "bad label 11", user("training_step", 42))
+    return job(*(net.waiting(rank, seq=61) for rank in range(3)), culprit)
+
+
+def one_rank_fails_and_breaks_connections(net: Backend) -> JobFacts:
+    """The same, seen after the others were told that the connection is closed."""
+    culprit = raised(net.working(3, seq=60), "ValueError", "bad label 11", user("training_step", 42))
+    return job(*(transport_error(net.waiting(rank, seq=61)) for rank in range(3)), culprit)
+
+
+def one_rank_was_killed(net: Backend) -> JobFacts:
+    """Rank 1 is gone, and the kernel's counter on its host rose."""
+    seen = replace(net.waiting(0, seq=61), host_facts=HostFacts(oom_kills=1), peers=(process(1, "gone"),))
+    return job(seen, net.waiting(2, seq=61), net.waiting(3, seq=61))
+
+
+def one_rank_gone_unseen(net: Backend) -> JobFacts:
+    """Nobody shares its host, but all connections to it broke."""
+    return job(*(transport_error(net.waiting(rank, seq=61)) for rank in (0, 2, 3)))
+
+
+def one_rank_skips_a_step(net: Backend) -> JobFacts:
+    """Rank 1's training_step returned None: it is in the next batch's broadcast under the number of the gradients."""
+    culprit = net.in_sigterm_broadcast(1, seq=61, batch=12)
+    return job(*(culprit if rank == 1 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
+def collective_under_a_condition(net: Backend) -> JobFacts:
+    """Two ranks; rank 0 alone computes a metric that gathers. Neither is in the majority."""
+    line = user("on_train_epoch_end", 50, condition="if self.trainer.is_global_zero:  (line 49)")
+    culprit = net.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((10,),), action=EPOCH_END, last=True, world=2)
+    return job(culprit, net.in_sigterm_broadcast(1, seq=61, epoch=1, batch=0, world=2), world=2)
+
+
+def stopped_by_a_signal(net: Backend) -> JobFacts:
+    """Rank 2 was sent SIGSTOP."""
+    ranks = tuple(net.waiting(rank, seq=61) for rank in (0, 1, 3))
+    return job(*ranks, witnessed=(process(2, "stopped"),))
+
+
+def holds_the_gil(net: Backend) -> JobFacts:
+    """Rank 2 runs native code that does not release the lock; py-spy saw its line."""
+    ranks = tuple(net.waiting(rank, seq=61) for rank in (0, 1, 3))
+    return job(*ranks, witnessed=(process(2, "running", gil_held=True, stack=(user("training_step", 41),)),))
+
+
+def host_does_not_answer(net: Backend) -> JobFacts:
+    """Ranks 2 and 3 are on another host."""
+    return job(*(net.waiting(rank, seq=61) for rank in (0, 1)))
+
+
+def link_is_broken(net: Backend) -> JobFacts:
+    """Everyone has called the same."""
+    return job(*(net.waiting(rank, seq=61) for rank in range(4)))
+
+
+def slow_step(net: Backend) -> JobFacts:
+    """Rank 2's training_step takes long, for no reason that can be seen."""
+    culprit = net.working(2, user("training_step", 40), user("slow", 90), seq=60, action=TRAINING_STEP)
+    return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
+SCENES = (
+    Scene("rank 0 evaluates", rank_zero_evaluates, "rank-zero-only-work", (0,), f"{USER_FILE}:73 in evaluate"),
+    Scene(
+        "rank 0 evaluates through a loader",
+        rank_zero_evaluates_through_a_loader,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:12 in __getitem__",
+    ),
+    Scene(
+        "decorated callback", decorated_callback, "rank-zero-only-work", (0,), f"{USER_FILE}:31 in on_train_batch_end"
+    ),
+    Scene(
+        "hook that others left",
+        hook_that_others_left,
+        "rank-zero-only-work",
+        (2,),
+        f"{USER_FILE}:55 in on_validation_epoch_end",
+    ),
+    Scene(
+        "rank 0 tokenises in setup",
+        rank_zero_tokenises_in_setup,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:18 in setup",
+    ),
+    Scene("late in setup", late_in_setup, "late-at-init", (0,), f"{USER_FILE}:18 in setup"),
+    Scene("not yet joined", not_yet_joined, "late-at-init", (3,), f"{USER_FILE}:9 in main"),
+    Scene("not yet joined, swapping", not_yet_joined_in_disk_sleep, "late-at-init", (3,)),
+    Scene("short rank finished", short_rank_finished, "uneven-batches", (1,)),
+    Scene("short rank in validation", short_rank_in_validation, "uneven-batches", (1,)),
+    Scene("short rank broke the connection", short_rank_broke_the_connection, "uneven-batches", (1,)),
+    Scene("logger flushes", logger_flushes, "slow-logger", (0,)),
+    Scene(
+        "logger under a condition",
+        logger_called_under_a_condition,
+        "slow-logger",
+        (0,),
+        f"{USER_FILE}:44 in training_step",
+    ),
+    Scene("checkpoint is written", checkpoint_is_written, "slow-checkpoint", (0,)),
+    Scene("loader's workers stall", loader_workers_stall, "data-stall", (2,), f"{USER_FILE}:8 in read"),
+    Scene(
+        "loader without workers", loader_stalls_without_workers, "data-stall", (2,), f"{USER_FILE}:12 in __getitem__"
+    ),
+    Scene("all loaders stall", all_loaders_stall, "data-stall", (0, 1, 2, 3)),
+    Scene("one rank fails", one_rank_fails, "failed-rank", (3,), f"{USER_FILE}:42 in training_step"),
+    Scene(
+        "one rank fails, connections break",
+        one_rank_fails_and_breaks_connections,
+        "failed-rank",
+        (3,),
+        f"{USER_FILE}:42 in training_step",
+    ),
+    Scene("one rank was killed", one_rank_was_killed, "dead-rank", (1,)),
+    Scene("one rank gone unseen", one_rank_gone_unseen, "dead-rank", (1,)),
+    Scene("one rank skips a step", one_rank_skips_a_step, "diverged-collectives", (1,)),
+    Scene(
+        "collective under a condition",
+        collective_under_a_condition,
+        "diverged-collectives",
+        (0,),
+        f"{USER_FILE}:50 in on_train_epoch_end",
+    ),
+    Scene("stopped by a signal", stopped_by_a_signal, "frozen-rank", (2,)),
+    Scene("holds the GIL", holds_the_gil, "frozen-rank", (2,), f"{USER_FILE}:41 in training_step"),
+    Scene("host does not answer", host_does_not_answer, "frozen-rank", (2, 3)),
+    Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
+    Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
+)

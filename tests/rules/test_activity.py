@@ -1,0 +1,158 @@
+"""What a main thread is doing, from its stack, its actions and its outstanding collectives."""
+
+from dataclasses import replace
+
+import pytest
+from builders import (
+    ALL_REDUCE,
+    BARRIER,
+    CHECKPOINT_IO,
+    ENGINE,
+    FETCH,
+    FLUSH,
+    GLOO,
+    INFINITE,
+    INIT_GROUP,
+    MAIN,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    RANK_ZERO,
+    RUN,
+    SIGTERM_ITEM,
+    SITE,
+    TENSORBOARD,
+    TORCH_SAVE,
+    TRY_GET,
+    user,
+)
+
+from lightning_ncclsafe.facts import Frame, Phase, RankFacts
+from lightning_ncclsafe.rules.activity import Kind, activity, hook_words
+from lightning_ncclsafe.rules.meaning import meaning
+
+STEP = user("training_step", 40, code="loss = self.model(x)")
+MONITORED = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5400, function="monitored_barrier")
+PICKLING = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3000, function="_object_to_tensor")
+DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1600, function="forward")
+FETCHER = Frame(file=f"{SITE}/lightning/pytorch/loops/fetchers.py", line=60, function="__next__")
+CONNECTOR = Frame(
+    file=f"{SITE}/lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py",
+    line=118,
+    function="log_metrics",
+)
+WANDB = Frame(file=f"{SITE}/wandb/sdk/wandb_run.py", line=1, function="log")
+SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
+
+
+@pytest.mark.parametrize(
+    ("stack", "kind"),
+    [
+        ((ALL_REDUCE,), Kind.COLLECTIVE),
+        ((STEP, BARRIER), Kind.COLLECTIVE),
+        ((INIT_GROUP,), Kind.STORE),
+        ((MONITORED,), Kind.STORE),
+        ((INFINITE,), Kind.STORE),
+        ((STEP, ALL_REDUCE, PICKLING, user("__getstate__", 3)), Kind.USER),
+        ((NEXT_DATA, TRY_GET), Kind.LOADER),
+        ((NEXT_DATA, FETCH, user("__getitem__", 5)), Kind.LOADER),
+        ((FETCHER, user("__iter__", 5)), Kind.LOADER),
+        ((TENSORBOARD, FLUSH), Kind.LOGGER),
+        ((CONNECTOR, user("log_metrics", 5)), Kind.LOGGER),
+        ((STEP, WANDB), Kind.LOGGER),
+        ((TORCH_SAVE,), Kind.CHECKPOINT),
+        ((CHECKPOINT_IO, user("write", 5)), Kind.CHECKPOINT),
+        ((CHECKPOINT_IO, BARRIER), Kind.COLLECTIVE),
+        ((STEP,), Kind.USER),
+        ((DDP_FORWARD, STEP), Kind.USER),
+        ((Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=1, function="run"),), Kind.LIGHTNING),
+    ],
+)
+def test_kinds_by_stack(stack: tuple[Frame, ...], kind: Kind) -> None:
+    assert activity(GLOO.rank(0, *stack, seq=5)).kind is kind
+
+
+def test_backward_waits_only_with_a_collective_outstanding() -> None:
+    assert activity(GLOO.rank(0, ENGINE, seq=5, outstanding=1)).waits_for_peers
+    assert not activity(GLOO.rank(0, ENGINE, seq=5)).waits_for_peers
+    assert not activity(GLOO.rank(0, ENGINE, user("backward", 9), seq=5, outstanding=1)).waits_for_peers
+
+
+def test_an_nccl_collective_in_flight_waits_wherever_the_main_thread_is() -> None:
+    doing = activity(NCCL.rank(0, STEP, seq=5, outstanding=1))
+    assert (doing.kind, doing.on_device, doing.waits_for_peers) == (Kind.USER, True, True)
+    assert activity(NCCL.rank(0, SIGTERM_ITEM, seq=5, outstanding=1)).kind is Kind.COLLECTIVE
+    assert not activity(GLOO.rank(0, STEP, seq=5, outstanding=1)).waits_for_peers
+
+
+def test_the_oldest_outstanding_collective_counts_and_p2p_does_not() -> None:
+    facts = NCCL.rank(0, STEP, seq=9, outstanding=3)
+    assert activity(facts).collective == facts.collectives[-3]
+    p2p = replace(facts, collectives=tuple(replace(entry, is_p2p=True) for entry in facts.collectives))
+    assert activity(p2p).collective is None
+
+
+def test_lightning_waits_for_prepare_data_without_limit() -> None:
+    assert activity(GLOO.rank(0, INFINITE, seq=1)).exempt
+    assert not activity(GLOO.rank(0, BARRIER, seq=1, outstanding=1)).exempt
+
+
+def test_what_lies_outside_the_trainer_does_not_count() -> None:
+    outside = (SWEEP, replace(MAIN, rank_condition="if local_rank != -1:"), RUN, STEP)
+    doing = activity(replace(GLOO.rank(0, STEP, seq=5), stack=outside))
+    assert (doing.kind, doing.rank_condition) == (Kind.USER, "")
+
+
+def test_rank_zero_wrappers_count_around_user_code_only() -> None:
+    assert activity(GLOO.rank(0, RANK_ZERO, user("plot", 3), seq=5)).rank_condition == "@rank_zero_only"
+    assert activity(GLOO.rank(0, RANK_ZERO, TENSORBOARD, FLUSH, seq=5)).rank_condition == ""
+
+
+def test_a_condition_inside_the_dataset_is_not_around_the_work() -> None:
+    below = user("__getitem__", 5, condition="if rank == 0:")
+    assert activity(GLOO.rank(0, NEXT_DATA, FETCH, below, seq=5)).rank_condition == ""
+
+
+def test_without_a_stack_actions_decide() -> None:
+    assert activity(GLOO.rank(0, seq=5, action=NEXT)).kind is Kind.LOADER
+    assert activity(GLOO.rank(0, seq=5, action="save_checkpoint")).kind is Kind.CHECKPOINT
+    assert activity(GLOO.rank(0, seq=5, action="barrier:x")).call == "barrier 'x'"
+    assert activity(GLOO.rank(0, seq=0, action="init_process_group")).kind is Kind.STORE
+    assert activity(GLOO.rank(0, seq=5, outstanding=1)).kind is Kind.COLLECTIVE
+
+
+def test_a_finished_rank_neither_waits_nor_works() -> None:
+    doing = activity(NCCL.rank(0, BARRIER, seq=5, outstanding=1, phase=Phase.FINISHED))
+    assert (doing.kind, doing.waits_for_peers) == (Kind.FINISHED, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("[LightningModule]Net.training_step", "Net.training_step"),
+        ("[Callback]ModelCheckpoint{'monitor': None, 'a': {}}.on_validation_end", "ModelCheckpoint.on_validation_end"),
+        ("[Strategy]SafeDDP.backward", "backward"),
+        ("[_TrainingEpochLoop].train_dataloader_next", "train_dataloader_next"),
+        ("barrier:post_setup", "barrier 'post_setup'"),
+        ("save_checkpoint", "save_checkpoint"),
+    ],
+)
+def test_hooks_in_words(name: str, words: str) -> None:
+    assert hook_words(name) == words
+
+
+def means(facts: RankFacts) -> str:
+    return meaning(activity(facts).collective, facts)
+
+
+def test_meanings() -> None:
+    assert means(GLOO.in_sigterm_broadcast(0, seq=5)) == "Lightning's per-batch SIGTERM broadcast"
+    assert means(NCCL.in_sigterm_broadcast(0, seq=5)) == "Lightning's per-batch SIGTERM broadcast"
+    assert means(GLOO.waiting(0, seq=5)) == "DDP's gradient all-reduce"
+    assert means(GLOO.in_barrier(0, "post_setup", seq=5)) == "Lightning's barrier 'post_setup'"
+    assert means(GLOO.rank(0, STEP, ALL_REDUCE, seq=5, outstanding=1)) == ""
+
+
+def test_an_older_outstanding_collective_is_not_given_the_present_lines_meaning() -> None:
+    """NCCL: the main thread hangs in the SIGTERM broadcast's .item(), because an earlier all_reduce does not end."""
+    assert means(NCCL.rank(0, SIGTERM_ITEM, seq=5, outstanding=1, op="all_reduce")) == ""

@@ -1,0 +1,199 @@
+"""Jobs that no rule was written for: nothing may raise, blame the wrong rank, or claim more than is known."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from builders import (
+    ALL_REDUCE,
+    BACKWARD,
+    BARRIER,
+    ENGINE,
+    FLUSH,
+    GLOO,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    TRAINING_STEP,
+    Backend,
+    job,
+    process,
+    raised,
+    transport_error,
+    user,
+)
+from scenes import rank_zero_evaluates, slow_step
+
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase
+from lightning_ncclsafe.findings import Confidence, Severity
+from lightning_ncclsafe.rules import HANG_RULES, judge
+
+BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
+
+
+def test_empty_facts() -> None:
+    diagnosis = judge(job(world=0))
+    assert (diagnosis.findings, diagnosis.unanswered) == ((), ())
+
+
+def test_everybody_silent() -> None:
+    diagnosis = judge(job(world=4))
+    assert diagnosis.findings == ()
+    assert diagnosis.unanswered == ("No rank answered, so nothing is known about any of them.",)
+
+
+def test_everybody_silent_and_seen_to_be_stopped() -> None:
+    diagnosis = judge(job(world=2, witnessed=(process(0, "stopped"), process(1, "tracing-stop"))))
+    assert [finding.rule for finding in diagnosis.findings] == ["frozen-rank", "frozen-rank"]
+    assert "debugger" in diagnosis.findings[1].summary
+
+
+@BACKENDS
+def test_equally_slow_work_is_no_hang(net: Backend) -> None:
+    step = user("training_step", 40)
+    slow = (net.working(rank, step, seq=60, action=TRAINING_STEP) for rank in range(4))
+    assert judge(job(*slow)).findings == ()
+
+
+def test_one_rank_alone_waits_for_its_loader() -> None:
+    alone = GLOO.working(0, NEXT_DATA, seq=0, action=NEXT, world=1)
+    assert [finding.rule for finding in judge(job(alone, world=1)).findings] == ["data-stall"]
+
+
+def test_one_rank_alone_works() -> None:
+    alone = GLOO.working(0, user("training_step", 40), seq=0, world=1)
+    diagnosis = judge(job(alone, world=1))
+    assert (diagnosis.findings, diagnosis.unanswered) == ((), ())
+
+
+@BACKENDS
+def test_without_a_recorder_the_stacks_decide(net: Backend) -> None:
+    scene = rank_zero_evaluates(GLOO)
+    blind = replace(scene, ranks=tuple(replace(facts, groups=(), collectives=()) for facts in scene.ranks))
+    diagnosis = judge(blind)
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("rank-zero-only-work", (0,))
+    assert any("no Flight Recorder data" in line for line in diagnosis.unanswered)
+
+
+def test_without_a_recorder_everybody_waiting_still_gets_a_finding() -> None:
+    waiting = (replace(GLOO.in_barrier(rank, "x", seq=5), groups=(), collectives=()) for rank in range(4))
+    (finding,) = judge(job(*waiting)).findings
+    assert (finding.rule, finding.confidence, finding.ranks) == ("rank-behind", Confidence.POSSIBLE, ())
+
+
+def test_without_stacks_the_recorder_decides() -> None:
+    scene = slow_step(GLOO)
+    blind = replace(scene, ranks=tuple(replace(facts, stack=()) for facts in scene.ranks))
+    assert judge(blind).findings[0].ranks == (2,)
+
+
+def test_ranks_that_ran_ahead_differently_are_not_behind() -> None:
+    """NCCL: ranks 1 and 3 wait in 61 as well, though they have called fewer collectives than rank 0."""
+    ahead = {0: 5, 1: 1, 3: 2}
+    waiting = {rank: NCCL.rank(rank, ENGINE, seq=60 + n, outstanding=n, action=BACKWARD) for rank, n in ahead.items()}
+    culprit = NCCL.working(2, user("training_step", 40), seq=60, action=TRAINING_STEP)
+    first = judge(job(waiting[0], waiting[1], culprit, waiting[3])).findings[0]
+    assert (first.rule, first.ranks) == ("rank-behind", (2,))
+
+
+def test_a_root_that_has_left_its_broadcast_does_not_hide_the_straggler() -> None:
+    """On both back ends the root of a small broadcast goes on to the next collective before the others have come."""
+    root = GLOO.rank(0, ENGINE, seq=62, outstanding=1, action=BACKWARD)
+    culprit = GLOO.working(2, NEXT_DATA, seq=60, action=NEXT)
+    first = judge(job(root, GLOO.in_sigterm_broadcast(1, seq=61), culprit, GLOO.in_sigterm_broadcast(3, seq=61)))
+    assert (first.findings[0].rule, first.findings[0].ranks) == ("data-stall", (2,))
+
+
+def test_nccl_work_with_a_collective_in_flight_is_not_blamed() -> None:
+    """Ranks 0, 1 and 3 are in user code while 61 is outstanding on their devices: they wait without knowing it."""
+    busy = {rank: NCCL.rank(rank, user("training_step", 40), seq=61, outstanding=1) for rank in (0, 1, 3)}
+    culprit = NCCL.working(2, user("slow", 90), seq=60, action=TRAINING_STEP)
+    first = judge(job(busy[0], busy[1], culprit, busy[3])).findings[0]
+    assert first.ranks == (2,)
+
+
+def test_waits_in_a_circle_are_a_divergence() -> None:
+    def member(rank: int, waits_in: str, last_elsewhere: int) -> tuple[Group, ...]:
+        other = "tp" if waits_in == "dp" else "dp"
+        counters = {waits_in: (8, 7), other: (last_elsewhere, last_elsewhere)}
+        return tuple(
+            Group(name=name, ranks=(0, 1), last_enqueued=called, last_completed=done)
+            for name, (called, done) in sorted(counters.items())
+        )
+
+    def rank(number: int, group: str) -> object:
+        call = Collective(group=group, seq=8, op="all_reduce", backend="gloo", input_sizes=((4,),))
+        base = GLOO.rank(number, ALL_REDUCE, seq=0, world=2)
+        return replace(base, groups=member(number, group, 7), collectives=(call,))
+
+    first = judge(job(rank(0, "dp"), rank(1, "tp"), world=2)).findings[0]  # type: ignore[arg-type]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (0, 1))
+
+
+def test_uneven_sizes_are_no_divergence_where_they_are_allowed() -> None:
+    waiting = (
+        GLOO.rank(rank, ALL_REDUCE, seq=9, outstanding=1, op="all_to_all", sizes=((rank + 1,),)) for rank in range(4)
+    )
+    assert judge(job(*waiting)).findings[0].rule == "all-joined"
+
+
+def test_another_function_for_the_same_collective_is_a_divergence() -> None:
+    here, there = user("validation_step", 50), user("log_everything", 80)
+    ranks = (GLOO.rank(n, there if n == 2 else here, BARRIER, seq=9, outstanding=1, op="barrier") for n in range(4))
+    first = judge(job(*ranks)).findings[0]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (2,))
+
+
+def test_uneven_validation_that_still_meets_is_not_uneven_batches() -> None:
+    """Ranks may have different numbers of validation batches, as long as all come to the same collective."""
+    meet = {"op": "all_reduce", "sizes": ((1,),), "phase": Phase.VALIDATE, "last": True}
+    ranks = (GLOO.rank(n, ALL_REDUCE, seq=61, outstanding=1, batch=20 + n, **meet) for n in range(4))
+    assert judge(job(*ranks)).findings[0].rule == "all-joined"
+
+
+def test_ranks_that_raise_alike_share_a_finding() -> None:
+    line = user("training_step", 42)
+    failed = (raised(GLOO.working(n, seq=60), "ValueError", f"label {n}", line) for n in range(3))
+    (finding,) = [f for f in judge(job(*failed, GLOO.waiting(3, seq=61))).findings if f.rule == "failed-rank"]
+    assert finding.ranks == (0, 1, 2)
+
+
+def test_only_consequences_and_nobody_missing() -> None:
+    findings = judge(job(*(transport_error(GLOO.waiting(n, seq=61)) for n in range(4)))).findings
+    assert [finding.rule for finding in findings] == ["rank-behind"]
+
+
+def test_a_timeout_makes_it_an_error() -> None:
+    scene = rank_zero_evaluates(GLOO)
+    late = replace(scene, incident=replace(scene.incident, kind=IncidentKind.TIMEOUT))
+    assert judge(scene).findings[0].severity is Severity.WARNING
+    assert judge(late).findings[0].severity is Severity.ERROR
+
+
+def test_a_rule_that_fails_hides_nothing() -> None:
+    def broken_rule(_: JobFacts) -> list[object]:
+        raise ZeroDivisionError("oops")
+
+    diagnosis = judge(slow_step(GLOO), (broken_rule, *HANG_RULES))  # type: ignore[arg-type]
+    assert diagnosis.findings[0].rule == "rank-behind"
+    assert "The rule broken-rule failed (ZeroDivisionError: oops)." in diagnosis.unanswered
+
+
+def test_a_slow_logger_below_another_straggler_is_not_the_first_answer() -> None:
+    """Nobody waits for a rank that flushes while it has already joined what the others wait in."""
+    flushing = NCCL.rank(0, FLUSH, seq=61, outstanding=1)
+    culprit = NCCL.working(2, user("training_step", 40), seq=60, action=TRAINING_STEP)
+    first = judge(job(flushing, NCCL.waiting(1, seq=61), culprit, NCCL.waiting(3, seq=61))).findings[0]
+    assert first.ranks == (2,)
+
+
+@BACKENDS
+def test_a_thousand_ranks_are_judged_in_time(net: Backend) -> None:
+    others = [net.in_sigterm_broadcast(rank, seq=500, epoch=1, world=1024) for rank in range(1, 1024)]
+    long_ring = net.recorded(499)[:1] * 290
+    others = [replace(facts, collectives=(*long_ring, *facts.collectives)) for facts in others]
+    culprit = net.working(0, user("evaluate", 73, condition="if rank == 0:"), seq=499, world=1024)
+    began = time.perf_counter()
+    first = judge(job(culprit, *others, world=1024)).findings[0]
+    assert time.perf_counter() - began < 2
+    assert (first.rule, first.ranks) == ("rank-zero-only-work", (0,))

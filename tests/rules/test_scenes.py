@@ -1,0 +1,56 @@
+"""Every canonical scene, on both back ends, must put its own cause first: the rules are told apart here."""
+
+import pytest
+from builders import GLOO, NCCL, Backend
+from scenes import SCENES, Scene
+
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
+
+BACKENDS = (GLOO, NCCL)
+
+
+def all_scenes() -> list[object]:
+    return [
+        pytest.param(scene, backend, id=f"{scene.name} on {backend.name}") for scene in SCENES for backend in BACKENDS
+    ]
+
+
+@pytest.mark.parametrize(("scene", "backend"), all_scenes())
+def test_the_cause_comes_first(scene: Scene, backend: Backend) -> None:
+    first = judge(scene.build(backend)).findings[0]
+    assert (first.rule, first.ranks) == (scene.rule, scene.ranks), first.summary
+    if scene.location:
+        assert first.location == scene.location
+
+
+@pytest.mark.parametrize(("scene", "backend"), all_scenes())
+def test_findings_are_complete(scene: Scene, backend: Backend) -> None:
+    diagnosis = judge(scene.build(backend))
+    assert not [line for line in diagnosis.unanswered if "failed" in line]
+    for finding in diagnosis.findings:
+        assert finding.summary.endswith(".") and "  " not in finding.summary
+        assert finding.remedy
+        assert finding.evidence
+        assert finding.ranks == tuple(sorted(set(finding.ranks)))
+
+
+def test_every_rule_has_a_scene() -> None:
+    assert {scene.rule for scene in SCENES} == {name_of(rule) for rule in HANG_RULES}
+
+
+@pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)
+def test_rules_explain_themselves(rule: object) -> None:
+    text = rule.__doc__ or ""
+    assert all(f"\n    {section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+
+
+@pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)
+def test_scenes_notice_a_missing_rule(rule: object) -> None:
+    """Without its rule no scene of this cause may pass, or the scenes would test nothing."""
+    others = tuple(other for other in HANG_RULES if other is not rule)
+    scenes = [scene for scene in SCENES if scene.rule == name_of(rule)]  # type: ignore[arg-type]
+    assert scenes
+    for scene in scenes:
+        diagnosis: Diagnosis = judge(scene.build(GLOO), others)
+        assert scene.rule not in {finding.rule for finding in diagnosis.findings}

@@ -1,0 +1,61 @@
+"""Numbers, ranks and places in words."""
+
+import pytest
+
+from lightning_ncclsafe.facts import Collective
+from lightning_ncclsafe.rules.wording import (
+    collective_words,
+    condition_words,
+    duration_words,
+    ranks_words,
+    size_words,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((), "no rank"),
+        ((3,), "rank 3"),
+        ((7, 1, 2, 3, 3), "ranks 1-3, 7"),
+        (range(1024), "ranks 0-1023"),
+        (range(0, 100, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, … (50 ranks)"),
+    ],
+)
+def test_ranks(ranks: tuple[int, ...], words: str) -> None:
+    assert ranks_words(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0.0 s"),
+        (0.42, "0.4 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 0 s"),
+        (252, "4 min 12 s"),
+        (7500, "2 h 5 min"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration_words(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(512, "512 bytes"), (12_300_000_000, "12.3 GB"), (1_500, "1.5 kB"), (2 * 10**12, "2.0 TB")]
+)
+def test_sizes(count: int, words: str) -> None:
+    assert size_words(count) == words
+
+
+def test_collectives() -> None:
+    one = Collective(group="0", seq=345, op="broadcast", input_sizes=((1,),), dtypes=("Long",))
+    assert collective_words(one) == "broadcast (sequence number 345, 1 element of Long)"
+    assert collective_words(one, "the vote") == "the vote (broadcast, sequence number 345, 1 element of Long)"
+    sub = Collective(group="tp", seq=2, op="_allgather_base", output_sizes=((1024, 2), (2,)))
+    assert collective_words(sub) == "_allgather_base (sequence number 2, 2,050 elements, group 'tp')"
+
+
+def test_conditions() -> None:
+    assert condition_words("if rank == 0:  (line 41)") == "`if rank == 0:` (line 41)"
+    assert condition_words("@rank_zero_only") == "`@rank_zero_only`"

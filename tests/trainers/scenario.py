@@ -1,0 +1,153 @@
+"""A small training on several ranks in which one of them does, at one batch, what the command line says.
+
+Run by the tests as a program, under every launcher: ``python scenario.py raise --rank 1 --batch 3``.
+"""
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ncclsafe import SafeDDP
+
+
+def raise_error() -> None:
+    raise ValueError("the batch is broken")  # <- raise
+
+
+def leave_silently() -> None:
+    sys.exit(0)  # <- exit
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_gil() -> None:
+    # A loop in C that never looks up, as in a faulty extension.
+    sum(itertools.repeat(1, 10**12))  # <- gil
+
+
+def stall(seconds: float) -> Callable[[], None]:
+    def wait() -> None:
+        threading.Event().wait(seconds)  # <- stall
+
+    return wait
+
+
+DEEDS: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "raise": raise_error,
+    "exit": leave_silently,
+    "kill": be_killed,
+    "stop": be_stopped,
+    "gil": hold_the_gil,
+    "stall": stall(60),
+    "recover": stall(3),
+}
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+class Scenario(L.LightningModule):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.options = options
+        self.layer = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        options = self.options
+        if options.everywhere or self.global_rank == options.rank:
+            if batch_idx in options.batch and self.current_epoch == 0 and options.hook == "training_step":
+                DEEDS[options.deed]()
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch).sum(), sync_dist=True)
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.layer(batch).sum(), sync_dist=True)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch)
+
+    def _do_in(self, hook: str) -> None:
+        if self.options.hook == hook and self.global_rank == self.options.rank:
+            DEEDS[self.options.deed]()
+
+    def setup(self, stage: str) -> None:
+        self._do_in("setup")
+
+    def on_train_epoch_end(self) -> None:
+        self._do_in("on_train_epoch_end")
+
+    def on_fit_end(self) -> None:
+        self._do_in("on_fit_end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("deed", choices=DEEDS)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="*", default=[3])
+    parser.add_argument("--everywhere", action="store_true", help="all ranks do it")
+    parser.add_argument("--hook", default="training_step")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--suspect-after", type=float, default=1.5)
+    parser.add_argument("--timeout", type=float, default=20)
+    parser.add_argument("--on-timeout", default="abort")
+    parser.add_argument("--start-method", default="popen")
+    parser.add_argument("--calls", nargs="*", default=["fit"])
+    parser.add_argument("--root-dir", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        max_epochs=2,
+        default_root_dir=options.root_dir,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=SafeDDP(
+            suspect_after=options.suspect_after,
+            timeout=timedelta(seconds=options.timeout),
+            on_timeout=options.on_timeout,
+            start_method=options.start_method,
+        ),
+    )
+    model, loader = Scenario(options), DataLoader(Numbers(), batch_size=4)
+    for call in options.calls:
+        getattr(trainer, call)(model, loader)
+    left = [t.name for t in threading.enumerate() if t.name.startswith("ncclsafe")]
+    print(f"rank {trainer.global_rank} done, left behind: {left}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
