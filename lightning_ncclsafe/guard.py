@@ -245,13 +245,20 @@ class Guard:
             return
         first = place.rank - place.local_rank
         keys = [f"card/{rank}" for rank in range(first, first + place.local_world_size) if rank != place.rank]
+        with suppress(ExchangeError):
+            self._keep_cards(keys)
+
+    def _keep_cards(self, keys: list[str]) -> None:
         cards = [codec.decode(Card, card) for card in self._exchange.get_many(keys).values()]
         if len(cards) == len(keys):
             self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
 
     def _read_round(self) -> Round | None:
         key = f"log/{self._round}"
-        found = self._exchange.get_many([key]).get(key)
+        try:
+            found = self._exchange.get_many([key]).get(key)
+        except ExchangeError:
+            return None  # then this rank is on its own
         return codec.decode(Round, found) if found is not None else None
 
     def _open_round(self, idle_s: float) -> Round | None:
@@ -406,8 +413,9 @@ class Guard:
 
 
 def _is_orderly(error: BaseException) -> bool:
-    """Whether an exception is Lightning's, or the user's, way to stop on all ranks."""
-    return isinstance(error, KeyboardInterrupt) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")
+    """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
+    orderly = (KeyboardInterrupt, CollectiveTimeoutError)
+    return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")
 
 
 def _all_raised_alike(job: JobFacts) -> bool:

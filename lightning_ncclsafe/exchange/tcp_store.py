@@ -40,7 +40,7 @@ class TcpStoreExchange:
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value."""
-        self._call(lambda: self._store.set(key, value))
+        self._call(lambda: self._set(key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         """Publishes a value unless the key has one; returns the value that stands."""
@@ -57,6 +57,11 @@ class TcpStoreExchange:
         self.lost = self.lost or "it was used after it was closed"
         self._calls.put(None)
         self._thread.join(self._deadline_s)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+        # TCPStore sends and waits for no answer: without a question of ours a dead host would go unnoticed.
+        self._store.check([key])
 
     def _get_many(self, keys: list[str]) -> dict[str, bytes]:
         # The store can only say whether all of several keys are there; for one poll that is the common case.

@@ -1,0 +1,105 @@
+"""One rank of the benchmark: runs short trainings one after the other in this process and writes down their step times.
+
+Started by ``step_overhead.py``, which sets ``LOCAL_RANK`` and ``MASTER_PORT``. The process group is created by the
+first training and lives on, so that all of them run in the same processes over the same connections.
+"""
+
+import argparse
+import gc
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCH_SIZE = 16
+WIDTH = 128
+
+
+class Model(L.LightningModule):
+    """Small enough that Lightning and the collectives are most of its step: what we add shows all the more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()
+        )
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class StepTimer(L.Callback):
+    """Takes the time at the beginning of each batch."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started.append(time.perf_counter())
+
+    def steps_ms(self) -> list[float]:
+        return [1e3 * (end - begin) for begin, end in zip(self.started[:-1], self.started[1:], strict=True)]
+
+
+def make_strategy(name: str) -> DDPStrategy:
+    if name == "stock":
+        return DDPStrategy()
+    # Not at the top: a process that trains with stock alone, to compare memory, must not load the package.
+    from lightning_ncclsafe import SafeDDP
+
+    return SafeDDP()
+
+
+def train(strategy: str, steps: int, ranks: int, root_dir: Path) -> list[float]:
+    """Milliseconds of each step of one training."""
+    timer = StepTimer()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=make_strategy(strategy),
+        max_epochs=1,
+        default_root_dir=root_dir,
+        callbacks=[timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # One more: a step ends where the next one begins.
+    data = TensorDataset(torch.rand((steps + 1) * BATCH_SIZE * ranks, WIDTH))
+    # What the set-up has left must not be collected on anybody's time; what the steps themselves leave must.
+    gc.collect()
+    trainer.fit(Model(), DataLoader(data, batch_size=BATCH_SIZE))
+    return timer.steps_ms()
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had resident."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("strategies", nargs="+", choices=["stock", "safe"], help="one for each training, in this order")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    steps_ms = [train(name, options.steps, options.ranks, options.result.parent) for name in options.strategies]
+    options.result.write_text(json.dumps({"steps_ms": steps_ms, "peak_mb": peak_mb()}))
+
+
+if __name__ == "__main__":
+    main()

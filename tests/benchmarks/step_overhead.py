@@ -1,0 +1,183 @@
+"""What SafeDDP costs next to DDPStrategy while nothing is wrong: time per step, and memory.
+
+Both train the same small model in the same processes, in turns: stock, safe, safe, stock make one block, so that
+what the machine does at the side hits both alike, and a steady drift cancels out. A block gives one ratio of median
+step times and one of mean step times. The mean is the honest one: it has the watchdog's polls in it, four a second,
+which a median never sees. For memory each strategy has processes of its own.
+
+python tests/benchmarks/step_overhead.py
+python tests/benchmarks/step_overhead.py --blocks 60 --json
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ONE_RANK = Path(__file__).with_name("one_rank.py")
+BLOCK = ("stock", "safe", "safe", "stock")
+# Of every training: caches fill, and the group's connections wake up.
+WARM_UP_STEPS = 20
+MEMORY_LAUNCHES = 3
+RATIO_LIMIT, MEMORY_LIMIT_MB = 1.01, 30.0
+
+Trainings = Sequence[Sequence[float]]  # step times of each training, in milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Step time of safe over stock: the median over all blocks, and the interval that has it with 95 %."""
+
+    ratio: float
+    low: float
+    high: float
+    stock_ms: float
+    safe_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    ranks: int
+    steps: int
+    blocks: int
+    median: Ratio
+    mean: Ratio
+    memory_mb: tuple[float, ...]
+    """Peak memory of safe minus stock, for each rank."""
+
+
+def compare(trainings: Trainings, summary: Callable[[Sequence[float]], float]) -> Ratio:
+    """Compares the trainings of all blocks, each of which ``summary`` makes one number of."""
+    times = [summary(steps[WARM_UP_STEPS:]) for steps in trainings]
+    blocks = list(zip(*[iter(times)] * len(BLOCK), strict=True))
+    stock = [(block[0] + block[3]) / 2 for block in blocks]
+    safe = [(block[1] + block[2]) / 2 for block in blocks]
+    ratios = [b / a for a, b in zip(stock, safe, strict=True)]
+    low, high = bootstrap(ratios)
+    return Ratio(
+        ratio=statistics.median(ratios),
+        low=low,
+        high=high,
+        stock_ms=statistics.median(stock),
+        safe_ms=statistics.median(safe),
+    )
+
+
+def bootstrap(values: Sequence[float], draws: int = 4000) -> tuple[float, float]:
+    """Where the median of such values lies with 95 %."""
+    dice = random.Random(0)
+    medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(draws))
+    return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
+
+
+def launch(strategies: Sequence[str], steps: int, ranks: int) -> list[dict[str, Any]]:
+    """Runs the trainings on all ranks; what each rank has written down."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+        arguments = [*strategies, f"--steps={steps + WARM_UP_STEPS}", f"--ranks={ranks}"]
+        with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
+            for rank, result in enumerate(results):
+                command = [sys.executable, str(ONE_RANK), *arguments, f"--result={result}"]
+                environment |= {"LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            if not all_succeed(processes):
+                output.seek(0)
+                raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
+        return [json.loads(result.read_text()) for result in results]
+
+
+@contextmanager
+def ended_at_exit() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that do not outlive the ``with`` block."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def all_succeed(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Waits for the end of all, or for the first failure: the others would wait for that one."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return not any(codes)
+        time.sleep(0.1)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def added_memory_mb(steps: int, ranks: int) -> tuple[float, ...]:
+    """Peak memory of safe minus stock for each rank; the median of some launches, which differ by a megabyte or two."""
+    peaks: dict[str, list[list[float]]] = {"stock": [], "safe": []}
+    for _ in range(MEMORY_LAUNCHES):
+        for name, found in peaks.items():
+            found.append([rank["peak_mb"] for rank in launch([name], steps, ranks)])
+    stock, safe = ([statistics.median(rank) for rank in zip(*found, strict=True)] for found in peaks.values())
+    return tuple(b - a for a, b in zip(stock, safe, strict=True))
+
+
+def measure(steps: int, blocks: int, ranks: int) -> Result:
+    # The first block warms up the processes and is left out. The ranks go in step, the first one speaks for all.
+    first_rank, *_ = launch(BLOCK * (1 + blocks), steps, ranks)
+    trainings = first_rank["steps_ms"][len(BLOCK) :]
+    return Result(
+        ranks=ranks,
+        steps=steps,
+        blocks=blocks,
+        median=compare(trainings, statistics.median),
+        mean=compare(trainings, statistics.fmean),
+        memory_mb=added_memory_mb(steps, ranks),
+    )
+
+
+def show(result: Result) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "DDPStrategy", "SafeDDP", "ratio", "95 %", "allowed")
+    for name, ratio in (("median step", result.median), ("mean step", result.mean)):
+        interval = f"{ratio.low:.4f} to {ratio.high:.4f}"
+        times = f"{ratio.stock_ms:.3f} ms", f"{ratio.safe_ms:.3f} ms"
+        table.add_row(name, *times, f"{ratio.ratio:.4f}", interval, f"{RATIO_LIMIT:g}")
+    memory = ", ".join(f"{added:+.1f}" for added in result.memory_mb)
+    table.add_row("peak memory of each rank", "", f"{memory} MB", "", "", f"+{MEMORY_LIMIT_MB:g} MB")
+    table.caption = f"{result.ranks} ranks, {result.blocks} blocks of {len(BLOCK)} trainings of {result.steps} steps"
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="steps of one training, about 1 s")
+    parser.add_argument("--blocks", type=int, default=24, help="blocks of four trainings")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    options = parser.parse_args()
+    result = measure(options.steps, options.blocks, options.ranks)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Guards of several ranks in one process: threads, a shared memory, and facts that the tests set by hand."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from lightning_ncclsafe import guard as guard_module
+from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, SharedMemory
+from lightning_ncclsafe.facts import (
+    Action,
+    Collective,
+    ExceptionFacts,
+    Frame,
+    Group,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+)
+from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.settings import Limits, OnTimeout
+
+BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
+EVALUATE = Frame(
+    file="/home/me/train.py", line=42, function="evaluate", user=True, rank_condition="if is_master(args):  (line 40)"
+)
+
+
+class HandMadeProbe:
+    """A rank whose facts are set by hand."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.card = Card(rank=rank, host="node", pid=1000 + rank)
+        self.peers: tuple[Card, ...] = ()
+        self.exception: ExceptionFacts | None = None
+        self.finished = False
+        self.batch = 0
+        self.waits = False
+        self.closed = False
+        self.broken: Exception | None = None
+
+    def position(self) -> object:
+        return self.batch, self.waits
+
+    def glance(self, idle_s: float) -> RankFacts:
+        if self.broken is not None:
+            raise self.broken
+        outstanding = Collective(group="0", seq=8, op="broadcast", backend="gloo", output_sizes=((1,),))
+        group = Group(name="0", ranks=tuple(range(self.world_size)), last_completed=7)
+        phase = Phase.FINISHED if self.finished else Phase.TRAIN
+        return RankFacts(
+            rank=self.rank,
+            host="node",
+            progress=Progress(phase=phase, batch_idx=self.batch, idle_s=idle_s, actions=(Action(name="x", for_s=1),)),
+            stack=(BROADCAST,) if self.waits else (EVALUATE,),
+            groups=(replace(group, last_enqueued=8 if self.waits else 7),),
+            collectives=(outstanding,) if self.waits else (),
+            exception=self.exception,
+        )
+
+    look = glance
+
+    def witness(self, silent: object) -> list[ProcessFacts]:
+        return [ProcessFacts(pid=card.pid, rank=card.rank, state="stopped") for card in silent]  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Job:
+    """Some ranks with their guards, and everything they said."""
+
+    folder: Path
+    world_size: int = 3
+    limits: Limits = field(
+        default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort")
+    )
+    said: list[str] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        shared = SharedMemory()
+        self.exchanges: list[Exchange] = [MemoryExchange(shared) for _ in range(self.world_size)]
+        self.probes = [HandMadeProbe(rank, self.world_size) for rank in range(self.world_size)]
+        self.guards: list[Guard] = []
+
+    def start(self, *, without: int = -1) -> None:
+        for rank in range(self.world_size):
+            place = Place(rank=rank, local_rank=rank, world_size=self.world_size, local_world_size=self.world_size)
+            guard = Guard(
+                place=place,
+                limits=self.limits,
+                report_dir=self.folder,
+                exchange=MemoryExchange(),
+                probe=self.probes[rank],  # type: ignore[arg-type]
+                say=self._say,
+            )
+            self.guards.append(guard)
+            guard.connect(self.exchanges[rank])
+        for rank, guard in enumerate(self.guards):
+            if rank != without:
+                guard.start()
+
+    def _say(self, text: str) -> None:
+        with self.changed:
+            self.said.append(text)
+            self.changed.notify_all()
+
+    def end(self, rank: int) -> None:
+        with self.changed:
+            self.ended.append(rank)
+            self.changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=20), self.said
+
+    def reports(self) -> list[dict[str, object]]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*/report.json"))]
+
+    def stop(self) -> None:
+        for guard in self.guards:
+            guard.close()
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(*, on_timeout: OnTimeout = "abort", timeout_s: float = 1000.0, **changes: object) -> Job:
+        limits = Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout)
+        job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
+        jobs.append(job)
+        monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
+        return job
+
+    yield make
+    for job in jobs:
+        job.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
+
+
+def wait_on_all_but(job: Job, *free: int) -> None:
+    for rank, probe in enumerate(job.probes):
+        probe.waits = rank not in free
+
+
+def test_a_rank_that_waits_too_long_makes_all_say_what_they_do(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["findings"][0]["rule"] == "rank-zero-only-work"  # type: ignore[index]
+    assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
+    assert len(report["job"]["ranks"]) == 3  # type: ignore[index,call-overload]
+    assert "train.py:42" in job.said[0].splitlines()[0]
+    assert not job.ended
+
+
+def test_a_rank_that_works_long_and_keeps_nobody_waiting_is_left_alone(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    glances = threading.Semaphore(0)
+    for probe in job.probes:
+        look = probe.glance
+        probe.glance = lambda idle_s, look=look: (glances.release(), look(idle_s))[1]  # type: ignore[method-assign]
+    job.start()
+    for _ in range(4):
+        assert glances.acquire(timeout=20)
+    assert not job.said
+    assert not job.folder.exists()
+
+
+def test_recovery_is_one_line_and_a_second_incident_has_its_own_folder(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 1)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    for probe in job.probes:
+        probe.waits, probe.batch = False, 1
+    job.wait_for(lambda: len(job.said) == 2)
+    assert job.said[1].startswith("recovered after")
+    wait_on_all_but(job, 2)
+    job.wait_for(lambda: len(job.said) == 3)
+    assert [report["job"]["incident"]["number"] for report in job.reports()] == [1, 2]  # type: ignore[index,call-overload]
+
+
+def test_the_final_report_is_written_before_any_rank_is_ended(make_job: Callable[..., Job]) -> None:
+    job = make_job(timeout_s=0.5)
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.ended) > 0)
+    kinds = [report["job"]["incident"]["kind"] for report in job.reports()]  # type: ignore[index,call-overload]
+    assert kinds == ["timeout"]
+    job.wait_for(lambda: set(job.ended) == {0, 1, 2})
+
+
+def test_on_timeout_report_ends_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job(timeout_s=0.5, on_timeout="report")
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 2)
+    assert [report["job"]["incident"]["kind"] for report in job.reports()] == ["timeout"]  # type: ignore[index,call-overload]
+    assert not job.ended
+
+
+def test_an_exception_reaches_the_report_before_the_rank_leaves(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 2)
+    job.start()
+    assert job.guards[2].failed(ValueError("the batch is broken")) is None
+    (report,) = job.reports()
+    assert report["findings"][0]["rule"] == "failed-rank"  # type: ignore[index]
+    assert "rank 2 raised ValueError" in job.said[0].replace("Rank", "rank")
+
+
+def test_the_others_are_told_the_cause_in_place_of_the_broken_connection(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 2)
+    job.start()
+    job.guards[2].failed(ValueError("the batch is broken"))
+    error = job.guards[0].failed(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "ValueError" in str(error)
+    assert error.findings[0].ranks == (2,)
+    assert error.report_folder
+    assert len(job.reports()) == 1
+
+
+def test_a_rank_that_waits_for_one_that_raised_is_ended_without_waiting_for_the_limit(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    wait_on_all_but(job, 2)
+    job.start()
+    job.guards[2].failed(ValueError("the batch is broken"))
+    job.wait_for(lambda: set(job.ended) >= {0, 1})
+    assert 2 not in job.ended
+
+
+def test_the_same_exception_on_all_ranks_is_no_hang_and_needs_no_report(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+
+    def fail(guard: Guard) -> None:
+        try:
+            raise ValueError("everywhere")
+        except ValueError as error:
+            guard.failed(error)
+
+    threads = [threading.Thread(target=fail, args=(guard,)) for guard in job.guards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not job.said
+    assert not job.folder.exists()
+
+
+def test_a_silent_rank_is_looked_at_by_its_neighbour(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 1)
+    job.start(without=1)
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["findings"][0]["rule"] == "frozen-rank"  # type: ignore[index]
+    assert report["findings"][0]["ranks"] == [1]  # type: ignore[index]
+
+
+def test_rank_1_reports_when_rank_0_is_silent(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 0)
+    job.start(without=0)
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
+
+
+def test_a_rank_that_finishes_early_stays_to_answer_and_leaves_with_the_error(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.probes[0].waits, job.probes[0].batch = True, 9
+    job.start()
+    with pytest.raises(CollectiveTimeoutError, match=r"[Rr]ank 1"):
+        job.guards[1].finish()
+    (report,) = job.reports()
+    assert report["findings"][0]["rule"] == "uneven-batches"  # type: ignore[index]
+
+
+def test_ranks_that_finish_together_say_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start()
+    threads = [threading.Thread(target=guard.finish) for guard in job.guards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not job.said
+
+
+def test_a_failure_of_the_guard_itself_is_said_once_and_harms_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.probes[1].broken = KeyError("our own mistake")
+    wait_on_all_but(job)
+    job.start()
+    job.wait_for(lambda: any("our own mistake" in text for text in job.said))
+    assert job.guards[1].failed(ValueError("x")) is None
+    job.guards[1].finish()
+    assert sum("our own mistake" in text for text in job.said) == 1
+
+
+def test_a_lost_store_is_replaced_by_files_and_said(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    job = make_job(world_size=2)
+    for rank, first in enumerate(job.exchanges):
+        job.exchanges[rank] = FallbackExchange(first, DirectoryExchange(tmp_path / "exchange"))
+    wait_on_all_but(job, 0)
+    firsts = [exchange._first for exchange in job.exchanges]  # type: ignore[attr-defined]
+    for probe in job.probes:
+        probe.waits = False
+    job.start()
+    for first in firsts:
+        first.close()
+    wait_on_all_but(job, 0)
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert len(report["job"]["ranks"]) == 2  # type: ignore[index,call-overload]
+    assert "closed" in report["job"]["missing"][0]  # type: ignore[index,call-overload]
+
+
+def test_without_any_exchange_each_rank_reports_alone(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    job = make_job(world_size=2)
+    job.start()
+    for rank, first in enumerate(job.exchanges):
+        broken = FallbackExchange(first, DirectoryExchange(tmp_path / "file" / "x"))
+        first.close()
+        job.guards[rank]._next_exchange = job.guards[rank]._exchange = broken
+    job.probes[1].waits = True
+    job.wait_for(lambda: len(job.said) >= 1)
+    assert "guard has failed" not in job.said[0]
+
+
+def test_a_report_folder_that_cannot_be_written_costs_the_folder_only(
+    make_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(world_size=2)
+    (tmp_path / "file").write_text("in the way")
+    job.folder = tmp_path / "file" / "reports"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    assert "train.py:42" in job.said[0]
+    assert len(list(tmp_path.glob("ncclsafe-*/*/report.json"))) == 1

@@ -1,0 +1,158 @@
+"""Guarded ranks as forked processes with real gloo collectives, and no Trainer: what a rank does is a function."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.guard import BACKSTOP_S, Guard, Place
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.report.json import read_report
+from lightning_ncclsafe.settings import Limits
+
+Body = Callable[[int], None]
+Pipes = list[tuple[Connection, Connection]]
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass
+class Ranks:
+    """How a job of forked ranks ended.
+
+    Attributes:
+        exit_codes: Of each rank; negative for a signal.
+        diagnoses: What was reported, in order of incidents.
+        said: What was printed, by all ranks.
+    """
+
+    exit_codes: list[int | None]
+    diagnoses: list[Diagnosis]
+    said: str
+
+
+def run_ranks(
+    world_size: int,
+    body: Body,
+    folder: Path,
+    *,
+    suspect_after_s: float = 1.0,
+    timeout_s: float = 4.0,
+    before_joining: Body = lambda rank: None,
+    store_of_agent: bool = False,
+) -> Ranks:
+    """Runs ``body(rank)`` in every rank under a guard.
+
+    Args:
+        world_size: Number of ranks.
+        body: What each rank does once it has joined the process group.
+        folder: For reports and output.
+        suspect_after_s: See ``SafeDDP``.
+        timeout_s: See ``SafeDDP``.
+        before_joining: What each rank does before it joins the process group.
+        store_of_agent: Whether the store lives in the parent, and not in rank 0.
+    """
+    limits = Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout="abort")
+    pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    # As torchrun's agent does; otherwise rank 0 hosts the store.
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store_of_agent else None
+    for _, tell_port in pipes:
+        if agent is not None:
+            tell_port.send(agent.port)
+    processes = [
+        _FORK.Process(target=_rank, args=(rank, body, before_joining, limits, folder, pipes, agent is None))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s + 5
+    # A rank that cannot end by itself is waited for no longer than the others.
+    while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
+    for process in processes:
+        process.kill()
+        process.join()
+    reports = sorted((folder / "reports").glob("*/report.json"))
+    return Ranks(
+        exit_codes=[process.exitcode for process in processes],
+        diagnoses=[read_report(path.read_bytes()) for path in reports],
+        said="".join(path.read_text() for path in sorted(folder.glob("said-*"))),
+    )
+
+
+def _rank(
+    rank: int, body: Body, before_joining: Body, limits: Limits, folder: Path, pipes: Pipes, hosts_store: bool
+) -> None:
+    # The parent's output is captured by pytest; each rank has a file of its own.
+    output = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    world_size = len(pipes)
+    tracker = PhaseTracker()
+    trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=SimpleNamespace(value="train"))))
+    place = Place(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+    guard = Guard(
+        place=place,
+        limits=limits,
+        report_dir=folder / "reports",
+        exchange=DirectoryExchange(folder / "init"),
+        probe=RankProbe(rank=rank, local_rank=rank, tracker=tracker, trainer=trainer),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    guard.start()
+    before_joining(rank)
+    with tracker.action("init_process_group"):
+        _join(rank, pipes, timedelta(seconds=limits.timeout_s + BACKSTOP_S), hosts_store and rank == 0)
+    store = TcpStoreExchange(_torch.own_store_connection("test"))
+    guard.connect(FallbackExchange(store, DirectoryExchange(folder / "fallback")))
+    trainer.started = True
+    try:
+        body(rank)
+    except BaseException as error:
+        replacement = guard.failed(error)
+        print(f"rank {rank} ends with {replacement or error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+    guard.finish()
+    guard.close()
+    os._exit(0)
+
+
+def _join(rank: int, pipes: Pipes, timeout: timedelta, hosts_store: bool) -> None:
+    """Joins the process group; the port of the store is chosen by the system and passed on."""
+    if hosts_store:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        for _, tell_port in pipes[1:]:
+            tell_port.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", pipes[rank][0].recv(), is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(pipes), timeout=timeout)
+
+
+def can_end(process: multiprocessing.process.BaseProcess) -> bool:
+    """Whether a process runs and will react: one that is stopped has to be killed."""
+    if not process.is_alive():
+        return False
+    is_stopped = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    return not is_stopped
+
+
+def all_reduce() -> None:
+    """The collective that ranks wait in."""
+    dist.all_reduce(torch.ones(10))
+

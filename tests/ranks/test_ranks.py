@@ -1,0 +1,166 @@
+"""Ranks that hang, freeze and die in real processes: what is reported, and how the others end."""
+
+import itertools
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+from harness import all_reduce, run_ranks
+
+from lightning_ncclsafe.ending import EXIT_CODE
+
+HERE = Path(__file__).name
+
+
+def line_of(mark: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if line.rstrip().endswith(f"# <- {mark}"))
+
+
+def work_for_long() -> None:
+    threading.Event().wait(60)  # <- working
+
+
+def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 2:
+            work_for_long()
+        all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path)
+    (diagnosis,) = ranks.diagnoses
+    assert diagnosis.findings[0].ranks == (2,)
+    assert f"{HERE}:{line_of('working')} in work_for_long" in diagnosis.findings[0].location
+    # Rank 0, which hosts the store, leaves last: its own collective may break first and say why.
+    assert ranks.exit_codes[1:] == [EXIT_CODE] * 2
+    assert ranks.exit_codes[0] in (1, EXIT_CODE)
+    assert ranks.said.count("the run cannot go on") == 1
+
+
+def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        all_reduce()
+
+    (diagnosis, *_) = run_ranks(2, body, tmp_path).diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (1,))
+    assert "stopped" in diagnosis.findings[0].summary
+
+
+def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path, timeout_s=8)
+    (diagnosis, *_) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (0,))
+    assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
+    assert ranks.exit_codes[1:] == [EXIT_CODE] * 2
+
+
+def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            sum(itertools.repeat(1, 10**12))  # <- gil
+        all_reduce()
+
+    (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6).diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (1,))
+    assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
+
+
+def test_a_killed_rank_is_dead(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path)
+    (diagnosis, *_) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (1,))
+    assert ranks.exit_codes == [1, -signal.SIGKILL, 1]
+
+
+def test_when_rank_0_dies_and_the_store_with_it_the_others_say_so(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce()
+
+    (diagnosis, *_) = run_ranks(3, body, tmp_path).diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (0,))
+
+
+def test_a_rank_that_never_joins_the_process_group_is_late(tmp_path: Path) -> None:
+    # No condition on the rank: it is merely slower than the others, as one that swaps is.
+    late = {0: work_for_long}
+
+    def before_joining(rank: int) -> None:
+        late.get(rank, threading.current_thread)()
+
+    ranks = run_ranks(
+        2, lambda rank: None, tmp_path, before_joining=before_joining, timeout_s=3, store_of_agent=True
+    )
+    (diagnosis, *_) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("late-at-init", (0,))
+    assert f":{line_of('working')} in work_for_long" in diagnosis.findings[0].location
+
+
+def test_different_collectives_under_one_number_have_diverged(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            dist.barrier()  # <- alone in the barrier
+        all_reduce()
+
+    ranks = run_ranks(2, body, tmp_path)
+    assert ranks.diagnoses[0].findings[0].rule == "diverged-collectives", ranks.said
+
+
+def test_a_rank_that_raises_is_named_by_all(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            raise ValueError("broken")  # <- raised
+        all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path)
+    (diagnosis,) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("failed-rank", (1,))
+    assert f":{line_of('raised')}" in diagnosis.findings[0].location
+    assert ranks.exit_codes == [1, 1, 1]
+    assert ranks.said.count("ends with CollectiveTimeoutError('Rank 1 raised ValueError") == 2
+
+
+def test_a_rank_that_has_finished_is_named_while_another_waits_for_it(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 0:
+            all_reduce()
+
+    ranks = run_ranks(2, body, tmp_path)
+    (diagnosis,) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("uneven-batches", (1,))
+    assert 0 not in ranks.exit_codes
+
+
+def test_ranks_that_meet_and_finish_leave_nothing(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        for _ in range(100):
+            all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path)
+    assert ranks.exit_codes == [0, 0, 0]
+    assert ranks.said == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["said-0", "said-1", "said-2"]
