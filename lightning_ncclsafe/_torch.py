@@ -47,7 +47,9 @@ def process_groups() -> list[GroupMembers]:
         return []
     members = dist.distributed_c10d._world.pg_group_ranks
     # A copy first: user code may create groups while another thread reads.
-    return [GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks))) for group, ranks in [*members.items()]]
+    return [
+        GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks))) for group, ranks in [*members.items()]
+    ]
 
 
 def distributed_is_initialized() -> bool:

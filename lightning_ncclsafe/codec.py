@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -68,8 +70,8 @@ def _build(kind: Any, value: Any, place: str) -> Any:
         return {key: _build(arguments[1], item, f"{place}[{key!r}]") for key, item in pairs.items()}
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _build_enum(kind, value, place)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if kind is float:
+        return _build_float(value, place)
     return _expect(kind, value, place)
 
 
@@ -83,18 +85,34 @@ def _build_dataclass(cls: Any, value: Any, place: str) -> Any:
         raise DecodeError(f"{place}: {error}.") from error
 
 
+def _build_float(value: Any, place: str) -> float:
+    """JSON writes 1.0 as 1, and Python's reads NaN, Infinity and 1e999, none of which is a measurement."""
+    number = value if isinstance(value, int) and not isinstance(value, bool) else _expect(float, value, place)
+    try:
+        if math.isfinite(number):
+            return float(number)
+    except OverflowError:
+        pass
+    raise DecodeError(f"{place}: found {_shown(value)}, expected a finite float.")
+
+
 def _build_enum(kind: type[Enum], value: Any, place: str) -> Enum:
     try:
         return kind(value)
     except ValueError as error:
         allowed = ", ".join(repr(member.value) for member in kind)
-        raise DecodeError(f"{place}: found {value!r}, expected one of {allowed}.") from error
+        raise DecodeError(f"{place}: found {_shown(value)}, expected one of {allowed}.") from error
 
 
 def _expect(kind: type, value: Any, place: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise DecodeError(f"{place}: found {value!r:.60}, expected {kind.__name__}.")
+        raise DecodeError(f"{place}: found {_shown(value)}, expected {kind.__name__}.")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What was found, short whatever it is: ``repr`` of something nested deeply would overflow the stack."""
+    return f"{reprlib.repr(value):.60}"
 
 
 @cache

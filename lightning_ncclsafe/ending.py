@@ -21,7 +21,12 @@ _POLL_S = 0.02
 
 
 def end_run(
-    *, exchange: Exchange, rank: int, world_size: int, main_thread_left: threading.Event, kill_launched: Callable[[], None]
+    *,
+    exchange: Exchange,
+    rank: int,
+    world_size: int,
+    main_thread_left: threading.Event,
+    kill_launched: Callable[[], None],
 ) -> None:
     """Ends this rank's part of the run, from a side thread.
 

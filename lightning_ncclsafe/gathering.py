@@ -193,5 +193,3 @@ class Gathering:
 
     def _witness_key(self, rank: int) -> str:
         return f"{self._key}/witness/{rank}"
-
-

@@ -362,7 +362,9 @@ class Guard:
             gathering.publish(facts)
             return gathering.hold(incident, self._report)
         except ExchangeError as error:
-            alone = JobFacts(incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),))
+            alone = JobFacts(
+                incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),)
+            )
             return self._report(alone)
 
     def _peers_by_environment(self) -> tuple[Card, ...]:
@@ -372,7 +374,9 @@ class Guard:
         first = self._place.rank - self._place.local_rank
         found = host.find_ranks(self._place.master_port)
         name = self._probe.card.host
-        return tuple(Card(rank=first + n, host=name, pid=pid) for n, pid in found.items() if n != self._place.local_rank)
+        return tuple(
+            Card(rank=first + n, host=name, pid=pid) for n, pid in found.items() if n != self._place.local_rank
+        )
 
     def _report(self, job: JobFacts) -> Verdict:
         """Judges, writes and prints; on one rank."""
@@ -382,7 +386,8 @@ class Guard:
             answer=diagnosis.findings[0].summary if diagnosis.findings else "",
             findings=diagnosis.findings,
             unanswered=diagnosis.unanswered,
-            fatal=job.incident.kind is IncidentKind.TIMEOUT or any(f.severity is Severity.ERROR for f in diagnosis.findings),
+            fatal=job.incident.kind is IncidentKind.TIMEOUT
+            or any(f.severity is Severity.ERROR for f in diagnosis.findings),
         )
         if _all_raised_alike(job):
             return verdict  # their own tracebacks say it all

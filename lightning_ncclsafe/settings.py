@@ -1,6 +1,6 @@
 """What a user may set, checked once."""
 
-import math
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +29,7 @@ class Limits:
     on_timeout: OnTimeout
 
 
-def check_limits(
-    suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str
-) -> Limits:
+def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str) -> Limits:
     """Checks what the user has set.
 
     Args:
@@ -66,8 +64,11 @@ def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -
 def _seconds(name: str, value: timedelta | float) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(value, timedelta) and not is_number:
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be a timedelta or a number of seconds.")
-    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"{name}={value!r} must be longer than 0 s.")
-    return seconds
+        raise ValueError(
+            f"{name}={value!r} is a {type(value).__name__}; it must be a timedelta or a number of seconds."
+        )
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    # An int may be too large for a float, so it is compared first.
+    if not 0 < seconds <= sys.float_info.max:
+        raise ValueError(f"{name}={value!r} must be longer than 0 s, and finite.")
+    return float(seconds)

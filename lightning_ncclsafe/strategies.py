@@ -175,6 +175,7 @@ class _Watched:
             raise
         except Exception as error:
             self._guard = None
+            import traceback; traceback.print_exc()
             say_on_stderr(f"the guard has failed and is off, training goes on: {error!r}")
             return None
 

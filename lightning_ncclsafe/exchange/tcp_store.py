@@ -64,8 +64,11 @@ class TcpStoreExchange:
         self._store.check([key])
 
     def _get_many(self, keys: list[str]) -> dict[str, bytes]:
-        # The store can only say whether all of several keys are there; for one poll that is the common case.
-        present = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        # The store can only say whether all of several keys are there. Mostly it is asked for one that is not.
+        if self._store.check(keys):
+            present = keys
+        else:
+            present = [key for key in keys if self._store.check([key])] if len(keys) > 1 else []
         return dict(zip(present, map(bytes, self._store.multi_get(present)), strict=True)) if present else {}
 
     def _call(self, call: Callable[[], T]) -> T:

@@ -43,7 +43,9 @@ def read() -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
         )
         for name, group in groups.items()
     ]
-    unused = [Group(name=g.name, description=g.description, ranks=g.ranks) for g in members.values() if g.name not in groups]
+    unused = [
+        Group(name=g.name, description=g.description, ranks=g.ranks) for g in members.values() if g.name not in groups
+    ]
     return tuple(known + unused), tuple(_newest(collectives))
 
 

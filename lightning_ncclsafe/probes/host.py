@@ -13,6 +13,7 @@ from lightning_ncclsafe.facts import HostFacts, ProcessFacts
 T = TypeVar("T")
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
 # cgroup v1 says "no limit" with the largest page-aligned signed number.
 _UNLIMITED_BYTES = 1 << 60
 
@@ -22,18 +23,20 @@ class HostProbe:
 
     Args:
         cgroups: Root of the control groups' file system.
+        proc: Root of the file system that tells this process's own group, and the host's counters.
     """
 
-    def __init__(self, cgroups: Path = _CGROUPS) -> None:
+    def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
         self._cgroups = cgroups
-        self._oom_kills = _oom_kills(cgroups)
+        self._proc = proc
+        self._oom_kills = _oom_kills(cgroups, proc)
         self._swapped_in_bytes = _swapped_in_bytes()
 
     def read(self) -> HostFacts:
         """Facts about this process and its host; what the host does not say is None. Takes about 1 ms."""
         process = psutil.Process()
         memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
-        oom_kills, swapped_in = _oom_kills(self._cgroups), _swapped_in_bytes()
+        oom_kills, swapped_in = _oom_kills(self._cgroups, self._proc), _swapped_in_bytes()
         return HostFacts(
             rss_bytes=process.memory_info().rss,
             process_swap_bytes=_swap_bytes(process),
@@ -42,7 +45,7 @@ class HostProbe:
             swap_total_bytes=swap.total if swap else None,
             swap_used_bytes=swap.used if swap else None,
             swapped_in_bytes=_since(swapped_in, self._swapped_in_bytes),
-            memory_limit_bytes=_memory_limit_bytes(self._cgroups),
+            memory_limit_bytes=_memory_limit_bytes(self._cgroups, self._proc),
             oom_kills=_since(oom_kills, self._oom_kills),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             load_1min=os.getloadavg()[0],
@@ -79,16 +82,22 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
 
 
 def child_processes(*, besides: Iterable[int]) -> list[int]:
-    """Process ids of this process's children that run its own program (forked loader workers), ascending.
+    """Process ids of this process's children that multiprocessing made (loader workers), ascending.
 
     Args:
         besides: Process ids to leave out: ranks that this process launched.
     """
     own = psutil.Process()
     with suppress(psutil.Error):
+        command = own.cmdline()
         children = [child for child in own.children() if child.pid not in set(besides)]
-        return sorted(child.pid for child in children if _try(child.exe) == own.exe())
+        return sorted(child.pid for child in children if _is_worker(_try(child.cmdline) or [], command))
     return []
+
+
+def _is_worker(command: list[str], parent: list[str]) -> bool:
+    """Forked, or spawned; multiprocessing's resource tracker and a user's subprocesses run commands of their own."""
+    return command == parent or "--multiprocessing-fork" in command
 
 
 def find_ranks(master_port: str) -> dict[int, int]:
@@ -100,16 +109,21 @@ def find_ranks(master_port: str) -> dict[int, int]:
     found: dict[int, int] = {}
     for process in psutil.process_iter():
         environment = _try(process.environ)
-        if environment and environment.get("MASTER_PORT") == master_port and "LOCAL_RANK" in environment:
+        if not environment or environment.get("MASTER_PORT") != master_port:
+            continue
+        local_rank = environment.get("LOCAL_RANK", "")
+        if local_rank.isdecimal():
             # A rank's children inherit its environment; the rank itself is the oldest, and so comes first.
-            found.setdefault(int(environment["LOCAL_RANK"]), process.pid)
+            found.setdefault(int(local_rank), process.pid)
     return found
 
 
 def filesystem_of(path: str) -> str:
     """Type of the file system below a path (``"nfs4"``), from the table of mounts: the path itself is not touched."""
     path = os.path.abspath(path)
-    below = [part for part in psutil.disk_partitions(all=True) if _is_below(path, part.mountpoint)]
+    # Of two mounts on one place (autofs, and what it mounted) the later is seen.
+    mounts = reversed(psutil.disk_partitions(all=True))
+    below = [part for part in mounts if _is_below(path, part.mountpoint)]
     return str(max(below, key=lambda part: len(part.mountpoint)).fstype) if below else ""
 
 
@@ -137,9 +151,9 @@ def _swapped_in_bytes() -> int | None:
     return swap.sin if swap else None
 
 
-def _oom_kills(cgroups: Path) -> int | None:
+def _oom_kills(cgroups: Path, proc: Path) -> int | None:
     """The kernel's counter of processes it ended for want of memory, of the control group or else of the host."""
-    for file in (*_own_cgroup_files(cgroups, "memory.events"), Path("/proc/vmstat")):
+    for file in (*_own_cgroup_files(cgroups, proc, "memory.events"), proc / "vmstat"):
         with suppress(OSError):
             for line in file.read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -148,20 +162,20 @@ def _oom_kills(cgroups: Path) -> int | None:
     return None
 
 
-def _memory_limit_bytes(cgroups: Path) -> int | None:
+def _memory_limit_bytes(cgroups: Path, proc: Path) -> int | None:
     limits = []
     for name in ("memory.max", "memory.limit_in_bytes"):
-        for file in _own_cgroup_files(cgroups, name):
+        for file in _own_cgroup_files(cgroups, proc, name):
             with suppress(OSError, ValueError):
                 limits.append(int(file.read_text()))
     return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
-def _own_cgroup_files(cgroups: Path, name: str) -> list[Path]:
+def _own_cgroup_files(cgroups: Path, proc: Path, name: str) -> list[Path]:
     """A control file in this process's own group and in each group above it, cgroup v2 and v1, the nearest first."""
     files = []
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             root = cgroups / "memory" if "memory" in controllers.split(",") else cgroups
             if controllers and root == cgroups:

@@ -136,10 +136,11 @@ class RankProbe:
             raised = facts.exception
             slow["exception"] = lambda: replace(raised, stack=stacks.with_source(raised.stack))
         self._run(slow, parts, missing, deadline_s)
-        parts = dict(parts)
-        late = [name for name in slow if name not in parts]
-        missing += [f"{name}: no answer within {deadline_s:g} s" for name in late]
-        return replace(facts, **parts, missing=tuple(missing))
+        # A copy first: a probe that is late may yet answer, while this is read.
+        done = dict(parts)
+        late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
+        found = {name: value for name, value in done.items() if value is not None}
+        return replace(facts, **found, missing=(*missing, *late))
 
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
         """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run."""
@@ -173,9 +174,7 @@ class RankProbe:
 
         def run() -> None:
             for name, probe in probes.items():
-                value = _try(probe, None, name, missing)
-                if value is not None:
-                    parts[name] = value
+                parts[name] = _try(probe, None, name, missing)
 
         self._slow_look = threading.Thread(target=run, name="ncclsafe-look", daemon=True)
         self._slow_look.start()

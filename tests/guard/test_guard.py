@@ -80,9 +80,7 @@ class Job:
 
     folder: Path
     world_size: int = 3
-    limits: Limits = field(
-        default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort")
-    )
+    limits: Limits = field(default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort"))
     said: list[str] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)

@@ -45,9 +45,7 @@ GLOO: dict[str, Any] = {
 
 def test_gloo_entries_are_completed_when_they_are_retired() -> None:
     groups, collectives = flight_recorder.parse(GLOO)
-    assert groups == [
-        Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)
-    ]
+    assert groups == [Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)]
     assert [collective.completed for collective in collectives] == [True, False]
     assert collectives[1] == Collective(
         group="0",

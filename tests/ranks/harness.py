@@ -155,4 +155,3 @@ def can_end(process: multiprocessing.process.BaseProcess) -> bool:
 def all_reduce() -> None:
     """The collective that ranks wait in."""
     dist.all_reduce(torch.ones(10))
-

@@ -109,9 +109,7 @@ def test_a_rank_that_never_joins_the_process_group_is_late(tmp_path: Path) -> No
     def before_joining(rank: int) -> None:
         late.get(rank, threading.current_thread)()
 
-    ranks = run_ranks(
-        2, lambda rank: None, tmp_path, before_joining=before_joining, timeout_s=3, store_of_agent=True
-    )
+    ranks = run_ranks(2, lambda rank: None, tmp_path, before_joining=before_joining, timeout_s=3, store_of_agent=True)
     (diagnosis, *_) = ranks.diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("late-at-init", (0,))
     assert f":{line_of('working')} in work_for_long" in diagnosis.findings[0].location

@@ -76,9 +76,8 @@ class Scenario(L.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         options = self.options
-        if options.everywhere or self.global_rank == options.rank:
-            if batch_idx in options.batch and self.current_epoch == 0 and options.hook == "training_step":
-                DEEDS[options.deed]()
+        if batch_idx == options.batch and self.current_epoch == 0:
+            self._do_in("training_step")
         return self.layer(batch).sum()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -111,8 +110,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("deed", choices=DEEDS)
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--batch", type=int, nargs="*", default=[3])
-    parser.add_argument("--everywhere", action="store_true", help="all ranks do it")
+    parser.add_argument("--batch", type=int, default=3)
     parser.add_argument("--hook", default="training_step")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--suspect-after", type=float, default=1.5)
