@@ -1,4 +1,4 @@
-"""Says why multi-GPU training with PyTorch Lightning hangs: which rank, in which hook, at which line, and what to do."""
+"""Says why multi-GPU training with PyTorch Lightning hangs: which rank, in which hook, at which line; what to do."""
 
 import sys
 from typing import TYPE_CHECKING, Any

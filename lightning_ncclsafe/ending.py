@@ -1,4 +1,4 @@
-"""Ending a run that cannot go on: after the report, never before it, and on every rank."""
+"""Leaving: all ranks together when they have finished, and after the report when a run cannot go on."""
 
 import os
 import sys
@@ -18,6 +18,7 @@ ABORT_GRACE_S = 10.0
 # What the process that hosts the store gives the others to leave before it.
 _OTHERS_LEAVE_S = 3.0
 _POLL_S = 0.02
+_FINISH_POLL_S = 0.01
 
 
 def end_run(
@@ -54,6 +55,19 @@ def end_run(
         with suppress(Exception):
             stream.flush()
     os._exit(EXIT_CODE)
+
+
+def stay_until_all_finished(exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool]) -> None:
+    """Waits until all ranks have come this far, or this one may leave without them.
+
+    Rank 0 counts and tells, so that the store is not asked for every rank by every rank.
+    """
+    exchange.set(f"finished/{rank}", b"")
+    keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
+    while len(exchange.get_many(keys)) < len(keys) and not may_leave():
+        time.sleep(_FINISH_POLL_S)
+    if rank == 0:
+        exchange.set("finished/all", b"")
 
 
 def say_goodbye(exchange: Exchange, rank: int) -> None:

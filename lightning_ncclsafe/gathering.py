@@ -6,13 +6,12 @@ does not answer is looked at from outside by a rank of its host.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Finding
 from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.reporter import Verdict
 
 # Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
 ANSWER_S = 0.6
@@ -22,27 +21,6 @@ PATIENCE_S = 3.0
 REPORT_S = 6.0
 _POLL_S = 0.02
 _CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the reporter tells the other ranks about an incident.
-
-    Attributes:
-        incident: The incident.
-        answer: The report's first line.
-        folder: Where the report was written; empty where it could not be.
-        findings: The causes found, the most probable first.
-        unanswered: What the facts cannot tell.
-        fatal: Whether the run cannot go on.
-    """
-
-    incident: Incident
-    answer: str
-    folder: str = ""
-    findings: tuple[Finding, ...] = field(default=())
-    unanswered: tuple[str, ...] = ()
-    fatal: bool = False
 
 
 class Gathering:
@@ -55,7 +33,6 @@ class Gathering:
         world_size: Number of ranks.
         peers: Cards of the other ranks of this host.
         witness: Looks from outside at ranks of this host.
-        missing: What the report should say could not be shared.
         is_dropped: Whether the round has become pointless; it is then left without a verdict.
     """
 
@@ -68,7 +45,6 @@ class Gathering:
         world_size: int,
         peers: Iterable[Card],
         witness: Callable[[Iterable[Card]], list[ProcessFacts]],
-        missing: tuple[str, ...] = (),
         is_dropped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchange = exchange
@@ -77,7 +53,6 @@ class Gathering:
         self._world_size = world_size
         self._peers = {card.rank: card for card in peers}
         self._witness = witness
-        self._missing = missing
         self._is_dropped = is_dropped
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
@@ -150,7 +125,7 @@ class Gathering:
             world_size=self._world_size,
             ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
             witnessed=tuple(self._witnessed[rank] for rank in sorted(self._witnessed) if rank not in self._answers),
-            missing=self._missing,
+            missing=(self._exchange.lost,) if self._exchange.lost else (),
         )
 
     def _is_complete(self) -> bool:

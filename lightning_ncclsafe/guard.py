@@ -1,7 +1,7 @@
-"""The guard of one rank: decides when to look, when to warn and when to end, and wires together what does so.
+"""The guard of one rank: notices that it stands still, and wires together what looks, shares, judges, tells and ends.
 
-Ranks agree through a log of numbered rounds that all of them read on the exchange: a rank that has waited too long, or
-that raises, opens the next round; every rank then publishes its facts, one judges and reports, all learn the verdict.
+Ranks agree through a log of numbered rounds: a rank that has waited too long, or that raises, opens the next round;
+every rank then publishes its facts, one of them judges and reports, and all learn the verdict.
 """
 
 import threading
@@ -12,36 +12,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_ncclsafe import _torch, codec
-from lightning_ncclsafe.ending import end_run, say_goodbye, wait_for_others
+from lightning_ncclsafe.ending import end_run, say_goodbye, stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
-from lightning_ncclsafe.findings import Severity
-from lightning_ncclsafe.gathering import REPORT_S, Gathering, Verdict
+from lightning_ncclsafe.gathering import REPORT_S, Gathering
+from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import host, stacks
 from lightning_ncclsafe.probes.rank import Card, RankProbe
-from lightning_ncclsafe.report.folder import write_report
-from lightning_ncclsafe.report.text import render_short
-from lightning_ncclsafe.rules import judge
-from lightning_ncclsafe.rules.activity import Activity, activity
+from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
+from lightning_ncclsafe.rounds import Round, RoundLog
+from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.settings import Limits
 from lightning_ncclsafe.watchdog import Watchdog
 
 # A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
 MAX_SUSPICIONS = 20
+# How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
+LINGER_S = 5.0
+# How long the end of an incident may take to reach everybody once training has finished.
+_SETTLE_S = 1.0
 # The store serves every rank's poll: at most about a thousand a second in all.
 _POLLS_PER_S = 1000.0
 _POLL_S = 0.25
-CLOSING_LINE = "\nthe run cannot go on, it is ended"
-# How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
-LINGER_S = 5.0
-# What processes are given to start before the first meeting, however soon the user wants to know.
-START_UP_S = 30.0
-_FINISH_POLL_S = 0.01
-# How much longer the process groups' own timeout is than the user's, so that the report always comes first.
-BACKSTOP_S = 15.0
-# How often a rank that stands still, but waits for nobody, is looked at again.
-_GLANCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +56,6 @@ class Place:
     master_port: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """One entry in the log of rounds: an incident, or the end of one.
-
-    Attributes:
-        incident: What the round is about.
-        recovered_after_s: If training moves again: seconds for which it stood still.
-    """
-
-    incident: Incident
-    recovered_after_s: float | None = None
-
-
 class Guard:
     """Guards one rank for one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
@@ -85,7 +65,7 @@ class Guard:
         place: Which rank of which job this is.
         limits: When to look and when to end.
         report_dir: The folder of all incidents; made when the first one is reported.
-        exchange: What the ranks share.
+        exchange: What the ranks share before they have joined the process group.
         probe: Sees this rank.
         kill_launched: Ends the processes that this one launched, before this one has to exit.
         say: Prints one or more lines to the user.
@@ -100,27 +80,27 @@ class Guard:
         exchange: Exchange,
         probe: RankProbe,
         kill_launched: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
         self._limits = limits
-        self._report_dir = report_dir
         self._exchange = exchange
+        self._next_exchange: Exchange | None = None
+        self._log = RoundLog(exchange)
         self._probe = probe
         self._kill_launched = kill_launched
-        self._say = say or say_on_stderr
-        self._round = 0
+        self._say = say
+        self._patience = Patience(limits)
+        self._reporter = Reporter(report_dir, limits, say)
+        self._joined = False
+        self._off = False
+        self._open: Incident | None = None
         self._incidents = 0
         self._suspicions = 0
-        self._open: Incident | None = None
         self._stalled_s = 0.0
-        self._glanced_idle_s = 0.0
         self._verdict: Verdict | None = None
-        self._told = threading.Event()
+        self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
-        self._off = False
-        self._next_exchange: Exchange | None = None
-        self._connected = False
         self._watchdog = Watchdog(
             position=probe.position,
             tick=self._tick,
@@ -156,9 +136,8 @@ class Guard:
         is_consequence = _torch.is_communication_error(error)
         if not (is_consequence and self._ends_run):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
-            self._told.clear()
             self._watchdog.wake()
-            self._told.wait(2 * REPORT_S)
+            self._exception_is_told.wait(2 * REPORT_S)
         return self._timeout_error() if is_consequence and self._ends_run else None
 
     def finish(self) -> None:
@@ -173,12 +152,17 @@ class Guard:
         self._main_thread_left.set()
         if self._off or self._place.world_size == 1:
             return
+        rank, world_size = self._place.rank, self._place.world_size
+        exchange = self._next_exchange or self._exchange
+        give_up = time.monotonic() + self._limits.suspect_after_s + LINGER_S
         with suppress(ExchangeError):
-            exchange = self._next_exchange or self._exchange
-            self._wait_until_all_finished(exchange)
-            say_goodbye(exchange, self._place.rank)
-            if _torch.hosts_store(self._place.rank) and not self._ends_run:
-                wait_for_others(exchange, self._place.rank, self._place.world_size)
+            stay_until_all_finished(
+                exchange, rank=rank, world_size=world_size, may_leave=lambda: self._may_leave(give_up)
+            )
+            self._settle()
+            say_goodbye(exchange, rank)
+            if _torch.hosts_store(rank) and not self._ends_run:
+                wait_for_others(exchange, rank, world_size)
         if self._ends_run:
             raise self._timeout_error()
 
@@ -193,85 +177,58 @@ class Guard:
 
     @property
     def _ends_run(self) -> bool:
-        return self._verdict is not None and self._verdict.fatal and self._limits.on_timeout == "abort"
+        return self._verdict is not None and self._verdict.ends_run
 
     def _timeout_error(self) -> CollectiveTimeoutError:
         verdict = self._verdict
         assert verdict is not None
         return CollectiveTimeoutError(verdict.answer, findings=verdict.findings, report_folder=verdict.folder)
 
-    def _wait_until_all_finished(self, exchange: Exchange) -> None:
-        """Rank 0 counts and tells, so that the store is not asked for every rank by every rank."""
-        rank, world_size = self._place.rank, self._place.world_size
-        exchange.set(f"finished/{rank}", b"")
-        keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
-        give_up = time.monotonic() + self._limits.suspect_after_s + LINGER_S
-        while len(exchange.get_many(keys)) < len(keys) and not self._need_not_stay(give_up):
-            time.sleep(_FINISH_POLL_S)
-        if rank == 0:
-            exchange.set("finished/all", b"")
-        # An incident that was open a moment ago is over; there is still time to say so.
-        give_up = time.monotonic() + 1
-        while self._open is not None and not self._need_not_stay(give_up) and time.monotonic() < give_up:
-            self._watchdog.wake()
-            time.sleep(_FINISH_POLL_S)
-
-    def _need_not_stay(self, give_up: float) -> bool:
+    def _may_leave(self, give_up: float) -> bool:
         # Others may have work of their own left, and then this rank may go; but not while somebody waits for it.
         nobody_waits = self._open is None and time.monotonic() > give_up
-        is_settled = self._verdict is not None and self._verdict.fatal
-        return nobody_waits or is_settled or self._off or bool(self._exchange.lost)
+        return nobody_waits or self._ends_run or self._off or bool(self._exchange.lost)
+
+    def _settle(self) -> None:
+        """An incident that was open a moment ago is over; there is still time to say so."""
+        give_up = time.monotonic() + _SETTLE_S
+        while self._open is not None and not self._may_leave(give_up) and time.monotonic() < give_up:
+            self._watchdog.wake()
+            time.sleep(_POLL_S / 10)
 
     # What the watchdog calls, on its thread.
 
     def _tick(self, idle_s: float) -> None:
         self._change_exchange()
         self._know_peers()
-        entry = self._read_round() or self._open_round(idle_s)
+        entry = self._log.read() or self._write_round(idle_s)
         if entry is not None:
             self._take_part(entry, idle_s)
-            self._round += 1
+            self._log.number += 1
 
     def _change_exchange(self) -> None:
-        if self._next_exchange is not None and not self._connected:
+        if self._next_exchange is not None and not self._joined:
             self._exchange.close()
             self._exchange = self._next_exchange
-            self._round, self._open, self._connected = 0, None, True
+            self._log, self._open, self._joined = RoundLog(self._exchange), None, True
 
     def _know_peers(self) -> None:
         """Reads the cards of the ranks of this host, once they are all there: later nobody may be able to give them."""
         place = self._place
-        if not self._connected or self._probe.peers or place.local_world_size == 1:
+        if not self._joined or self._probe.peers or place.local_world_size == 1:
             return
         first = place.rank - place.local_rank
         keys = [f"card/{rank}" for rank in range(first, first + place.local_world_size) if rank != place.rank]
         with suppress(ExchangeError):
-            self._keep_cards(keys)
+            cards = [codec.decode(Card, card) for card in self._exchange.get_many(keys).values()]
+            if len(cards) == len(keys):
+                self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
 
-    def _keep_cards(self, keys: list[str]) -> None:
-        cards = [codec.decode(Card, card) for card in self._exchange.get_many(keys).values()]
-        if len(cards) == len(keys):
-            self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
-
-    def _read_round(self) -> Round | None:
-        key = f"log/{self._round}"
-        try:
-            found = self._exchange.get_many([key]).get(key)
-        except ExchangeError:
-            return None  # then this rank is on its own
-        return codec.decode(Round, found) if found is not None else None
-
-    def _open_round(self, idle_s: float) -> Round | None:
+    def _write_round(self, idle_s: float) -> Round | None:
         entry = self._recovery(idle_s)
-        if entry is None:
-            kind = self._reason(idle_s)
-            entry = Round(incident=self._incident(kind, idle_s)) if kind is not None else None
-        if entry is None:
-            return None
-        try:
-            return codec.decode(Round, self._exchange.set_if_absent(f"log/{self._round}", codec.encode(entry)))
-        except ExchangeError:
-            return entry  # alone, but not silent
+        if entry is None and (kind := self._reason(idle_s)) is not None:
+            entry = Round(incident=self._incident(kind, idle_s))
+        return self._log.write(entry) if entry is not None else None
 
     def _recovery(self, idle_s: float) -> Round | None:
         """The end of the incident, if this rank opened it and moves again."""
@@ -281,50 +238,32 @@ class Guard:
         return Round(incident=self._open, recovered_after_s=round(stalled_s, 1))
 
     def _reason(self, idle_s: float) -> IncidentKind | None:
-        if self._probe.exception is not None and not self._told.is_set():
+        """Why all ranks should say what they do, if there is a reason."""
+        if self._probe.exception is not None and not self._exception_is_told.is_set():
             return IncidentKind.EXCEPTION
-        suspect_after_s = self._limits.suspect_after_s
-        if not self._connected:
-            # Before there is a process group, processes start and import; that is not a matter of a few seconds.
-            suspect_after_s = max(suspect_after_s, min(START_UP_S, self._limits.timeout_s))
-        if idle_s < suspect_after_s or not self._is_time_to_glance(idle_s, suspect_after_s):
+        if not self._patience.is_time_to_look(idle_s, joined=self._joined):
             return None
         doing = activity(self._probe.glance(idle_s))
-        if doing.waits_for_peers and not doing.exempt:
-            if self._ends_run:
-                self._end()
-            if idle_s >= self._deadline_s(doing) and not self._is_over():
-                return IncidentKind.TIMEOUT
-        if self._open is None and self._suspicions < MAX_SUSPICIONS and (doing.waits_for_peers or doing.waits_for_data):
-            return IncidentKind.SUSPECT
-        return None
+        if self._ends_run and doing.waits_for_peers:
+            self._end()
+        if self._patience.is_out(idle_s, doing) and not self._limit_is_told():
+            return IncidentKind.TIMEOUT
+        waits = doing.waits_for_peers or doing.waits_for_data
+        return IncidentKind.SUSPECT if waits and self._open is None and self._suspicions < MAX_SUSPICIONS else None
 
-    def _is_time_to_glance(self, idle_s: float, suspect_after_s: float) -> bool:
-        """When a limit has just been passed, and once a second from then on."""
-        before_s = self._glanced_idle_s if self._glanced_idle_s <= idle_s else 0.0
-        passed = any(before_s < limit_s <= idle_s for limit_s in (suspect_after_s, self._limits.timeout_s))
-        if passed or idle_s - before_s >= _GLANCE_S:
-            self._glanced_idle_s = idle_s
-            return True
-        return False
-
-    def _deadline_s(self, doing: Activity) -> float:
-        """The hard limit; a group that was created with a longer timeout of its own keeps that."""
-        own_s = doing.collective.timeout_ms / 1000 if doing.collective is not None else 0.0
-        return own_s if own_s > self._limits.timeout_s + BACKSTOP_S else self._limits.timeout_s
-
-    def _is_over(self) -> bool:
+    def _limit_is_told(self) -> bool:
         return self._verdict is not None and self._verdict.incident.kind is IncidentKind.TIMEOUT
 
     def _incident(self, kind: IncidentKind, idle_s: float) -> Incident:
+        rank, idle_s = self._place.rank, round(idle_s, 1)
         if kind is IncidentKind.TIMEOUT and self._open is not None:
-            return replace(self._open, kind=kind, opened_by=self._place.rank, idle_s=round(idle_s, 1))
+            return replace(self._open, kind=kind, opened_by=rank, idle_s=idle_s)
         return Incident(
             number=self._incidents + 1,
             kind=kind,
-            opened_by=self._place.rank,
+            opened_by=rank,
             opened_ns=time.time_ns(),
-            idle_s=round(idle_s, 1),
+            idle_s=idle_s,
             suspect_after_s=self._limits.suspect_after_s,
             timeout_s=self._limits.timeout_s,
         )
@@ -340,65 +279,43 @@ class Guard:
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._open = incident
         self._verdict = self._gather(incident, idle_s) or self._verdict
-        self._told.set()
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
         if self._ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         facts = self._probe.look(idle_s)
-        lost = self._exchange.lost
         gathering = Gathering(
             self._exchange,
-            round_number=self._round,
+            round_number=self._log.number,
             rank=self._place.rank,
             world_size=self._place.world_size,
             peers=self._probe.peers or self._peers_by_environment(),
             witness=self._probe.witness,
-            missing=(lost,) if lost else (),
-            is_dropped=lambda: self._off or (self._next_exchange is not None and not self._connected),
+            is_dropped=lambda: self._off or (self._next_exchange is not None and not self._joined),
         )
         try:
             gathering.publish(facts)
-            return gathering.hold(incident, self._report)
+            return gathering.hold(incident, self._reporter.report)
         except ExchangeError as error:
+            if self._off:
+                return None
             alone = JobFacts(
                 incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),)
             )
-            return self._report(alone)
+            return self._reporter.report(alone)
+        finally:
+            if facts.exception is not None:
+                self._exception_is_told.set()
 
     def _peers_by_environment(self) -> tuple[Card, ...]:
         """Ranks of this host that have not come far enough to leave a card."""
-        if self._connected or self._place.local_world_size == 1:
+        place = self._place
+        if self._joined or place.local_world_size == 1:
             return ()
-        first = self._place.rank - self._place.local_rank
-        found = host.find_ranks(self._place.master_port)
-        name = self._probe.card.host
-        return tuple(
-            Card(rank=first + n, host=name, pid=pid) for n, pid in found.items() if n != self._place.local_rank
-        )
-
-    def _report(self, job: JobFacts) -> Verdict:
-        """Judges, writes and prints; on one rank."""
-        diagnosis = judge(job)
-        verdict = Verdict(
-            incident=job.incident,
-            answer=diagnosis.findings[0].summary if diagnosis.findings else "",
-            findings=diagnosis.findings,
-            unanswered=diagnosis.unanswered,
-            fatal=job.incident.kind is IncidentKind.TIMEOUT
-            or any(f.severity is Severity.ERROR for f in diagnosis.findings),
-        )
-        if _all_raised_alike(job):
-            return verdict  # their own tracebacks say it all
-        try:
-            folder = str(write_report(diagnosis, self._report_dir))
-            where = f"report: {folder}"
-        except OSError as error:
-            folder, where = "", f"the report could not be written: {error}"
-        ends = self._limits.on_timeout == "abort" and verdict.fatal
-        self._say(f"{render_short(diagnosis)}\n{where}{CLOSING_LINE if ends else ''}")
-        return replace(verdict, folder=folder)
+        pids = host.find_ranks(place.master_port)
+        first, here = place.rank - place.local_rank, self._probe.card.host
+        return tuple(Card(rank=first + n, host=here, pid=pids[n]) for n in pids if n != place.local_rank)
 
     def _end(self) -> None:
         """Ends the run on this rank, unless its main thread is already on its way out."""
@@ -413,27 +330,11 @@ class Guard:
 
     def _switch_off(self, error: Exception) -> None:
         self._off = True
-        self._told.set()
-        self._say(f"rank {self._place.rank}: the guard has failed and is off, training goes on: {error!r}")
+        self._exception_is_told.set()
+        say_own_failure(error, lambda text: self._say(f"rank {self._place.rank}: {text}"))
 
 
 def _is_orderly(error: BaseException) -> bool:
     """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
     orderly = (KeyboardInterrupt, CollectiveTimeoutError)
     return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")
-
-
-def _all_raised_alike(job: JobFacts) -> bool:
-    raised = {(f.exception.type, f.exception.stack[-1:], f.exception.is_consequence) for f in job.ranks if f.exception}
-    everyone = len(job.ranks) == job.world_size and all(facts.exception for facts in job.ranks)
-    return everyone and len(raised) == 1 and not any(is_consequence for *_, is_consequence in raised)
-
-
-def say_on_stderr(text: str) -> None:
-    """Prints to the user, every line marked as ours; the first one, which is the answer, stands out."""
-    from rich.console import Console
-    from rich.text import Text
-
-    first, *rest = text.splitlines() or [""]
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text("\n".join([f"[ncclsafe] {first}", *(f"[ncclsafe] {line}" for line in rest)])))

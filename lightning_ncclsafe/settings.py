@@ -12,6 +12,8 @@ OnTimeout = Literal["abort", "report"]
 DEFAULT_SUSPECT_AFTER_S = 60.0
 # PyTorch's own default for back ends other than NCCL, and Lightning's for all of them.
 DEFAULT_TIMEOUT_S = 1800.0
+# How much longer the process groups' own timeout is than the user's, so that the report always comes first.
+BACKSTOP_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

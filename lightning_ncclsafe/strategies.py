@@ -17,11 +17,12 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, TcpStoreExchange
-from lightning_ncclsafe.guard import BACKSTOP_S, Guard, Place, say_on_stderr
+from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
-from lightning_ncclsafe.settings import Limits, OnTimeout, check_limits, report_folder
+from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.settings import BACKSTOP_S, Limits, OnTimeout, check_limits, report_folder
 
 T = TypeVar("T")
 
@@ -174,9 +175,11 @@ class _Watched:
         except CollectiveTimeoutError:
             raise
         except Exception as error:
+            # Lightning's handler of SIGTERM, which may strike while the main thread is in here, calls a collective.
+            if _torch.is_communication_error(error):
+                return None
             self._guard = None
-            import traceback; traceback.print_exc()
-            say_on_stderr(f"the guard has failed and is off, training goes on: {error!r}")
+            say_own_failure(error)
             return None
 
 

@@ -1,4 +1,4 @@
-"""An exchange of files in a folder that all ranks see: for when the store's host is dead, and before there is a store."""
+"""An exchange of files in a folder that all ranks see: before there is a store, and after its host is dead."""
 
 import os
 import shutil

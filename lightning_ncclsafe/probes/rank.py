@@ -88,7 +88,7 @@ class RankProbe:
         self._trainer.finished = value
 
     def position(self) -> Hashable:
-        """Where the training stands: it changes when a hook begins or ends, or a collective moves. Takes some 0.1 ms."""
+        """Where the training stands: it changes when a hook begins or ends, or a collective moves."""
         return self._tracker.transitions, flight_recorder.position()
 
     def close(self) -> None:

@@ -1,0 +1,97 @@
+"""Telling the user: judges the facts of all ranks, writes the report and prints it."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.report.folder import write_report
+from lightning_ncclsafe.report.text import render_short
+from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.settings import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the reporter tells the other ranks about an incident.
+
+    Attributes:
+        incident: The incident.
+        answer: The report's first line.
+        folder: Where the report was written; empty where it could not be.
+        findings: The causes found, the most probable first.
+        ends_run: Whether the run cannot go on, and is to be ended.
+    """
+
+    incident: Incident
+    answer: str
+    folder: str = ""
+    findings: tuple[Finding, ...] = ()
+    ends_run: bool = False
+
+
+class Reporter:
+    """Reports on incidents, on the one rank that has gathered the facts.
+
+    Args:
+        report_dir: The folder of all incidents; made when the first one is reported.
+        limits: What the user has set.
+        say: Prints one or more lines to the user.
+    """
+
+    def __init__(self, report_dir: Path, limits: Limits, say: Callable[[str], None]) -> None:
+        self._report_dir = report_dir
+        self._limits = limits
+        self._say = say
+
+    def report(self, job: JobFacts) -> Verdict:
+        """Judges, writes and prints."""
+        diagnosis = judge(job)
+        ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
+        folder, where = "", ""
+        # Where every rank has the same traceback to print, nobody waits and nothing is to be explained.
+        if not _all_raised_alike(job):
+            folder, where = self._write(diagnosis)
+            closing = "\nthe run cannot go on, it is ended" if ends_run else ""
+            self._say(f"{render_short(diagnosis)}\n{where}{closing}")
+        answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
+        return Verdict(
+            incident=job.incident, answer=answer, folder=folder, findings=diagnosis.findings, ends_run=ends_run
+        )
+
+    def _write(self, diagnosis: Diagnosis) -> tuple[str, str]:
+        try:
+            folder = str(write_report(diagnosis, self._report_dir))
+        except OSError as error:
+            return "", f"the report could not be written: {error}"
+        return folder, f"report: {folder}"
+
+
+def say_on_stderr(text: str) -> None:
+    """Prints to the user, every line marked as ours."""
+    # Imported when there is something to say: most ranks never do.
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = [f"[ncclsafe] {line}" for line in text.splitlines()]
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text("\n".join(lines)))
+
+
+def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr) -> None:
+    """Says that the guard itself has failed, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    say(f"the guard has failed and is off, training goes on: {error!r}{where}")
+
+
+def _cannot_go_on(diagnosis: Diagnosis) -> bool:
+    is_over = diagnosis.job.incident.kind is IncidentKind.TIMEOUT
+    return is_over or any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+
+
+def _all_raised_alike(job: JobFacts) -> bool:
+    raised = {(facts.exception.type, facts.exception.stack[-1:]) for facts in job.ranks if facts.exception is not None}
+    everyone = sum(facts.exception is not None and not facts.exception.is_consequence for facts in job.ranks)
+    return len(raised) == 1 and everyone == job.world_size

@@ -1,0 +1,278 @@
+"""The host: control groups from constructed trees, other processes from real ones."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_ncclsafe.facts import HostFacts
+from lightning_ncclsafe.probes.host import HostProbe, child_processes, filesystem_of, find_ranks, look_at
+
+GIB = 1 << 30
+V1_UNLIMITED = 9223372036854771712
+
+
+class Tree:
+    """A control group's file system and a /proc, written out by hand."""
+
+    def __init__(self, folder: Path, own_group: str) -> None:
+        self.cgroups, self.proc = folder / "cgroup", folder / "proc"
+        self.cgroups.mkdir()
+        self.write(self.proc / "self" / "cgroup", own_group)
+
+    def write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def limit(self, group: str, text: str, name: str = "memory.max") -> None:
+        self.write(self.cgroups / group / name, f"{text}\n")
+
+    def probe(self) -> HostProbe:
+        return HostProbe(self.cgroups, self.proc)
+
+    def memory_limit_bytes(self) -> int | None:
+        return self.probe().read().memory_limit_bytes
+
+
+@pytest.fixture
+def v2(tmp_path: Path) -> Tree:
+    return Tree(tmp_path, "0::/jobs/run-7\n")
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> Tree:
+    return Tree(tmp_path, "12:cpu,cpuacct:/cpu\n5:memory,hugetlb:/jobs/run-7\n1:name=systemd:/other\n")
+
+
+def test_v2_the_limit_of_the_own_group(v2: Tree) -> None:
+    v2.limit("jobs/run-7", str(4 * GIB))
+    v2.limit("jobs/run-8", str(GIB))
+    assert v2.memory_limit_bytes() == 4 * GIB
+
+
+def test_v2_a_tighter_limit_above_applies(v2: Tree) -> None:
+    v2.limit("jobs/run-7", str(4 * GIB))
+    v2.limit("jobs", str(2 * GIB))
+    v2.limit("", "max")
+    assert v2.memory_limit_bytes() == 2 * GIB
+
+
+def test_v2_max_is_no_limit(v2: Tree) -> None:
+    v2.limit("jobs/run-7", "max")
+    v2.limit("jobs", "max")
+    assert v2.memory_limit_bytes() is None
+
+
+def test_v1_the_limit_of_the_memory_controllers_group(v1: Tree) -> None:
+    v1.limit("memory/jobs/run-7", str(3 * GIB), "memory.limit_in_bytes")
+    v1.limit("cpu", str(GIB), "memory.limit_in_bytes")
+    v1.limit("other", str(GIB), "memory.limit_in_bytes")
+    v1.limit("memory", str(V1_UNLIMITED), "memory.limit_in_bytes")
+    assert v1.memory_limit_bytes() == 3 * GIB
+
+
+def test_v1_in_a_container_the_root_is_the_own_group(v1: Tree) -> None:
+    """The path is the host's, but what is mounted is the container's own group."""
+    v1.limit("memory", str(GIB), "memory.limit_in_bytes")
+    assert v1.memory_limit_bytes() == GIB
+
+
+def test_v1_says_no_limit_with_a_number(v1: Tree) -> None:
+    v1.limit("memory/jobs/run-7", str(V1_UNLIMITED), "memory.limit_in_bytes")
+    assert v1.memory_limit_bytes() is None
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-"])
+def test_a_limit_that_is_no_number_is_none(v2: Tree, text: str) -> None:
+    v2.limit("jobs/run-7", text)
+    assert v2.memory_limit_bytes() is None
+
+
+def test_without_control_groups_there_is_no_limit_and_no_counter(tmp_path: Path) -> None:
+    facts = HostProbe(tmp_path / "none", tmp_path / "neither").read()
+    assert (facts.memory_limit_bytes, facts.oom_kills) == (None, None)
+    assert facts.rss_bytes is not None
+
+
+def events(kills: int) -> str:
+    return f"low 0\nhigh 2\nmax 19\noom 3\noom_kill {kills}\noom_group_kill 50\n"
+
+
+def test_kills_for_want_of_memory_count_from_the_probes_making(v2: Tree) -> None:
+    file = v2.cgroups / "jobs" / "run-7" / "memory.events"
+    v2.write(file, events(5))
+    v2.write(v2.proc / "vmstat", "pgpgin 1\noom_kill 90\n")
+    probe = v2.probe()
+    assert probe.read().oom_kills == 0
+    v2.write(file, events(7))
+    assert probe.read().oom_kills == 2
+
+
+def test_where_the_group_does_not_count_kills_the_host_does(v1: Tree) -> None:
+    v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 4\n")
+    probe = v1.probe()
+    v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 5\n")
+    assert probe.read().oom_kills == 1
+
+
+def test_a_counter_that_vanishes_is_unknown_not_negative(v1: Tree) -> None:
+    v1.write(v1.proc / "vmstat", "oom_kill 4\n")
+    probe = v1.probe()
+    (v1.proc / "vmstat").unlink()
+    assert probe.read().oom_kills is None
+
+
+def test_this_host() -> None:
+    facts = HostProbe().read()
+    assert facts.rss_bytes is not None and facts.rss_bytes > 1 << 20
+    assert facts.memory_total_bytes is not None and facts.memory_total_bytes > facts.rss_bytes
+    assert facts.cores is not None and facts.cores >= 1
+    assert facts.load_1min is not None
+    assert isinstance(facts, HostFacts)
+
+
+def wait_for_the_end(connection: Connection) -> None:
+    connection.send("here")
+    connection.recv()
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A forked child that sleeps until the test is over."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    process = fork.Process(target=wait_for_the_end, args=(there,))
+    process.start()
+    assert here.recv() == "here"
+    assert process.pid is not None
+    yield process.pid
+    process.kill()
+    process.join()
+
+
+def test_its_own_process_runs() -> None:
+    facts = look_at(os.getpid(), rank=3)
+    assert (facts.pid, facts.rank, facts.state) == (os.getpid(), 3, "running")
+    assert facts.cpu_s is not None and facts.cpu_s > 0
+    assert facts.rss_bytes is not None and facts.rss_bytes > 1 << 20
+
+
+def test_a_stopped_process_is_told_from_one_that_goes_on(child: int) -> None:
+    os.kill(child, signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    assert look_at(child).state == "stopped"
+    os.kill(child, signal.SIGCONT)
+    os.waitpid(child, os.WCONTINUED)
+    assert look_at(child).state in ("running", "sleeping")
+
+
+def test_a_dead_process_is_a_zombie_until_it_is_reaped_and_then_gone() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert look_at(process.pid, rank=1).state == "zombie"
+    process.wait()
+    gone = look_at(process.pid, rank=1)
+    assert (gone.pid, gone.rank, gone.state) == (process.pid, 1, "gone")
+
+
+def test_another_process_with_the_same_id_is_not_taken_for_it(child: int) -> None:
+    started = psutil.Process(child).create_time()
+    assert look_at(child, started=started).state != "gone"
+    assert look_at(child, started=started - 60).state == "gone"
+    assert look_at(child, started=started + 60).state == "gone"
+
+
+def test_children_that_multiprocessing_made_are_workers_other_programs_are_not(child: int) -> None:
+    other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert child in child_processes(besides=[])
+        assert other.pid not in child_processes(besides=[])
+        assert child not in child_processes(besides=[child])
+    finally:
+        other.communicate()
+
+
+def test_a_spawned_worker_is_one_too(tmp_path: Path) -> None:
+    """As multiprocessing's ``spawn`` starts it; a real one would import this test's modules anew, for seconds."""
+    command = [sys.executable, "-S", "-c", "input()", "--multiprocessing-fork"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        assert worker.pid in child_processes(besides=[])
+    finally:
+        worker.communicate()
+
+
+def rank_process(port: str, local_rank: str | None) -> "subprocess.Popen[bytes]":
+    environment = {"MASTER_PORT": port} | ({"LOCAL_RANK": local_rank} if local_rank is not None else {})
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", "print(flush=True); input()"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+def test_ranks_are_found_by_their_environment() -> None:
+    port = f"no-port-{os.getpid()}"
+    processes = [rank_process(port, "0"), rank_process(port, "1"), rank_process(port + "0", "2")]
+    processes += [rank_process(port, None), rank_process(port, "first")]
+    try:
+        assert find_ranks(port) == {0: processes[0].pid, 1: processes[1].pid}
+    finally:
+        for process in processes:
+            process.communicate()
+
+
+Mount = namedtuple("Mount", "mountpoint fstype")
+MOUNTS = [
+    Mount("/", "overlay"),
+    Mount("/mnt/dead", "nfs4"),
+    Mount("/mnt/dead/scratch", "lustre"),
+    Mount("/home", "autofs"),
+    Mount("/home", "nfs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "filesystem"),
+    [
+        ("/mnt/dead", "nfs4"),
+        ("/mnt/dead/runs/7", "nfs4"),
+        ("/mnt/dead/scratch/runs", "lustre"),
+        ("/mnt/deadline/runs", "overlay"),
+        ("/mnt/dead/../deadline", "overlay"),
+        ("/home/me", "nfs"),
+        ("/", "overlay"),
+    ],
+)
+def test_the_file_system_of_a_path(path: str, filesystem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
+    assert filesystem_of(path) == filesystem
+
+
+def test_no_mount_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
+    assert filesystem_of("/mnt/dead") == ""
+
+
+def test_the_path_itself_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a dead mount even ``stat`` never returns."""
+    touched: list[object] = []
+    for module, name in itertools.product((os,), ("stat", "lstat", "statvfs", "readlink", "open", "access", "scandir")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda path, *a, _call=original, **k: touched.append(path) or _call(path, *a, **k)
+        )
+    assert filesystem_of(str(tmp_path / "runs")) != ""
+    assert not [path for path in touched if str(tmp_path) in str(path)]

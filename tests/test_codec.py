@@ -1,0 +1,237 @@
+"""Facts that cross from rank to rank: what is written is read back, and what does not fit is refused by its place."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.codec import DecodeError, decode, encode
+from lightning_ncclsafe.facts import (
+    Action,
+    Collective,
+    ExceptionFacts,
+    Frame,
+    Group,
+    HostFacts,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    LoaderFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+    StorageFacts,
+)
+
+FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
+WORKER = ProcessFacts(
+    pid=7,
+    rank=3,
+    state="sleeping",
+    wait_channel="futex_wait",
+    cpu_s=1.5,
+    rss_bytes=1 << 40,
+    swap_bytes=4096,
+    stack=(FRAME,),
+    gil_held=True,
+)
+RANK = RankFacts(
+    rank=3,
+    local_rank=1,
+    host="node-1",
+    pid=4711,
+    taken_ns=1_790_000_000_123_456_789,
+    progress=Progress(
+        phase=Phase.TRAIN,
+        actions=(Action(name="[LightningModule]Net.training_step", for_s=0.25),),
+        last_action="[Strategy]SafeDDP.batch_to_device",
+        epoch=2,
+        batch_idx=118,
+        is_last_batch=True,
+        global_step=1118,
+        idle_s=23.5,
+    ),
+    stack=(FRAME, dataclasses.replace(FRAME, line=43)),
+    groups=(
+        Group(name="1", description="tp", ranks=(0, 3), last_enqueued=61, last_started=60, last_completed=59),
+        Group(name="2", description="dp", ranks=(1,), last_enqueued=1, last_started=0, last_completed=1),
+    ),
+    collectives=(
+        Collective(
+            group="1",
+            seq=61,
+            op="all_reduce",
+            backend="nccl",
+            completed=True,
+            started=True,
+            input_sizes=((2, 3), ()),
+            output_sizes=((6,),),
+            dtypes=("Float", "Half"),
+            created_ns=1_790_000_000_000_000_001,
+            duration_ms=1.25,
+            timeout_ms=600_000,
+            is_p2p=True,
+        ),
+    ),
+    host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),
+    peers=(WORKER,),
+    workers=(WORKER, WORKER),
+    loaders=(LoaderFacts(dataset="Digits", num_workers=2, prefetch_factor=4, batches=9),),
+    storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
+    exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
+    versions={"torch": "2.13.0"},
+    missing=("gpu: no driver",),
+)
+JOB = JobFacts(
+    incident=Incident(
+        number=2,
+        kind=IncidentKind.EXCEPTION,
+        opened_by=3,
+        opened_ns=1_790_000_000_000_000_000,
+        idle_s=20.5,
+        suspect_after_s=20.0,
+        timeout_s=1800.0,
+    ),
+    world_size=4,
+    ranks=(RANK,),
+    witnessed=(WORKER,),
+    missing=("rank 0: the store is gone",),
+)
+
+
+def unset(value: Any, place: str = "JobFacts") -> Iterator[str]:
+    """Fields that were left at their default, and so would not be missed."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from unset(item, place)
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if inner in (field.default, None, (), {}):
+                yield f"{place}.{field.name}"
+            yield from unset(inner, f"{place}.{field.name}")
+
+
+def test_the_facts_of_these_tests_are_full() -> None:
+    assert list(unset(JOB)) == []
+
+
+def test_what_is_written_is_read_back() -> None:
+    assert decode(JobFacts, encode(JOB)) == JOB
+
+
+def test_whole_numbers_are_read_where_seconds_are_expected_and_stay_floats() -> None:
+    action = decode(Action, b'{"name": "fit", "for_s": 3}')
+    assert (action.for_s, type(action.for_s)) == (3.0, float)
+
+
+def test_what_a_newer_writer_adds_is_ignored_at_every_depth() -> None:
+    plain = json.loads(encode(JOB))
+    plain["colour"] = plain["incident"]["colour"] = plain["ranks"][0]["stack"][0]["colour"] = ["blue"]
+    assert decode(JobFacts, json.dumps(plain).encode()) == JOB
+
+
+def test_what_an_older_writer_does_not_know_takes_its_default() -> None:
+    facts = decode(RankFacts, b'{"rank": 1, "progress": {"phase": "init"}}')
+    assert facts == RankFacts(rank=1, progress=Progress(phase=Phase.INIT))
+
+
+def test_null_is_read_where_it_is_allowed() -> None:
+    assert decode(HostFacts, b'{"rss_bytes": null, "cores": 2}') == HostFacts(cores=2)
+
+
+def at_rank(**changes: Any) -> bytes:
+    return json.dumps({"rank": 0, "progress": {"phase": "train"}, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "RankFacts: expected JSON, found b''"),
+        (encode(RANK)[:-9], 'RankFacts: expected JSON, found b\'{"rank":3'),
+        (b"\xff\xfe{}", "RankFacts: expected JSON"),
+        (b"[" * 200_000, "RankFacts: expected JSON"),
+        (b"1" * 5_000, "RankFacts: expected JSON"),
+        (b"[]", "RankFacts: found [], expected dict."),
+        (b"null", "RankFacts: found None, expected dict."),
+        (b"{}", "RankFacts: "),
+        (b'{"rank": 0}', "missing 1 required keyword-only argument: 'progress'"),
+        (at_rank(rank="0"), "RankFacts.rank: found '0', expected int."),
+        (at_rank(rank=None), "RankFacts.rank: found None, expected int."),
+        (at_rank(rank=True), "RankFacts.rank: found True, expected int."),
+        (at_rank(rank=1.0), "RankFacts.rank: found 1.0, expected int."),
+        (at_rank(rank=float("nan")), "RankFacts.rank: found nan, expected int."),
+        (at_rank(host=["a"]), "RankFacts.host: found ['a'], expected str."),
+        (at_rank(progress={}), "RankFacts.progress: "),
+        (at_rank(progress={"phase": "lunch"}), "RankFacts.progress.phase: found 'lunch', expected one of 'init', "),
+        (at_rank(progress={"phase": {}}), "RankFacts.progress.phase: found {}, expected one of"),
+        (
+            at_rank(progress={"phase": "train", "idle_s": True}),
+            "RankFacts.progress.idle_s: found True, expected float.",
+        ),
+        (at_rank(progress={"phase": "train", "is_last_batch": 1}), "is_last_batch: found 1, expected bool."),
+        (at_rank(groups=[{"name": "0"}, 5]), "RankFacts.groups[1]: found 5, expected dict."),
+        (at_rank(groups=[{"name": "0", "ranks": [0, "1"]}]), "RankFacts.groups[0].ranks[1]: found '1', expected int."),
+        (at_rank(groups={"0": 1}), "RankFacts.groups: found {'0': 1}, expected list."),
+        (at_rank(versions={"torch": 2}), "RankFacts.versions['torch']: found 2, expected str."),
+        (at_rank(versions=[]), "RankFacts.versions: found [], expected dict."),
+        (at_rank(exception="ValueError"), "RankFacts.exception: found 'ValueError', expected dict."),
+        (at_rank(host_facts={"load_1min": "high"}), "RankFacts.host_facts.load_1min: found 'high', expected float."),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_place(data: bytes, said: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(RankFacts, data)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_a_duration_must_be_finite(number: str) -> None:
+    with pytest.raises(DecodeError, match=r"Action\.for_s: found .+, expected a finite float"):
+        decode(Action, f'{{"name": "fit", "for_s": {number}}}'.encode())
+
+
+@pytest.mark.parametrize("depth", [*range(700, 1000, 10), 5_000])
+def test_no_depth_of_nesting_overflows_the_stack(depth: int) -> None:
+    """Where JSON can just be read, the error that shows it must not fail in its turn."""
+    with pytest.raises(DecodeError):
+        decode(Action, b'{"for_s": 0, "name": ' + b"[" * depth + b"]" * depth + b"}")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [at_rank(host=[0] * 100_000), at_rank(rank="x" * 100_000), at_rank(progress={"phase": "x" * 100_000})],
+)
+def test_an_error_is_short_whatever_was_found(data: bytes) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(RankFacts, data)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_message_that_is_no_text_does_not_prevent_the_sending() -> None:
+    # Of a file name whose bytes are not UTF-8, Python makes a string with lone surrogates.
+    undecodable = b"/data/\xff\xfe.py".decode("utf-8", "surrogateescape")
+    facts = ExceptionFacts(type="OSError", message=undecodable + " \ud800 \x00 \U0001f600 \x1b[31m")
+    sent = encode(facts)
+    assert sent.decode("utf-8")
+    assert decode(ExceptionFacts, sent).message == "/data/??.py ? \x00 \U0001f600 \x1b[31m"
+
+
+def test_a_surrogate_that_is_read_can_be_written_again() -> None:
+    facts = decode(ExceptionFacts, b'{"type": "E", "message": "\\ud800"}')
+    assert decode(ExceptionFacts, encode(facts)).message == "?"
+
+
+def test_types_written_in_either_way_are_read() -> None:
+    from typing import Optional
+
+    @dataclass(frozen=True, kw_only=True)
+    class Both:
+        old: Optional[int] = 0  # noqa: UP045 - as typing writes it
+        new: int | None = 0
+
+    assert decode(Both, b'{"old": null, "new": null}') == Both(old=None, new=None)
