@@ -19,6 +19,8 @@ ANSWER_S = 0.6
 PATIENCE_S = 3.0
 # How long the others wait for the reporter.
 REPORT_S = 6.0
+# How long the reporter waits for the others to have read the verdict.
+SEEN_S = 1.0
 _POLL_S = 0.02
 _CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
 
@@ -79,6 +81,7 @@ class Gathering:
         while (waited_s := self._waited_s()) < self._answer_s + PATIENCE_S + REPORT_S and not self._is_dropped():
             verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
             if verdict is not None:
+                self._exchange.set(self._seen_key(self._rank), b"")
                 return codec.decode(Verdict, verdict)
             if waited_s > self._answer_s:
                 self._look_at_silent_peers()
@@ -88,9 +91,20 @@ class Gathering:
                     return None
                 verdict_of_mine = report(job)
                 self._exchange.set(self._verdict_key, codec.encode(verdict_of_mine))
+                self._wait_until_seen()
                 return verdict_of_mine
             time.sleep(_POLL_S)
         return None
+
+    def _wait_until_seen(self) -> None:
+        """The reporter may be about to leave, and the store with it; the others must have heard by then."""
+        others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
+        give_up = time.monotonic() + SEEN_S
+        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+
+    def _seen_key(self, rank: int) -> str:
+        return f"{self._key}/seen/{rank}"
 
     def _waited_s(self) -> float:
         return time.monotonic() - self._began

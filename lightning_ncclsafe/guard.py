@@ -98,6 +98,7 @@ class Guard:
         self._incidents = 0
         self._suspicions = 0
         self._stalled_s = 0.0
+        self._seems_recovered = False
         self._verdict: Verdict | None = None
         self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
@@ -232,15 +233,22 @@ class Guard:
 
     def _recovery(self, idle_s: float) -> Round | None:
         """The end of the incident, if this rank opened it and moves again."""
-        stalled_s, self._stalled_s = self._stalled_s, idle_s
+        stalled_s = self._stalled_s
         if self._open is None or self._open.opened_by != self._place.rank or idle_s >= stalled_s:
+            self._stalled_s, self._seems_recovered = idle_s, False
+            return None
+        # A main thread that unwinds with an exception moves, too; at the next tick it has said so.
+        if not self._seems_recovered or self._probe.exception is not None:
+            self._seems_recovered = True
             return None
         return Round(incident=self._open, recovered_after_s=round(stalled_s, 1))
 
     def _reason(self, idle_s: float) -> IncidentKind | None:
         """Why all ranks should say what they do, if there is a reason."""
         if self._probe.exception is not None and not self._exception_is_told.is_set():
-            return IncidentKind.EXCEPTION
+            if not (self._probe.exception.is_consequence and self._ends_run):
+                return IncidentKind.EXCEPTION
+            self._exception_is_told.set()  # its cause has been told meanwhile
         if not self._patience.is_time_to_look(idle_s, joined=self._joined):
             return None
         doing = activity(self._probe.glance(idle_s))

@@ -6,6 +6,7 @@ first training and lives on, so that all of them run in the same processes over 
 
 import argparse
 import gc
+import itertools
 import json
 import resource
 import sys
@@ -40,16 +41,22 @@ class Model(L.LightningModule):
 
 
 class StepTimer(L.Callback):
-    """Takes the time at the beginning of each batch."""
+    """Takes the time at the beginning of each batch, and how long all threads of this process have been computing."""
 
     def __init__(self) -> None:
-        self.started: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.started.append(time.perf_counter())
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
-    def steps_ms(self) -> list[float]:
-        return [1e3 * (end - begin) for begin, end in zip(self.started[:-1], self.started[1:], strict=True)]
+    def steps_ms(self) -> dict[str, list[float]]:
+        return {"wall": _gaps_ms(self.wall), "cpu": _gaps_ms(self.cpu)}
+
+
+def _gaps_ms(times: list[float]) -> list[float]:
+    return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
 
 def make_strategy(name: str) -> DDPStrategy:
@@ -61,7 +68,7 @@ def make_strategy(name: str) -> DDPStrategy:
     return SafeDDP()
 
 
-def train(strategy: str, steps: int, ranks: int, root_dir: Path) -> list[float]:
+def train(strategy: str, steps: int, ranks: int, root_dir: Path) -> dict[str, list[float]]:
     """Milliseconds of each step of one training."""
     timer = StepTimer()
     trainer = L.Trainer(

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.guard import BACKSTOP_S, Guard, Place
+from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.report.json import read_report
-from lightning_ncclsafe.settings import Limits
+from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
 Body = Callable[[int], None]
 Pipes = list[tuple[Connection, Connection]]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,8 @@ def run(folder: Path, deed: str, *options: str, launcher: tuple[str, ...] = ()) 
 
 
 def end_session(leader: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def line_of(mark: str) -> str:

@@ -1,0 +1,166 @@
+"""The probe of a rank: whatever hangs or fails in it, the rest is told, in time, and what is missing is said."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes import flight_recorder, rank, stacks, traceback_signal
+from lightning_ncclsafe.probes.host import HostProbe
+from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes.trainer import TrainerProbe
+
+# Nothing comes near it unless a test makes it.
+AMPLE_S = 20.0
+AFTER_HOST_FACTS = ["peers", "workers", "loaders", "storage", "versions"]
+
+
+@pytest.fixture
+def probe() -> Iterator[RankProbe]:
+    tracker = PhaseTracker()
+    tracker.enter("setup")
+    made = RankProbe(rank=3, local_rank=1, tracker=tracker, trainer=TrainerProbe(SimpleNamespace()))
+    yield made
+    made.close()
+
+
+def fail(*_: object) -> HostFacts:
+    raise PermissionError("not for you")
+
+
+def looks() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-look"]
+
+
+def test_a_look_sees_everything(probe: RankProbe) -> None:
+    facts = probe.look(2.5, deadline_s=AMPLE_S)
+    assert (facts.rank, facts.local_rank, facts.host, facts.pid) == (3, 1, socket.gethostname(), os.getpid())
+    assert (facts.progress.phase, facts.progress.idle_s) == (Phase.INIT, 2.5)
+    assert [action.name for action in facts.progress.actions] == ["setup"]
+    assert facts.stack[-1].code and any(frame.file == __file__ for frame in facts.stack)
+    assert facts.host_facts.rss_bytes
+    assert facts.versions["torch"]
+    assert facts.missing == ()
+    assert not looks()
+
+
+def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, release = threading.Event(), threading.Event()
+
+    def hang(_: HostProbe) -> HostFacts:
+        hangs.set()
+        release.wait()
+        return HostFacts()
+
+    monkeypatch.setattr(HostProbe, "read", hang)
+    try:
+        first = probe.look(1.0, deadline_s=0.05)
+        assert hangs.wait(10)
+        (stuck,) = looks()
+        assert first.stack and first.progress.actions
+        assert first.host_facts == HostFacts() and not first.versions
+        late = [f"{name}: no answer within 0.05 s" for name in ("host_facts", *AFTER_HOST_FACTS)]
+        assert list(first.missing[-len(late) :]) == late
+
+        second = probe.look(2.0, deadline_s=AMPLE_S)
+        assert looks() == [stuck]
+        assert second.stack and second.progress.idle_s == 2.0
+        assert [text.partition(":")[0] for text in second.missing] == ["stack", "host_facts", *AFTER_HOST_FACTS]
+    finally:
+        release.set()
+    stuck.join(10)
+    assert probe.look(3.0, deadline_s=AMPLE_S).missing == ()
+
+
+def test_a_probe_that_fails_is_said_and_the_others_are_heard(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostProbe, "read", fail)
+    monkeypatch.setattr(flight_recorder, "read", fail)
+    facts = probe.look(1.0, deadline_s=AMPLE_S)
+    assert facts.missing == (
+        "flight recorder: PermissionError: not for you",
+        "host_facts: PermissionError: not for you",
+    )
+    assert facts.host_facts == HostFacts()
+    assert facts.versions["torch"]
+
+
+def test_an_exception_is_told_with_its_source(probe: RankProbe) -> None:
+    try:
+        raise ValueError("broken")  # <- here
+    except ValueError as error:
+        probe.exception = stacks.exception_facts(error, is_consequence=False)
+    raised = probe.look(0.0, deadline_s=AMPLE_S).exception
+    assert raised is not None
+    assert (raised.type, raised.stack[-1].code) == ("ValueError", 'raise ValueError("broken")  # <- here')
+
+
+def test_peers_are_looked_at_and_are_no_workers(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(rank, "child_processes", lambda besides: asked.append(list(besides)) or [])
+    probe.peers = (Card(rank=5, host="h", pid=os.getpid(), started=probe.card.started),)
+    facts = probe.look(0.0, deadline_s=AMPLE_S)
+    assert [(peer.rank, peer.pid) for peer in facts.peers] == [(5, os.getpid())]
+    assert facts.peers[0].state in ("running", "sleeping")
+    assert asked == [[os.getpid()]]
+
+
+def test_only_some_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(rank, "child_processes", lambda besides: [101, 102, 103, 104, 105, 106])
+    monkeypatch.setattr(rank, "look_at", lambda pid: ProcessFacts(pid=pid, state="sleeping"))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: asked.append(pid) or ())
+    facts = probe.look(0.0, deadline_s=AMPLE_S)
+    assert [worker.pid for worker in facts.workers] == [101, 102, 103, 104, 105, 106]
+    assert asked == [101, 102, 103, 104]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_asked"), [("sleeping", True), ("running", True), ("stopped", False), ("gone", False)]
+)
+def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool
+) -> None:
+    frame = stacks.main_thread_stack()[-1]
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (frame,))
+    (seen,) = probe.witness([Card(rank=1, host="h", pid=77, signum=62, fd=5)])
+    assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
+    assert (bool(seen.stack), seen.gil_held) == (is_asked, is_asked)
+
+
+def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traceback_signal, "ask", lambda *_: pytest.fail("it would die of signal 0 or worse"))
+    (seen,) = probe.witness([Card(rank=1, host="h", pid=os.getpid())])
+    assert (seen.state, seen.gil_held) == ("running", False)
+
+
+def test_the_position_moves_with_the_hooks(probe: RankProbe) -> None:
+    before = probe.position()
+    assert probe.position() == before
+    with probe._tracker.action("step"):
+        assert probe.position() != before
+
+
+def test_the_card_tells_peers_how_to_ask_and_close_takes_it_back(probe: RankProbe) -> None:
+    card = probe.card
+    assert (card.rank, card.host, card.pid) == (3, socket.gethostname(), os.getpid())
+    assert traceback_signal._handles(os.getpid(), card.signum)
+    assert os.fstat(card.fd).st_nlink == 0
+    probe.close()
+    assert not traceback_signal._handles(os.getpid(), card.signum)
+    assert signal.getsignal(card.signum) is signal.SIG_DFL
+
+
+def test_finished_is_the_trainer_probes(probe: RankProbe) -> None:
+    assert not probe.finished
+    probe.finished = True
+    facts: RankFacts = probe.glance(0.0)
+    assert facts.progress.phase is Phase.FINISHED

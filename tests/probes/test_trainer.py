@@ -1,0 +1,271 @@
+"""The probe of the Trainer against real ones, looked at from their own hooks, as another thread may at any time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_ncclsafe.facts import Action, LoaderFacts, Phase, Progress, StorageFacts
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes import trainer as trainer_probe
+from lightning_ncclsafe.probes.trainer import TrainerProbe
+
+BATCHES = 3
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+class Held(Numbers):
+    """What is validated on."""
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """It has no length."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(2 * BATCHES, 4))
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        return None
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        return None
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class Look(Callback):
+    """Looks at one of the probe's parts whenever one of these hooks is called."""
+
+    def __init__(self, *hooks: str, part: Callable[[TrainerProbe], Any]) -> None:
+        self.seen: dict[str, list[Any]] = {hook: [] for hook in hooks}
+        self.probe: TrainerProbe | None = None
+        for hook in hooks:
+            setattr(self, hook, self._looking(hook, part))
+
+    def _looking(self, hook: str, part: Callable[[TrainerProbe], Any]) -> Callable[..., None]:
+        def look(*_: Any, **__: Any) -> None:
+            assert self.probe is not None
+            self.seen[hook].append(part(self.probe))
+
+        return look
+
+
+def progress(probe: TrainerProbe) -> Progress:
+    return probe.progress((), "", 0.0)
+
+
+def phase(probe: TrainerProbe) -> Phase:
+    return progress(probe).phase
+
+
+def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **options},
+    )
+
+
+def loader(dataset: Dataset[torch.Tensor]) -> DataLoader[torch.Tensor]:
+    return DataLoader(dataset, batch_size=2)
+
+
+def run(folder: Path, look: Look, call: str = "fit", *loaders: Any, **options: Any) -> TrainerProbe:
+    trainer = make_trainer(folder, look, **options)
+    look.probe = probe = TrainerProbe(trainer)
+    probe.started = True
+    getattr(trainer, call)(Net(), *(loaders or LOADERS[call]))
+    return probe
+
+
+LOADERS = {
+    "fit": (loader(Numbers()), loader(Held())),
+    "validate": (loader(Held()),),
+    "test": (loader(Held()),),
+    "predict": (loader(Held()),),
+}
+
+
+HOOKS = ("on_sanity_check_start", "on_train_batch_start", "on_validation_batch_start", "on_train_epoch_end")
+
+
+def test_the_phase_is_that_of_the_loop(tmp_path: Path) -> None:
+    look = Look(*HOOKS, part=phase)
+    run(tmp_path, look, max_epochs=1, num_sanity_val_steps=1)
+    assert set(look.seen["on_sanity_check_start"]) == {Phase.SANITY_CHECK}
+    assert set(look.seen["on_train_batch_start"]) == {Phase.TRAIN}
+    assert look.seen["on_validation_batch_start"] == [Phase.SANITY_CHECK, *[Phase.VALIDATE] * BATCHES]
+    assert look.seen["on_train_epoch_end"] == [Phase.TRAIN]
+
+
+@pytest.mark.parametrize(
+    ("call", "hook", "expected"),
+    [
+        ("validate", "on_validation_batch_start", Phase.VALIDATE),
+        ("test", "on_test_batch_start", Phase.TEST),
+        ("predict", "on_predict_batch_start", Phase.PREDICT),
+    ],
+)
+def test_each_call_has_its_phase_and_counts_its_batches(tmp_path: Path, call: str, hook: str, expected: Phase) -> None:
+    look = Look(hook, part=progress)
+    run(tmp_path, look, call)
+    assert [(seen.phase, seen.batch_idx) for seen in look.seen[hook]] == [(expected, n) for n in range(BATCHES)]
+
+
+def test_until_all_have_met_the_phase_is_init(tmp_path: Path) -> None:
+    look = Look("setup", "on_train_batch_start", part=phase)
+    trainer = make_trainer(tmp_path, look)
+    look.probe = TrainerProbe(trainer)
+    trainer.fit(Net(), *LOADERS["fit"])
+    assert {seen for hook in look.seen.values() for seen in hook} == {Phase.INIT}
+
+
+def test_while_a_checkpoint_is_saved_that_is_the_phase(tmp_path: Path) -> None:
+    tracker = PhaseTracker()
+    look = Look(
+        "on_save_checkpoint",
+        "on_train_batch_start",
+        part=lambda probe: probe.progress(tracker.actions(), "", 0.0).phase,
+    )
+    trainer = make_trainer(tmp_path, look, max_epochs=1, enable_checkpointing=True)
+    tracker.attach(trainer.profiler)
+    look.probe = TrainerProbe(trainer)
+    look.probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    assert look.seen == {"on_save_checkpoint": [Phase.CHECKPOINT], "on_train_batch_start": [Phase.TRAIN] * BATCHES}
+
+
+def test_finished_is_said_from_outside_and_is_the_last_word(tmp_path: Path) -> None:
+    probe = TrainerProbe(make_trainer(tmp_path))
+    probe.finished = True
+    assert probe.progress((Action(name="save_checkpoint", for_s=1.0),), "", 0.0).phase is Phase.FINISHED
+
+
+def test_epoch_batch_and_step_count(tmp_path: Path) -> None:
+    look = Look("on_train_batch_start", part=progress)
+    run(tmp_path, look)
+    seen = [(p.epoch, p.batch_idx, p.global_step, p.is_last_batch) for p in look.seen["on_train_batch_start"]]
+    assert seen == [
+        (epoch, batch, epoch * BATCHES + batch, batch == BATCHES - 1) for epoch in range(2) for batch in range(BATCHES)
+    ]
+
+
+def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
+    look = Look("on_validation_batch_start", part=progress)
+    run(tmp_path, look, max_epochs=1)
+    assert [seen.batch_idx for seen in look.seen["on_validation_batch_start"]] == list(range(BATCHES))
+
+
+def test_what_the_tracker_knows_is_handed_on(tmp_path: Path) -> None:
+    actions = (Action(name="run", for_s=2.0),)
+    seen = TrainerProbe(make_trainer(tmp_path)).progress(actions, "setup", 1.23456)
+    assert (seen.actions, seen.last_action, seen.idle_s) == (actions, "setup", 1.235)
+
+
+def loaders(probe: TrainerProbe) -> tuple[LoaderFacts, ...]:
+    return probe.loaders()
+
+
+def test_the_loaders_are_those_of_the_current_loop(tmp_path: Path) -> None:
+    look = Look("on_train_batch_start", "on_validation_batch_start", part=loaders)
+    run(
+        tmp_path,
+        look,
+        "fit",
+        loader(Numbers()),
+        [loader(Held()), DataLoader(Numbers(), batch_size=1)],
+        max_epochs=1,
+    )
+    assert set(look.seen["on_train_batch_start"]) == {(LoaderFacts(dataset="Numbers", batches=BATCHES),)}
+    assert set(look.seen["on_validation_batch_start"]) == {
+        (LoaderFacts(dataset="Held", batches=BATCHES), LoaderFacts(dataset="Numbers", batches=2 * BATCHES))
+    }
+
+
+def test_a_loader_without_length_has_no_number_of_batches(tmp_path: Path) -> None:
+    look = Look("on_train_batch_start", part=loaders)
+    run(tmp_path, look, "fit", loader(Stream()), loader(Held()), max_epochs=1)
+    assert set(look.seen["on_train_batch_start"]) == {(LoaderFacts(dataset="Stream", batches=None),)}
+
+
+def test_the_workers_of_a_loader_are_counted_without_starting_them() -> None:
+    facts = trainer_probe._loader_facts(DataLoader(Numbers(), num_workers=1, prefetch_factor=5), 9.0)
+    assert facts == LoaderFacts(dataset="Numbers", num_workers=1, prefetch_factor=5, batches=9)
+    assert trainer_probe._loader_facts([1, 2], float("inf")) == LoaderFacts(dataset="list", batches=None)
+
+
+def test_storage_is_where_loggers_and_checkpoints_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_probe, "filesystem_of", lambda path: "nfs4" if "logs" in path else "ext4")
+    trainer = make_trainer(
+        tmp_path,
+        ModelCheckpoint(dirpath=tmp_path / "kept"),
+        logger=[TensorBoardLogger(tmp_path / "logs"), CSVLogger(tmp_path / "logs-csv")],
+        enable_checkpointing=True,
+    )
+    assert TrainerProbe(trainer).storage() == (
+        StorageFacts(owner="TensorBoardLogger", path=str(tmp_path / "logs"), filesystem="nfs4"),
+        StorageFacts(owner="CSVLogger", path=str(tmp_path / "logs-csv"), filesystem="nfs4"),
+        StorageFacts(owner="ModelCheckpoint", path=str(tmp_path / "kept"), filesystem="ext4"),
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_whose_folder_is_chosen_later_is_left_out_until_then(tmp_path: Path) -> None:
+    look = Look("on_train_batch_start", part=lambda probe: [facts.owner for facts in probe.storage()])
+    probe = run(tmp_path, look, max_epochs=1, enable_checkpointing=True)
+    assert look.seen["on_train_batch_start"][0] == ["ModelCheckpoint"]
+    assert TrainerProbe(make_trainer(tmp_path, enable_checkpointing=True)).storage() == ()
+    assert probe.storage()[0].path.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("trainer", [None, object()])
+def test_what_is_no_trainer_yet_is_read_without_an_error(trainer: Any) -> None:
+    probe = TrainerProbe(trainer)
+    assert progress(probe) == Progress(phase=Phase.INIT)
+    assert (probe.loaders(), probe.storage()) == ((), ())
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_before_fit_there_is_little_to_read_and_no_error(tmp_path: Path, started: bool) -> None:
+    probe = TrainerProbe(make_trainer(tmp_path, logger=CSVLogger(tmp_path)))
+    probe.started = started
+    assert progress(probe) == Progress(phase=Phase.INIT)
+    assert probe.loaders() == ()
+    assert [facts.owner for facts in probe.storage()] == ["CSVLogger"]
+
+
+def test_after_fit_reading_is_no_error(tmp_path: Path) -> None:
+    probe = run(tmp_path, Look(part=phase))
+    assert progress(probe).global_step == 2 * BATCHES
+    probe.loaders()
+    probe.storage()

@@ -1,0 +1,177 @@
+"""Where reports are written: one private folder an incident, whole files or none, and a place when there is none."""
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from diagnoses import diagnosis, with_first
+
+from lightning_ncclsafe.facts import Incident, IncidentKind
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.report.folder import folder_name, write_report
+from lightning_ncclsafe.report.json import read_report
+
+# 2026-03-04T05:06:07Z
+MOMENT_NS = 1_772_600_767_000_000_000
+FILES = {"report.json", "report.txt"}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's folder of temporary files, of which a test must not leave any."""
+    folder = tmp_path / "system-temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+
+
+def incident(number: int = 1, later_s: int = 0) -> Incident:
+    moment_ns = MOMENT_NS + later_s * 1_000_000_000
+    return Incident(number=number, kind=IncidentKind.SUSPECT, opened_by=0, opened_ns=moment_ns)
+
+
+def at(moment: Incident, base: Diagnosis | None = None) -> Diagnosis:
+    base = base or diagnosis()
+    return replace(base, job=replace(base.job, incident=moment))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_both_files_are_written_into_the_incidents_folder(tmp_path: Path) -> None:
+    folder = write_report(at(incident()), tmp_path / "reports")
+    assert folder == tmp_path / "reports" / "2026-03-04T05-06-07Z-incident-1"
+    assert names(folder) == FILES
+    assert read_report((folder / "report.json").read_bytes()) == at(incident())
+    assert diagnosis().findings[0].summary in (folder / "report.txt").read_text()
+
+
+def test_names_sort_in_the_order_of_events() -> None:
+    events = [incident(1), incident(2), incident(3, later_s=1), incident(4, later_s=3600), incident(10, 90_000)]
+    written = [folder_name(event) for event in events]
+    assert sorted(written) == written
+
+
+def test_the_name_is_in_utc_wherever_the_user_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    assert folder_name(incident()) == "2026-03-04T05-06-07Z-incident-1"
+
+
+def test_only_the_user_can_read(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = write_report(at(incident()), tmp_path / "reports")
+    finally:
+        os.umask(before)
+    assert (mode(folder.parent), mode(folder)) == (0o700, 0o700)
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+
+
+def test_the_permissions_of_a_folder_that_was_there_are_left(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    reports.chmod(0o755)
+    folder = write_report(at(incident()), reports)
+    assert (mode(reports), mode(folder)) == (0o755, 0o700)
+
+
+def test_a_later_report_on_the_incident_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
+    first = write_report(at(incident()), tmp_path)
+    reader = (first / "report.json").open("rb")
+    with reader:
+        later = at(incident(), with_first(summary="Rank 1 is gone."))
+        assert write_report(later, tmp_path) == first
+        # Who has the earlier one open reads it to its end.
+        assert read_report(reader.read()) == at(incident())
+    assert json.loads((first / "report.json").read_bytes())["findings"][0]["summary"] == "Rank 1 is gone."
+    assert names(first) == FILES
+
+
+def test_incidents_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = {write_report(at(incident(number)), tmp_path / "reports") for number in (1, 2)}
+    assert set((tmp_path / "reports").iterdir()) == folders
+
+
+def test_a_place_that_is_a_file_is_given_up_for_a_temporary_folder(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    folder = write_report(at(incident()), tmp_path / "taken")
+    assert folder.is_relative_to(temporary)
+    assert names(folder) == FILES
+    assert mode(folder.parent) == 0o700
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullDisk:
+    """A file on a disk that takes the first bytes and no more; where it is, is in the file's name."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def __enter__(self) -> "FullDisk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> int:
+        self._file.write(content[:10])
+        self._file.flush()
+        return int(full())
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    fdopen = os.fdopen
+
+    def opened(handle: int, *args: Any) -> Any:
+        file = fdopen(handle, *args)
+        return FullDisk(file) if os.readlink(f"/proc/self/fd/{handle}").startswith(f"{disk}/") else file
+
+    monkeypatch.setattr(os, "fdopen", opened)
+
+
+def test_on_a_full_disk_no_part_of_a_file_is_left_and_the_report_is_elsewhere(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(monkeypatch, tmp_path / "reports")
+    folder = write_report(at(incident()), tmp_path / "reports")
+    assert folder.is_relative_to(temporary)
+    assert names(folder) == FILES
+    assert not [path for path in (tmp_path / "reports").rglob("*") if path.is_file()]
+
+
+def test_a_full_disk_leaves_the_earlier_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = write_report(at(incident()), tmp_path / "reports")
+    fill(monkeypatch, tmp_path / "reports")
+    write_report(at(incident(), with_first(summary="Rank 1 is gone.")), tmp_path / "reports")
+    assert read_report((earlier / "report.json").read_bytes()) == at(incident())
+    assert names(earlier) == FILES
+
+
+def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(at(incident()), tmp_path / "reports")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_if_nothing_can_be_written_at_all_it_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(at(incident()), tmp_path / "reports")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

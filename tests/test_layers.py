@@ -1,0 +1,200 @@
+"""Imports point one way, and what is plain Python stays so: a contract that is read from the source."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lightning_ncclsafe
+
+PACKAGE = "lightning_ncclsafe"
+FOLDER = Path(lightning_ncclsafe.__file__).parent
+
+# From the bottom up. A module may import what stands below it and, within the same name, its own neighbours; what
+# stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
+# unless that is named itself.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("facts", "_torch"),
+    ("findings", "codec"),
+    ("errors", "settings", "phases", "watchdog"),
+    ("rules",),
+    ("report", "exchange", "probes"),
+    ("patience", "reporter", "rounds", "ending"),
+    ("gathering",),
+    ("guard",),
+    ("strategies",),
+    (PACKAGE,),
+)
+# Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
+IMPORTS_TORCH = {"_torch"}
+IMPORTS_LIGHTNING = {PACKAGE, "phases", "strategies"}
+
+Sources = dict[str, str]
+
+
+def sources(folder: Path = FOLDER) -> Sources:
+    """The source of every module by its name within the package; the package itself has its own."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or PACKAGE] = path.read_text()
+    return found
+
+
+def imported(source: str) -> Iterator[str]:
+    """Everything that may be the name of a module, of imports on any line but those for type checkers only."""
+    for node in ast.walk(_NoTypeChecking().visit(ast.parse(source))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+class _NoTypeChecking(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def own_imports(source: str, known: Sources) -> set[str]:
+    """The package's own modules that a module imports: ``a.b.C`` is module ``a.b`` unless there is one of that name."""
+    found = set()
+    for name in imported(source):
+        if name.split(".")[0] == PACKAGE:
+            inner = name.removeprefix(PACKAGE).removeprefix(".")
+            while inner and inner not in known:
+                inner = inner.rpartition(".")[0]
+            found.add(inner or PACKAGE)
+    return found
+
+
+def home(module: str) -> tuple[int, str]:
+    """Layer and name in the table above of a module."""
+    places = {name: level for level, names in enumerate(LAYERS) for name in names}
+    name = module
+    while name not in places:
+        name = name.rpartition(".")[0]
+        if not name:
+            raise LookupError(f"{module} is in no layer: add it to LAYERS")
+    return places[name], name
+
+
+def upward(modules: Sources) -> list[str]:
+    """Imports that point sideways or up."""
+    wrong = []
+    for module, source in modules.items():
+        level, name = home(module)
+        for other in own_imports(source, modules):
+            other_level, other_name = home(other)
+            if other_level >= level and other_name != name:
+                wrong.append(f"{module} imports {other}")
+    return sorted(wrong)
+
+
+def importers(modules: Sources, *roots: str) -> set[str]:
+    return {name for name, source in modules.items() if any(i.split(".")[0] in roots for i in imported(source))}
+
+
+def cycle(modules: Sources) -> list[str]:
+    # That a package's __init__ is run first is no import of what it gathers.
+    graph = {name: own_imports(source, modules) - {name} for name, source in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+# Modules with nothing in them, for the tests of these tests.
+HOLLOW = dict.fromkeys([*(name for names in LAYERS for name in names), "probes.rank", "report.text"], "")
+
+
+def test_imports_point_one_way() -> None:
+    assert upward(sources()) == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert cycle(sources()) == []
+
+
+def test_every_name_in_the_table_exists() -> None:
+    assert {name for names in LAYERS for name in names} <= set(sources())
+
+
+def test_torch_and_lightning_are_imported_where_that_is_said() -> None:
+    assert importers(sources(), "torch") == IMPORTS_TORCH
+    assert importers(sources(), "lightning", "pytorch_lightning", "lightning_fabric") == IMPORTS_LIGHTNING
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "said"),
+    [
+        ("facts", "from lightning_ncclsafe.rules import judge", "facts imports rules"),
+        ("facts", "from lightning_ncclsafe import findings", "facts imports findings"),
+        (
+            "rules.hang.new",
+            "from lightning_ncclsafe.report.text import render_text",
+            "rules.hang.new imports report.text",
+        ),
+        ("report.new", "import lightning_ncclsafe.guard", "report.new imports guard"),
+        ("exchange.new", "from lightning_ncclsafe.probes import rank", "exchange.new imports probes.rank"),
+        ("errors", "from lightning_ncclsafe import settings", "errors imports settings"),
+        ("guard", "from lightning_ncclsafe import SafeDDP", f"guard imports {PACKAGE}"),
+        ("probes.new", "def f():\n    from lightning_ncclsafe.guard import Guard", "probes.new imports guard"),
+    ],
+)
+def test_an_import_that_points_up_is_found(module: str, line: str, said: str) -> None:
+    assert upward(HOLLOW | {module: line}) == [said]
+
+
+def test_a_module_without_a_layer_is_found() -> None:
+    with pytest.raises(LookupError, match="utils is in no layer"):
+        upward(HOLLOW | {"utils": ""})
+
+
+def test_a_cycle_is_found() -> None:
+    modules = HOLLOW | {"rules.a": "import lightning_ncclsafe.rules.b", "rules.b": "import lightning_ncclsafe.rules.a"}
+    assert set(cycle(modules)) == {"rules.a", "rules.b"}
+
+
+def test_an_import_of_torch_is_found() -> None:
+    assert importers({"new": "def f():\n    import torch.cuda"}, "torch") == {"new"}
+    assert importers({"new": "if TYPE_CHECKING:\n    import torch"}, "torch") == set()
+
+
+def loaded_with(statement: str) -> list[str]:
+    """Heavy packages that are there after a statement in a fresh interpreter."""
+    heavy = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "numpy", "psutil", "rich")
+    script = f"import sys\n{statement}\nprint(*[name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_judging_and_reporting_need_neither_torch_nor_lightning() -> None:
+    names = ("", ".facts", ".findings", ".codec", ".errors", ".rules", ".report.text", ".report.json", ".report.folder")
+    assert loaded_with("; ".join(f"import {PACKAGE}{name}" for name in names)) == []
+
+
+def test_what_is_heavy_would_be_seen() -> None:
+    assert loaded_with(f"import {PACKAGE}.probes.host") == ["psutil"]
+
+
+def test_public_names_are_there_when_asked_for() -> None:
+    from lightning_ncclsafe.errors import CollectiveTimeoutError
+    from lightning_ncclsafe.strategies import SafeDDP
+
+    assert lightning_ncclsafe.SafeDDP is SafeDDP
+    assert lightning_ncclsafe.CollectiveTimeoutError is CollectiveTimeoutError
+    assert set(lightning_ncclsafe.__all__) <= set(dir(lightning_ncclsafe))
+    assert all(hasattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'lightning_ncclsafe' has no attribute 'SafeDPP'"):
+        lightning_ncclsafe.SafeDPP  # noqa: B018 - asking is the test
+    with pytest.raises(ImportError, match="cannot import name 'SafeDPP'"):
+        from lightning_ncclsafe import SafeDPP  # noqa: F401

@@ -1,0 +1,213 @@
+"""SafeDDP as users make it: by hand, by name, from a configuration; and what one fit leaves behind."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+
+from lightning_ncclsafe import SafeDDP
+from lightning_ncclsafe.settings import Limits
+
+ONE_DEVICE = Path(__file__).with_name("one_device.py")
+
+
+def configured(base: type, class_path: str = "lightning_ncclsafe.SafeDDP", **init_args: Any) -> Any:
+    """The strategy that a configuration file of LightningCLI would make."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(base, "strategy")
+    given = {"strategy": {"class_path": class_path, "init_args": init_args}}
+    return parser.instantiate(parser.parse_object(given)).strategy
+
+
+def test_it_is_a_ddp_strategy() -> None:
+    assert isinstance(SafeDDP(), DDPStrategy)
+
+
+def test_arguments_of_ddp_strategy_are_handed_on() -> None:
+    strategy = SafeDDP(
+        timeout=timedelta(seconds=90),
+        start_method="spawn",
+        process_group_backend="gloo",
+        find_unused_parameters=True,
+    )
+    stock = DDPStrategy(
+        timeout=timedelta(seconds=90),
+        start_method="spawn",
+        process_group_backend="gloo",
+        find_unused_parameters=True,
+    )
+    assert {name: vars(strategy)[name] for name in ("_timeout", "_start_method", "_ddp_kwargs")} == {
+        name: vars(stock)[name] for name in ("_timeout", "_start_method", "_ddp_kwargs")
+    }
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert strategy.process_group_backend == "gloo"
+
+
+@pytest.mark.parametrize("base", [DDPStrategy, Strategy])
+def test_it_is_made_from_plain_types(base: type) -> None:
+    strategy = configured(
+        base,
+        suspect_after=30,
+        timeout="0:10:00",
+        on_timeout="report",
+        report_dir="reports",
+        start_method="fork",
+        find_unused_parameters=True,
+    )
+    assert type(strategy) is SafeDDP
+    assert strategy._limits == Limits(suspect_after_s=30.0, timeout_s=600.0, on_timeout="report")
+    assert strategy._timeout == timedelta(minutes=10)
+    assert strategy._start_method == "fork"
+    assert os.fspath(strategy._report_dir) == "reports"
+    # The parser fills in the defaults of torch's class, here as there.
+    stock = configured(base, "lightning.pytorch.strategies.DDPStrategy", find_unused_parameters=True)
+    assert strategy._ddp_kwargs == stock._ddp_kwargs
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+@pytest.mark.parametrize(
+    ("suspect_after", "seconds"), [("0:00:45", 45.0), (1.5, 1.5), ("90 seconds", None), (None, 60.0)]
+)
+def test_a_duration_in_a_configuration(suspect_after: Any, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(jsonargparse.ArgumentError, match="suspect_after"):
+            configured(DDPStrategy, suspect_after=suspect_after)
+    else:
+        assert configured(DDPStrategy, suspect_after=suspect_after)._limits.suspect_after_s == seconds
+
+
+def test_an_empty_configuration_is_the_default() -> None:
+    assert configured(DDPStrategy)._limits == SafeDDP()._limits
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("on_timeout", "kill", r"(?s)on_timeout.*'abort', 'report'"),
+        ("suspect_after", [1], "suspect_after"),
+        ("suspect_afterwards", 1, "suspect_afterwards"),
+        ("start_method", "thread", "start_method"),
+    ],
+)
+def test_a_wrong_type_in_a_configuration_is_named_by_the_parser(argument: str, value: Any, said: str) -> None:
+    with pytest.raises(jsonargparse.ArgumentError, match=said):
+        configured(DDPStrategy, **{argument: value})
+
+
+def test_a_wrong_value_in_a_configuration_is_named_by_us() -> None:
+    with pytest.raises(ValueError, match=r"suspect_after=-5\.0 must be longer than 0 s"):
+        configured(DDPStrategy, suspect_after=-5)
+
+
+def test_a_configuration_is_written_and_read_again() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    arguments = {"suspect_after": 30, "timeout": "0:10:00", "on_timeout": "report"}
+    given = {"strategy": {"class_path": "lightning_ncclsafe.SafeDDP", "init_args": arguments}}
+    text = parser.dump(parser.parse_object(given))
+    assert parser.instantiate(parser.parse_string(text)).strategy._limits == Limits(
+        suspect_after_s=30.0, timeout_s=600.0, on_timeout="report"
+    )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
+def test_a_strategy_that_has_not_begun_can_be_copied_and_sent(copied: Any) -> None:
+    strategy = SafeDDP(suspect_after=5, on_timeout="report", report_dir="here", find_unused_parameters=True)
+    twin = copied(strategy)
+    assert type(twin) is SafeDDP
+    assert (twin._limits, twin._report_dir, twin._ddp_kwargs) == (
+        strategy._limits,
+        strategy._report_dir,
+        strategy._ddp_kwargs,
+    )
+
+
+def test_registering_leaves_the_parents_names_to_the_parent() -> None:
+    registry = type(StrategyRegistry)()
+    DDPStrategy.register_strategies(registry)
+    stock = set(registry)
+    SafeDDP.register_strategies(registry)
+    assert set(registry) == stock | {"ddp_ncclsafe"}
+    assert registry["ddp"]["strategy"] is DDPStrategy
+    assert registry["ddp_ncclsafe"]["strategy"] is SafeDDP
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
+    """What ``one_device.py`` says, and what it prints to the user: with our strategy and, beside it, the stock one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    processes = {
+        kind: subprocess.Popen(
+            [sys.executable, str(ONE_DEVICE), kind, str(tmp_path_factory.mktemp(kind))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for kind in ("safe", "stock")
+    }
+    ended = {kind: process.communicate(timeout=50) for kind, process in processes.items()}
+    assert all(process.returncode == 0 for process in processes.values()), ended
+    return {kind: (json.loads(output.splitlines()[-1]), said) for kind, (output, said) in ended.items()}
+
+
+@pytest.fixture
+def safe(outcomes: dict[str, tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], str]:
+    return outcomes["safe"]
+
+
+@pytest.fixture
+def stock(outcomes: dict[str, tuple[dict[str, Any], str]]) -> dict[str, Any]:
+    return outcomes["stock"][0]
+
+
+def changes(seen: dict[str, Any]) -> dict[str, Any]:
+    """What is other after the fit than before it."""
+    before, after = seen["before"], seen["after"]
+    return {
+        "environment": sorted(
+            name
+            for name in {*before["environment"], *after["environment"]}
+            if before["environment"].get(name) != after["environment"].get(name)
+        ),
+        **{name: sorted((Counter(after[name]) - Counter(before[name])).elements()) for name in ("threads", "files")},
+        **{name: (before[name], after[name]) for name in ("caught", "handlers") if before[name] != after[name]},
+    }
+
+
+def test_a_healthy_fit_prints_one_line_and_leaves_no_report(safe: tuple[dict[str, Any], str]) -> None:
+    seen, said = safe
+    ours = [line for line in said.splitlines() if "ncclsafe" in line]
+    # The script fits twice: with the strategy, and with its name.
+    assert len(ours) == 2, said
+    assert all(line.startswith("[ncclsafe] watching 1 rank: asks why after 60 s without progress") for line in ours)
+    assert seen["steps"] == 2
+    assert seen["made"] == []
+
+
+def test_a_fit_leaves_nothing_that_a_stock_one_does_not(
+    safe: tuple[dict[str, Any], str], stock: dict[str, Any]
+) -> None:
+    left = changes(safe[0])
+    assert left == changes(stock)
+    assert not [thread for thread in left["threads"] if "ncclsafe" in thread]
+
+
+def test_with_lightning_there_the_name_is_registered_and_the_others_are_as_they_were(
+    safe: tuple[dict[str, Any], str],
+) -> None:
+    registered = safe[0]["registered"]
+    assert registered["ddp_ncclsafe"] == safe[0]["by_name"] == "SafeDDP"
+    assert [name for name, strategy in registered.items() if strategy == "SafeDDP"] == ["ddp_ncclsafe"]
+    assert registered["ddp"] == registered["ddp_find_unused_parameters_true"] == "DDPStrategy"
