@@ -98,7 +98,7 @@ class Guard:
         self._incidents = 0
         self._suspicions = 0
         self._stalled_s = 0.0
-        self._seems_recovered = False
+        self._moves_again = False
         self._verdict: Verdict | None = None
         self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
@@ -234,13 +234,15 @@ class Guard:
     def _recovery(self, idle_s: float) -> Round | None:
         """The end of the incident, if this rank opened it and moves again."""
         stalled_s = self._stalled_s
-        if self._open is None or self._open.opened_by != self._place.rank or idle_s >= stalled_s:
-            self._stalled_s, self._seems_recovered = idle_s, False
+        moves_again, self._moves_again = self._moves_again, idle_s < stalled_s
+        if not self._moves_again:
+            self._stalled_s = idle_s
+        if not moves_again or self._open is None or self._open.opened_by != self._place.rank:
             return None
-        # A main thread that unwinds with an exception moves, too; at the next tick it has said so.
-        if not self._seems_recovered or self._probe.exception is not None:
-            self._seems_recovered = True
+        # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
+        if self._probe.exception is not None:
             return None
+        self._stalled_s = idle_s
         return Round(incident=self._open, recovered_after_s=round(stalled_s, 1))
 
     def _reason(self, idle_s: float) -> IncidentKind | None:

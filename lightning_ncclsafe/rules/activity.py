@@ -72,7 +72,7 @@ def activity(facts: RankFacts) -> Activity:
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, mark, collective)
     action = _hook_action(facts.progress.actions)
-    condition, frame = _rank_condition(outer, kind)
+    condition, frame = _rank_condition(outer)
     return Activity(
         kind=kind,
         frame=deepest_user_frame(facts.stack),
@@ -162,13 +162,11 @@ def _blocked_by(collective: Collective, stack: tuple[Frame, ...]) -> bool:
     return collective.backend.startswith("nccl") and (looks_like_device_sync(stack[-1]) or not stack[-1].user)
 
 
-def _rank_condition(outer: tuple[Frame, ...], kind: Kind) -> tuple[str, Frame | None]:
-    """Only conditions around the work count; Lightning's loggers and savers are rank-zero-only by themselves."""
+def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
+    """Only conditions around the work count, and decorators on the user's code: Lightning's loggers have their own."""
     for frame in reversed(outer):
         if frame.user and frame.rank_condition:
             return frame.rank_condition, frame
-    if kind in (Kind.LOGGER, Kind.CHECKPOINT):
-        return "", None
     for index in range(len(outer) - 1, 0, -1):
         if _is_rank_zero_wrapper(outer[index - 1]) and outer[index].user:
             return "@rank_zero_only", outer[index]

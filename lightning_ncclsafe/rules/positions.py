@@ -56,7 +56,16 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
     if first == last or first[1] not in (0, 2):
         return ()
-    return tuple(rank for rank, place in places.items() if place != first)
+    ended = tuple(rank for rank, place in places.items() if place != first)
+    still = tuple(rank for rank, place in places.items() if place == first)
+    return () if _equally_many(view, ended, still) else ended
+
+
+def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """All have come to their last training batch, and it has the same number: only what they do in it differs."""
+    both = [view.facts[rank].progress for rank in (*ended, *still)]
+    in_training = all(progress.phase is not Phase.VALIDATE and progress.is_last_batch for progress in both)
+    return in_training and len({(progress.epoch, progress.batch_idx) for progress in both}) == 1
 
 
 def _all_joined(view: Timeline) -> bool:

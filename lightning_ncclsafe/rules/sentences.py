@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import (
     collective_words,
     duration_words,
+    group_words,
     location_of,
     ranks_words,
     short_location,
@@ -101,7 +102,7 @@ def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     for rank in list(ranks)[:_LISTED]:
         doing = timeline.activities[rank]
         stack = timeline.facts[rank].stack
-        line = doing.frame or (stack[-1] if stack else None)
+        line = doing.place or doing.frame or (stack[-1] if stack else None)
         if line is not None:
             text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
             evidence.append(Evidence(source="stack", rank=rank, text=text))
@@ -121,8 +122,8 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
         if group.seq is not None and group.behind:
             last = max(group.enqueued[rank] for rank in group.behind)
             text = (
-                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of group "
-                f"{group.name!r}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
+                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of "
+                f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
                 f"in sequence number {group.seq}."
             )
             evidence.append(Evidence(source="flight recorder", text=text[:1].upper() + text[1:]))

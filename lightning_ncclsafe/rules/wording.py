@@ -97,14 +97,26 @@ def collective_words(collective: Collective, meaning: str = "") -> str:
 
     What the collective is for comes first where it is known: ``"DDP's gradient all-reduce (all_reduce, …)"``.
     """
-    count = numel(collective)
-    parts = [*([collective.op] if meaning else ()), f"sequence number {collective.seq}"]
-    if count:
-        kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
-        parts.append(f"{count:,} {'element' if count == 1 else 'elements'}{kind}")
+    parts = [*([collective.op] if meaning else ()), f"sequence number {collective.seq}", *_amount(collective)]
     if collective.group not in ("", "0"):
         parts.append(f"group {collective.group!r}")
     return f"{meaning or collective.op} ({', '.join(parts)})"
+
+
+def call_words(collective: Collective) -> str:
+    """The operation and its size alone, ``"all_reduce (1,024 elements of float32)"``."""
+    return " ".join([collective.op, *(f"({amount})" for amount in _amount(collective))])
+
+
+def _amount(collective: Collective) -> list[str]:
+    count = numel(collective)
+    kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
+    return [f"{count:,} {'element' if count == 1 else 'elements'}{kind}"] if count else []
+
+
+def group_words(name: str) -> str:
+    """``"the default group"``, ``"group 'tp'"``."""
+    return "the default group" if name == "0" else f"group {name!r}"
 
 
 def joined(sentences: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from builders import (
 )
 from scenes import rank_zero_evaluates, slow_step
 
-from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Severity
 from lightning_ncclsafe.rules import HANG_RULES, judge
 
@@ -146,9 +146,9 @@ def test_another_function_for_the_same_collective_is_a_divergence() -> None:
 
 def test_uneven_validation_that_still_meets_is_not_uneven_batches() -> None:
     """Ranks may have different numbers of validation batches, as long as all come to the same collective."""
-    meet = {"op": "all_reduce", "sizes": ((1,),), "phase": Phase.VALIDATE, "last": True}
-    ranks = (GLOO.rank(n, ALL_REDUCE, seq=61, outstanding=1, batch=20 + n, **meet) for n in range(4))
-    assert judge(job(*ranks)).findings[0].rule == "all-joined"
+    meet = {"op": "all_reduce", "sizes": ((1,),), "phase": Phase.VALIDATE}
+    ranks = (GLOO.rank(n, ALL_REDUCE, seq=61, outstanding=1, batch=20 - n, last=n > 0, **meet) for n in range(4))
+    assert [finding.rule for finding in judge(job(*ranks)).findings] == ["all-joined"]
 
 
 def test_ranks_that_raise_alike_share_a_finding() -> None:
@@ -197,3 +197,74 @@ def test_a_thousand_ranks_are_judged_in_time(net: Backend) -> None:
     first = judge(job(culprit, *others, world=1024)).findings[0]
     assert time.perf_counter() - began < 2
     assert (first.rule, first.ranks) == ("rank-zero-only-work", (0,))
+
+
+def rules_found(facts: JobFacts) -> list[str]:
+    return [finding.rule for finding in judge(facts).findings]
+
+
+def test_a_rank_that_works_ahead_of_the_others_is_not_out_of_data() -> None:
+    """Rank 1 is in validation already and busy there: that it is seen at work says more than where it stands."""
+    step = user("validation_step", 50)
+    busy = GLOO.working(1, step, seq=60, phase=Phase.VALIDATE, action="[Strategy]SafeDDP.validation_step", batch=3)
+    ranks = (busy if rank == 1 else GLOO.waiting(rank, seq=61, batch=20) for rank in range(4))
+    assert rules_found(job(*ranks)) == ["rank-behind"]
+
+
+def test_ranks_that_all_are_in_their_last_batch_have_equally_many() -> None:
+    """Rank 1 skipped the last batch's gradients: a divergence at the end of the data is still a divergence."""
+    culprit = GLOO.in_barrier(1, "epoch_end", seq=61, batch=19, last=True)
+    ranks = (culprit if rank == 1 else GLOO.waiting(rank, seq=61, batch=19, last=True) for rank in range(4))
+    first = judge(job(*ranks)).findings[0]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (1,))
+
+
+def test_silence_alone_is_not_death() -> None:
+    assert rules_found(job(*(GLOO.waiting(rank, seq=61) for rank in (0, 2, 3)))) == ["frozen-rank"]
+
+
+def test_what_is_certain_comes_before_what_is_possible() -> None:
+    stalled = NCCL.working(2, NEXT_DATA, seq=60, action=NEXT)
+    ranks = (NCCL.waiting(0, seq=61), NCCL.waiting(1, seq=61), stalled)
+    assert rules_found(job(*ranks)) == ["data-stall", "frozen-rank"]
+
+
+def test_a_loader_below_a_condition_is_not_the_trainings() -> None:
+    stack = (user("on_train_epoch_end", 70, condition="if rank == 0:  (line 69)"), NEXT_DATA)
+    culprit = GLOO.working(0, *stack, seq=60)
+    found = rules_found(job(culprit, *(GLOO.waiting(rank, seq=61) for rank in (1, 2, 3))))
+    assert found == ["rank-zero-only-work"]
+
+
+def in_groups(facts: RankFacts, *groups: Group, calls: tuple[Collective, ...] = ()) -> RankFacts:
+    return replace(facts, groups=groups, collectives=calls)
+
+
+def test_a_rank_for_which_nobody_waits_is_not_blamed() -> None:
+    """Ranks 0 and 1 form a group in which 1 is behind; rank 2 is in its loader and no member."""
+    pair = Group(name="pair", ranks=(0, 1), last_enqueued=5, last_completed=4)
+    call = Collective(group="pair", seq=5, op="all_reduce", backend="gloo", input_sizes=((4,),))
+    waits = in_groups(GLOO.rank(0, ALL_REDUCE, seq=0), pair, calls=(call,))
+    culprit = in_groups(GLOO.rank(1, user("slow", 90), seq=0), replace(pair, last_enqueued=4))
+    apart = GLOO.rank(2, NEXT_DATA, seq=0, action=NEXT)
+    first, *others = judge(job(waits, culprit, apart, world=3)).findings
+    assert (first.rule, first.ranks, others) == ("rank-behind", (1,), [])
+
+
+def test_a_group_queued_behind_a_stuck_one_is_not_a_broken_link() -> None:
+    """NCCL: ranks 0 and 1 have both called in their own group, on a device that still waits for rank 2 elsewhere."""
+    pair = Group(name="pair", ranks=(0, 1), last_enqueued=5, last_completed=4)
+    call = Collective(group="pair", seq=5, op="all_reduce", backend="nccl", input_sizes=((4,),))
+
+    def queued(rank: int) -> RankFacts:
+        facts = NCCL.waiting(rank, seq=61, world=3)
+        return in_groups(facts, *facts.groups, pair, calls=(*facts.collectives, call))
+
+    culprit = NCCL.working(2, user("slow", 90), seq=60, action=TRAINING_STEP, world=3)
+    assert rules_found(job(queued(0), queued(1), culprit, world=3)) == ["rank-behind"]
+
+
+def test_a_collective_in_flight_under_slow_work_is_no_broken_link() -> None:
+    """Gloo: everyone works while an asynchronous collective is in flight; nobody waits for it."""
+    slow = (GLOO.rank(rank, user("training_step", 40), seq=61, outstanding=1) for rank in range(4))
+    assert rules_found(job(*slow)) == []

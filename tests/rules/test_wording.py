@@ -4,9 +4,11 @@ import pytest
 
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.wording import (
+    call_words,
     collective_words,
     condition_words,
     duration_words,
+    group_words,
     ranks_words,
     size_words,
 )
@@ -54,6 +56,14 @@ def test_collectives() -> None:
     assert collective_words(one, "the vote") == "the vote (broadcast, sequence number 345, 1 element of Long)"
     sub = Collective(group="tp", seq=2, op="_allgather_base", output_sizes=((1024, 2), (2,)))
     assert collective_words(sub) == "_allgather_base (sequence number 2, 2,050 elements, group 'tp')"
+
+
+def test_calls_and_groups() -> None:
+    assert (
+        call_words(Collective(group="0", seq=4, op="all_reduce", input_sizes=((5, 2),))) == "all_reduce (10 elements)"
+    )
+    assert call_words(Collective(group="0", seq=4, op="barrier")) == "barrier"
+    assert (group_words("0"), group_words("tp")) == ("the default group", "group 'tp'")
 
 
 def test_conditions() -> None:

@@ -8,7 +8,7 @@ from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collecti
 from lightning_ncclsafe.rules.meaning import meaning
 from lightning_ncclsafe.rules.sentences import batch_words, location
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import collective_words, duration_words, ranks_words
+from lightning_ncclsafe.rules.wording import collective_words, duration_words, group_words, ranks_words
 
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
@@ -37,7 +37,7 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         Which link or device it is.
     """
     view = timeline(job)
-    if view.silent or view.raised or view.stragglers or any(True for _ in diverged_collectives(job)):
+    if not view.waiting or view.raised or view.stragglers or any(True for _ in diverged_collectives(job)):
         return
     for group in view.groups:
         if len(group.members) > 1 and (calls := view.joined(group)):
@@ -48,10 +48,11 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
     ranks = tuple(sorted(calls))
     first = calls[next(iter(group.oldest))]
     facts = view.facts[ranks[0]]
+    what = collective_words(first, meaning(first, facts))
     text = (
-        f"All {len(ranks)} ranks of group {group.name!r} have called {collective_words(first, meaning(first, facts))} "
-        f"and it does not complete on {ranks_words(group.oldest)}, {batch_words(facts.progress)}, for "
-        f"{duration_words(facts.progress.idle_s)}: a link or a device is at fault, not the training code."
+        f"All {len(ranks)} ranks of {group_words(group.name)} have called {what} and it does not complete on "
+        f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: a link or a "
+        f"device is at fault, not the training code."
     )
     return Finding(
         rule="all-joined",

@@ -9,7 +9,16 @@ from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, phase_evidence, stack_evidence, standing
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.wording import capitalised, collective_words, joined, ranks_words, verb
+from lightning_ncclsafe.rules.wording import (
+    call_words,
+    capitalised,
+    collective_words,
+    condition_words,
+    group_words,
+    joined,
+    ranks_words,
+    verb,
+)
 
 _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
@@ -47,13 +56,15 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks = _culprits(view, split)
-    text = f"At sequence number {split.seq} of group {split.group!r} {_calls_words(split)}"
-    stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}."
+    text = f"{_calls_words(split)} as number {split.seq} of {group_words(split.group)}"
+    condition = _condition(view, ranks[0])
+    under = f", under {condition_words(condition)}" if condition else ""
+    stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
     return Finding(
         rule="diverged-collectives",
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
-        summary=joined((f"{text}; they can never complete together.", stands)),
+        summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
         ranks=ranks,
         location=location(view, ranks),
         evidence=(*_call_evidence(split), *_where(view, split.calls)),
@@ -64,12 +75,12 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
 def _culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """The minority; between equals those whose line stands under a condition on the rank."""
     ranks = split.deviating
-    conditioned = tuple(rank for rank in ranks if _conditioned(view, rank))
+    conditioned = tuple(rank for rank in ranks if _condition(view, rank))
     return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
 
 
-def _conditioned(view: Timeline, rank: int) -> bool:
-    return any(frame.user and frame.rank_condition for frame in view.facts[rank].stack)
+def _condition(view: Timeline, rank: int) -> str:
+    return view.activities[rank].rank_condition
 
 
 def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
@@ -81,7 +92,7 @@ def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]
 
 def _calls_words(split: Divergence) -> str:
     variants = _variants(split.calls)
-    listed = [f"{ranks_words(who)} called {collective_words(call)}" for call, who in variants[:3]]
+    listed = [f"{ranks_words(who)} called {call_words(call)}" for call, who in variants[:3]]
     return " and ".join(listed) + (f" and {len(variants) - 3} other variants" if len(variants) > 3 else "")
 
 

@@ -46,7 +46,7 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         f"{ranks_words(short)} {verb(short, 'has', 'have')} run out of data ({_ended(view, short[0])}) while "
         f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
-    waiting = others_wait(view, short)
+    waiting = others_wait(view, ())
     return Finding(
         rule="uneven-batches",
         severity=Severity.ERROR,
