@@ -43,7 +43,9 @@ def render_short(diagnosis: Diagnosis) -> str:
     others = diagnosis.findings[1:]
     if others:
         lines.append(f"  also possible: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
-    lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
+    # What every report of a back end leaves open is for the file; here, what this one misses.
+    if diagnosis.job.silent or diagnosis.job.missing:
+        lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
     return "\n".join(safe(_cut(line)) for line in lines)
 
 
@@ -100,10 +102,11 @@ def _evidence_words(evidence: Evidence) -> str:
 
 
 def _telling(evidence: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
-    """The first of each source: a terminal has no room for every rank's."""
+    """The first of each source: a terminal has no room for every rank's. The phase is in the answer itself."""
     first: dict[str, Evidence] = {}
     for item in evidence:
-        first.setdefault(item.source, item)
+        if item.source != "phase" or len(evidence) == 1:
+            first.setdefault(item.source, item)
     return tuple(first.values())[:_SHORT_EVIDENCE]
 
 

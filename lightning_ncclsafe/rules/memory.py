@@ -25,6 +25,13 @@ def short_of_memory(host: HostFacts) -> bool:
     return rss is not None and bool(limit) and rss > (1 - _SCARCE) * (limit or 0)
 
 
+def memory_words(host: HostFacts) -> str:
+    """``"with 312 MB resident and 0 B swapped out"``; empty where the host does not say."""
+    words = [f"{size_words(host.rss_bytes)} resident"] if host.rss_bytes is not None else []
+    words += [f"{size_words(host.process_swap_bytes)} swapped out"] if host.process_swap_bytes is not None else []
+    return f"with {' and '.join(words)}" if words else ""
+
+
 def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
     """Memory and swap of a rank's process and host; nothing where the host does not say."""
     host = facts.host_facts

@@ -14,9 +14,9 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
     return (
         *_silence(view),
         *_recorder(view),
-        *_device_state(view),
         *job.missing,
         *_missing(view),
+        *_device_state(view),
     )
 
 

@@ -268,3 +268,17 @@ def test_a_collective_in_flight_under_slow_work_is_no_broken_link() -> None:
     """Gloo: everyone works while an asynchronous collective is in flight; nobody waits for it."""
     slow = (GLOO.rank(rank, user("training_step", 40), seq=61, outstanding=1) for rank in range(4))
     assert rules_found(job(*slow)) == []
+
+
+def test_a_collective_that_the_last_rank_has_only_just_joined_is_no_broken_link() -> None:
+    now_ns = 50_000_000_000
+    early, late = (GLOO.in_sigterm_broadcast(rank, seq=8, world=2) for rank in (0, 1))
+    joined_ago_ns = {0: 20_000_000_000, 1: 100_000_000}
+    ranks = []
+    for facts in (early, late):
+        entry = replace(facts.collectives[-1], created_ns=now_ns - joined_ago_ns[facts.rank])
+        ranks.append(replace(facts, taken_ns=now_ns, collectives=(entry,)))
+    assert judge(job(*ranks, world=2)).findings[0].rule == "rank-behind"
+    long_ago = replace(ranks[1].collectives[0], created_ns=now_ns - 19_000_000_000)
+    ranks[1] = replace(ranks[1], collectives=(long_ago,))
+    assert judge(job(*ranks, world=2)).findings[0].rule == "all-joined"

@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.meaning import meaning
-from lightning_ncclsafe.rules.sentences import batch_words, location
+from lightning_ncclsafe.rules.sentences import batch_words, location, severity
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
 from lightning_ncclsafe.rules.wording import collective_words, duration_words, group_words, ranks_words
 
+# Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
+_MOMENT_NS = 1_000_000_000
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
     "run with NCCL_DEBUG=INFO to see the interfaces and transports chosen, one with NCCL_P2P_DISABLE=1 (if it passes, "
@@ -40,8 +42,15 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
     if not view.waiting or view.raised or view.stragglers or any(True for _ in diverged_collectives(job)):
         return
     for group in view.groups:
-        if len(group.members) > 1 and (calls := view.joined(group)):
+        calls = view.joined(group)
+        if len(group.members) > 1 and calls and not _came_just_now(view, calls):
             yield _finding(view, group, calls)
+
+
+def _came_just_now(view: Timeline, calls: dict[int, Collective]) -> bool:
+    """Whether some rank had made its call only a moment before it was asked: the collective may complete yet."""
+    taken_ns = {rank: view.facts[rank].taken_ns for rank in calls}
+    return any(0 < taken_ns[rank] < call.created_ns + _MOMENT_NS for rank, call in calls.items())
 
 
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
@@ -51,12 +60,12 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
     what = collective_words(first, meaning(first, facts))
     text = (
         f"All {len(ranks)} ranks of {group_words(group.name)} have called {what} and it does not complete on "
-        f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: a link or a "
-        f"device is at fault, not the training code."
+        f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: "
+        "a link or a device is at fault, not the training code."
     )
     return Finding(
         rule="all-joined",
-        severity=Severity.ERROR,
+        severity=severity(view.job),
         confidence=Confidence.LIKELY,
         summary=text,
         ranks=ranks,

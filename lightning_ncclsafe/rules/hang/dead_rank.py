@@ -83,6 +83,7 @@ def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:
     for facts in view.facts.values():
         count = facts.host_facts.oom_kills or 0
         if count and any(peer.rank in ranks for peer in facts.peers):
-            text = f"The kernel's out-of-memory killer has ended {count} processes on {facts.host or 'this host'}."
+            ended = f"{count} {'process' if count == 1 else 'processes'}"
+            text = f"The kernel's out-of-memory killer has ended {ended} on {facts.host or 'this host'}."
             kills.append(Evidence(source="host", rank=facts.rank, text=text))
     return kills[:1]

@@ -4,10 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import location, others_wait, phase_evidence, stack_evidence, standing
+from lightning_ncclsafe.rules.sentences import (
+    location,
+    others_wait,
+    phase_evidence,
+    severity,
+    stack_evidence,
+    standing,
+)
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
 from lightning_ncclsafe.rules.wording import (
     call_words,
@@ -62,7 +69,7 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
     return Finding(
         rule="diverged-collectives",
-        severity=Severity.ERROR,
+        severity=severity(view.job),
         confidence=Confidence.CERTAIN,
         summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
         ranks=ranks,
@@ -119,7 +126,7 @@ def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the ranks that wait for it"
     return Finding(
         rule="diverged-collectives",
-        severity=Severity.ERROR,
+        severity=severity(view.job),
         confidence=Confidence.LIKELY,
         summary=f"{capitalised(text)}: {others_wait(view, ())}.",
         ranks=ranks,
@@ -154,7 +161,7 @@ def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"{ranks_words(ranks)} joined the same collective from another place than the other ranks"
     return Finding(
         rule="diverged-collectives",
-        severity=Severity.ERROR,
+        severity=severity(view.job),
         confidence=Confidence.LIKELY,
         summary=f"{capitalised(text)}, {standing(view, ranks[0])}: {others_wait(view, ())}.",
         ranks=ranks,

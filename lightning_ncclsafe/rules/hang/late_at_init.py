@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.memory import memory_evidence, swaps
+from lightning_ncclsafe.rules.memory import memory_evidence, memory_words, swaps
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
     location,
@@ -71,11 +71,12 @@ def _waits_in_init(facts: RankFacts) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     swapping = any(swaps(view.facts[rank].host_facts) for rank in ranks)
     held = "; its host is swapping" if swapping else ""
+    memory = memory_words(view.facts[ranks[0]].host_facts)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} late: still {standing(view, ranks[0])}{held}"
-        f"{while_others_wait(view, ranks)}."
+        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} late: still {standing(view, ranks[0])}"
+        f"{f', {memory}' if memory else ''}{held}{while_others_wait(view, ranks)}."
     )
-    memory = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
+    amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
     return Finding(
         rule="late-at-init",
         severity=severity(view.job),
@@ -83,7 +84,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         summary=capitalised(text),
         ranks=ranks,
         location=location(view, ranks),
-        evidence=(*how_we_know(view, ranks), *memory),
+        evidence=(*amounts, *how_we_know(view, ranks)),
         remedy=_REMEDY_SWAP if swapping else _REMEDY,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import JobFacts, Phase
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.positions import Position, ended_first, positions
-from lightning_ncclsafe.rules.sentences import batch_words, location, others_wait, recorder_evidence
+from lightning_ncclsafe.rules.sentences import batch_words, location, others_wait, recorder_evidence, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
 
@@ -49,7 +49,7 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     waiting = others_wait(view, ())
     return Finding(
         rule="uneven-batches",
-        severity=Severity.ERROR,
+        severity=_severity(view, short),
         confidence=Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY,
         summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         ranks=short,
@@ -57,6 +57,12 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY,
     )
+
+
+def _severity(view: Timeline, short: tuple[int, ...]) -> Severity:
+    """A rank that has finished will call nothing any more; the others wait in vain."""
+    is_final = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in short)
+    return Severity.ERROR if is_final else severity(view.job)
 
 
 def _ended(view: Timeline, rank: int) -> str:

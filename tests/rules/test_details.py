@@ -1,0 +1,103 @@
+"""What a finding tells besides its cause: the words that a user acts on."""
+
+from collections.abc import Callable
+
+import pytest
+import scenes
+from builders import GLOO, NCCL, Backend
+
+from lightning_ncclsafe.facts import HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
+from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.memory import short_of_memory, swaps
+from lightning_ncclsafe.rules.storage import directories, directory_words
+
+GB = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("scene", "parts"),
+    [
+        (
+            scenes.rank_zero_evaluates,
+            (
+                "Rank 0 works alone under `if self.trainer.is_global_zero:` (line 70) in Net.on_train_epoch_end",
+                "at train.py:73 in evaluate, batch 23 of epoch 0, for 10 min 12 s",
+                "ranks 1-3 wait in Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 61, 1 element",
+            ),
+        ),
+        (scenes.late_in_setup, ("still in Data.setup at train.py:18 in setup", "its host is swapping")),
+        (scenes.short_rank_finished, ("Rank 1 has run out of data (after 20 batches of epoch 0)", "in batch 20")),
+        (scenes.logger_flushes, ("writing to /mnt/logs (nfs4)", "at event_file_writer.py:120 in flush")),
+        (scenes.checkpoint_is_written, ("to /mnt/ckpt (nfs4)", "Lightning's barrier 'Trainer.save_checkpoint'")),
+        (scenes.loader_workers_stall, ("of its 2 workers, 2 are disk-sleep at train.py:8 in read",)),
+        (scenes.one_rank_fails, ("Rank 3 raised ValueError: bad label 11 at train.py:42 in training_step, batch 11",)),
+        (scenes.one_rank_was_killed, ("The process of rank 1 is gone", "out-of-memory killer has struck")),
+        (scenes.one_rank_skips_a_step, ("rank 1 called broadcast (1 element", "as number 61 of the default group")),
+        (scenes.stopped_by_a_signal, ("stopped by a signal (SIGSTOP)",)),
+        (scenes.holds_the_gil, ("global interpreter lock held at train.py:41 in training_step",)),
+        (scenes.host_does_not_answer, ("cannot be told whether the host, the network or the process",)),
+        (
+            scenes.slow_step,
+            ("Rank 2 is behind, in training_step at train.py:90 in slow, batch 11 of epoch 0",),
+        ),
+    ],
+)
+def test_summaries(scene: Callable[[Backend], JobFacts], parts: tuple[str, ...]) -> None:
+    summary = judge(scene(GLOO)).findings[0].summary
+    for part in parts:
+        assert part in summary
+
+
+@pytest.mark.parametrize(
+    ("scene", "part"),
+    [
+        (scenes.late_in_setup, "61.0 GB resident, 12.3 GB of it swapped out, 900.0 MB read back from swap"),
+        (scenes.loader_workers_stall, "Digits is read with num_workers=2 with prefetch_factor=250."),
+        (scenes.loader_workers_stall, "Worker 77 is disk-sleep at train.py:8 in read"),
+        (scenes.logger_flushes, "TensorBoardLogger writes to /mnt/logs (nfs4)."),
+        (scenes.short_rank_finished, "Ranks 0, 2-3: batch 20 of epoch 0; its loader has 22 batches."),
+        (scenes.rank_zero_evaluates, "Rank 0 has called 60 collectives of the default group; ranks 1-3 wait"),
+        (scenes.one_rank_was_killed, "out-of-memory killer has ended 1 process on node-1."),
+    ],
+)
+def test_evidence(scene: Callable[[Backend], JobFacts], part: str) -> None:
+    evidence = [item.text for item in judge(scene(GLOO)).findings[0].evidence]
+    assert any(part in text for text in evidence), evidence
+
+
+def test_a_killed_rank_needs_less_memory() -> None:
+    assert "memory" in judge(scenes.one_rank_was_killed(GLOO)).findings[0].remedy
+
+
+def test_a_loggers_directory_is_not_a_checkpoints() -> None:
+    facts = RankFacts(
+        rank=0,
+        progress=Progress(phase=Phase.TRAIN),
+        storage=(
+            StorageFacts(owner="TensorBoardLogger", path="/logs", filesystem="nfs4"),
+            StorageFacts(owner="ModelCheckpoint", path="/ckpt"),
+        ),
+    )
+    assert [directory_words(entry) for entry in directories(facts, of_checkpoints=True)] == ["/ckpt"]
+    assert [directory_words(entry) for entry in directories(facts, of_checkpoints=False)] == ["/logs (nfs4)"]
+
+
+def test_only_gloo_hides_whether_a_collective_has_started() -> None:
+    assert any("Gloo does not say" in line for line in judge(scenes.link_is_broken(GLOO)).unanswered)
+    assert judge(scenes.link_is_broken(NCCL)).unanswered == ()
+    assert "Started on every device." in [item.text for item in judge(scenes.link_is_broken(NCCL)).findings[0].evidence]
+
+
+@pytest.mark.parametrize(
+    ("host", "swapping", "short"),
+    [
+        (HostFacts(), False, False),
+        (HostFacts(swapped_in_bytes=3 * GB), False, False),
+        (HostFacts(process_swap_bytes=3 * GB), True, False),
+        (HostFacts(memory_total_bytes=100 * GB, memory_available_bytes=4 * GB), False, True),
+        (HostFacts(memory_total_bytes=100 * GB, memory_available_bytes=40 * GB), False, False),
+        (HostFacts(rss_bytes=31 * GB, memory_limit_bytes=32 * GB), False, True),
+    ],
+)
+def test_memory(host: HostFacts, swapping: bool, short: bool) -> None:
+    assert (swaps(host), short_of_memory(host)) == (swapping, short)
