@@ -83,13 +83,7 @@ def groups_can_be_aborted() -> bool:
 
 def abort_groups() -> None:
     """Aborts every process group of this process; waits in NCCL then raise ``DistBackendError``."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None:
-        abort()
-        return
-    for group in [*dist.distributed_c10d._world.pg_map]:  # pragma: no cover - torch < 2.6
-        with suppress(RuntimeError):
-            group._get_backend(torch.device("cuda")).abort()
+    dist.distributed_c10d._abort_process_group()
 
 
 def is_communication_error(error: BaseException) -> bool:
