@@ -306,6 +306,16 @@ def test_ranks_that_finish_together_say_nothing(make_job: Callable[..., Job]) ->
     assert not job.said
 
 
+def test_a_rank_that_has_finished_leaves_one_that_works_on_and_waits_for_nobody(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    job = make_job(world_size=2)
+    job.start()
+    job.guards[1].finish()
+    assert not job.said
+
+
 def test_a_failure_of_the_guard_itself_is_said_once_and_harms_nothing(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[1].broken = KeyError("our own mistake")

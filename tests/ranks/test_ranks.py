@@ -153,6 +153,18 @@ def test_a_rank_that_has_finished_is_named_while_another_waits_for_it(tmp_path: 
     assert 0 not in ranks.exit_codes
 
 
+def test_an_incident_during_shutdown_reaches_the_ranks_that_have_finished(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            raise OSError("the last checkpoint could not be written")
+
+    ranks = run_ranks(2, body, tmp_path)
+    (diagnosis,) = ranks.diagnoses
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("failed-rank", (1,))
+    assert 0 not in ranks.exit_codes
+
+
 def test_ranks_that_meet_and_finish_leave_nothing(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         for _ in range(100):
