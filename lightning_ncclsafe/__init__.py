@@ -30,10 +30,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
 
-# Lightning has no entry point for strategies: names exist once somebody has registered them.
+# Makes "ddp_ncclsafe" known to a Lightning that is there already; to a later one, the first use of SafeDDP does.
 if "lightning.pytorch" in sys.modules:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lightning_ncclsafe.strategies import SafeDDP as _SafeDDP
-
-    _SafeDDP.register_strategies(StrategyRegistry)
+    import lightning_ncclsafe.strategies  # noqa: F401

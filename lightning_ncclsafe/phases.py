@@ -91,7 +91,8 @@ class PhaseTracker:
 
 def _is_lightnings_own(profiler: Any) -> bool:
     """Whether ``profile`` is that of Lightning's base class, and so just start, stop and nothing else."""
-    return getattr(type(profiler).profile, "__qualname__", "") == "Profiler.profile"
+    profile = type(profiler).profile
+    return f"{profile.__module__}.{profile.__qualname__}".endswith(".profilers.profiler.Profiler.profile")
 
 
 class _Listener:

@@ -1,6 +1,5 @@
 """What a user may set, checked once."""
 
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,8 @@ OnTimeout = Literal["abort", "report"]
 DEFAULT_SUSPECT_AFTER_S = 60.0
 # PyTorch's own default for back ends other than NCCL, and Lightning's for all of them.
 DEFAULT_TIMEOUT_S = 1800.0
+# About 31 years; Lightning calls 27 infinite, and PyTorch counts milliseconds.
+_LONGEST_S = 1e9
 # How much longer the process groups' own timeout is than the user's, so that the report always comes first.
 BACKSTOP_S = 15.0
 
@@ -70,7 +71,6 @@ def _seconds(name: str, value: timedelta | float) -> float:
             f"{name}={value!r} is a {type(value).__name__}; it must be a timedelta or a number of seconds."
         )
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    # An int may be too large for a float, so it is compared first.
-    if not 0 < seconds <= sys.float_info.max:
-        raise ValueError(f"{name}={value!r} must be longer than 0 s, and finite.")
+    if not 0 < seconds <= _LONGEST_S:
+        raise ValueError(f"{name}={value!r} must be longer than 0 s and at most {_LONGEST_S:g} s.")
     return float(seconds)

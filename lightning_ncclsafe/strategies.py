@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from lightning_ncclsafe import _torch
@@ -272,4 +272,11 @@ class SafeDDP(_GuardedStrategy, DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers ``"ddp_ncclsafe"``; the parent's names are the parent's."""
-        strategy_registry.register("ddp_ncclsafe", cls, description="DDP strategy that says why ranks wait")
+        # Overriding is for a package that is loaded twice, as notebooks do.
+        strategy_registry.register(
+            "ddp_ncclsafe", cls, description="DDP strategy that says why ranks wait", override=True
+        )
+
+
+# Lightning has no entry point for strategies: a name exists once somebody has registered it.
+SafeDDP.register_strategies(StrategyRegistry)

@@ -89,6 +89,7 @@ def main() -> None:
                 "before": before,
                 "after": after,
                 "steps": trainer.global_step,
+                "profiler": sorted(vars(trainer.profiler)),
                 "registered": registered,
                 "by_name": type(by_name).__name__,
                 "made": sorted(os.listdir(folder)),

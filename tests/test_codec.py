@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -195,11 +196,12 @@ def test_a_duration_must_be_finite(number: str) -> None:
         decode(Action, f'{{"name": "fit", "for_s": {number}}}'.encode())
 
 
-@pytest.mark.parametrize("depth", [*range(700, 1000, 10), 5_000])
-def test_no_depth_of_nesting_overflows_the_stack(depth: int) -> None:
+def test_no_depth_of_nesting_overflows_the_stack() -> None:
     """Where JSON can just be read, the error that shows it must not fail in its turn."""
-    with pytest.raises(DecodeError):
-        decode(Action, b'{"for_s": 0, "name": ' + b"[" * depth + b"]" * depth + b"}")
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 300, limit + 1):
+        with pytest.raises(DecodeError):
+            decode(Action, b'{"for_s": 0, "name": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {"_torch"}
-IMPORTS_LIGHTNING = {PACKAGE, "phases", "strategies"}
+IMPORTS_LIGHTNING = {"strategies"}
 
 Sources = dict[str, str]
 

@@ -202,6 +202,7 @@ def test_a_fit_leaves_nothing_that_a_stock_one_does_not(
     left = changes(safe[0])
     assert left == changes(stock)
     assert not [thread for thread in left["threads"] if "ncclsafe" in thread]
+    assert safe[0]["profiler"] == stock["profiler"]
 
 
 def test_with_lightning_there_the_name_is_registered_and_the_others_are_as_they_were(

@@ -120,16 +120,24 @@ def _read_answer(path: Path, before: int) -> str:
 
 
 def _handles(pid: int, signum: int) -> bool:
-    """Whether a process catches a signal (``SigCgt`` in ``/proc/PID/status``): one that does not would die of it."""
+    """Whether a process catches a signal: one that does not would die of it."""
+    return bool(_caught(pid) >> (signum - 1) & 1)
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process catches, as bits (``SigCgt`` in ``/proc/PID/status``)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False
+            return int(line.split()[1], 16)
+    return 0
 
 
 def _free_signals() -> list[int]:
     """Real-time signals at their default action, the highest first: low ones are taken by runtimes that use any."""
     first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
     with suppress(ValueError, OSError):
-        return [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
+        # Python does not know of handlers that are set below it, as faulthandler's and those of C libraries are.
+        caught = _caught(os.getpid())
+        at_default = [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
+        return [number for number in at_default if not caught >> (number - 1) & 1]
     return []

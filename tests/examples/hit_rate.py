@@ -91,14 +91,16 @@ def running(name: str, folder: Path, *options: str) -> Iterator["subprocess.Pope
             process.wait()
 
 
-def first_report(name: str, folder: Path, *, within_s: float = 45) -> dict[str, Any]:
-    """Runs the example until it has reported."""
-    with running(name, folder, "--suspect-after", "2"):
+def first_report(name: str, folder: Path, *options: str, within_s: float = 45) -> dict[str, Any]:
+    """Runs the example until it has reported; ``delay_s`` is added: from ``suspect_after`` to the written report."""
+    with running(name, folder, "--suspect-after", "2", *options):
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             for path in folder.glob("ncclsafe/*/report.json"):
                 report: dict[str, Any] = json.loads(path.read_text())
-                return report
+                incident = report["job"]["incident"]
+                waited_s = path.stat().st_mtime - incident["opened_ns"] / 1e9 + incident["idle_s"]
+                return report | {"delay_s": waited_s - incident["suspect_after_s"]}
             time.sleep(0.1)
     raise TimeoutError(f"{name} has not reported within {within_s:g} s:\n{(folder / 'output').read_text()}")
 
@@ -107,20 +109,23 @@ def main() -> None:
     """Runs every example as often as asked, and prints what was wrong and how often nothing was."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("names", nargs="*", default=[*TRUTHS])
     options = parser.parse_args()
     for name in options.names:
-        right = 0
+        right, delays_s = 0, [0.0]
         for run in range(options.runs):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    wrong = errors(name, first_report(name, Path(folder)))
+                    report = first_report(name, Path(folder), "--devices", str(options.devices))
+                    delays_s.append(report["delay_s"])
+                    wrong = errors(name, report)
                 except (TimeoutError, IndexError) as error:
                     wrong = [repr(error)]
             right += not wrong
             if wrong:
                 print(f"{name}, run {run}: {'; '.join(wrong)}", flush=True)
-        print(f"{name}: {right} of {options.runs} right", flush=True)
+        print(f"{name}: {right} of {options.runs} right, reported at most {max(delays_s):.2f} s late", flush=True)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ def child() -> Iterator[int]:
     here, there = fork.Pipe()
     process = fork.Process(target=wait_for_the_end, args=(there,))
     process.start()
+    there.close()
     assert here.recv() == "here"
     assert process.pid is not None
     yield process.pid

@@ -180,6 +180,12 @@ def test_epoch_batch_and_step_count(tmp_path: Path) -> None:
     ]
 
 
+def test_before_the_first_batch_there_is_none_and_after_the_last_it_is_that(tmp_path: Path) -> None:
+    look = Look("on_train_start", "on_train_epoch_end", part=lambda probe: progress(probe).batch_idx)
+    run(tmp_path, look, max_epochs=1)
+    assert look.seen == {"on_train_start": [-1], "on_train_epoch_end": [BATCHES - 1]}
+
+
 def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
     look = Look("on_validation_batch_start", part=progress)
     run(tmp_path, look, max_epochs=1)

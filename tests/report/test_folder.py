@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +66,12 @@ def test_names_sort_in_the_order_of_events() -> None:
 
 
 def test_the_name_is_in_utc_wherever_the_user_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    assert folder_name(incident()) == "2026-03-04T05-06-07Z-incident-1"
+    with monkeypatch.context() as there:
+        there.setenv("TZ", "JST-9")
+        time.tzset()
+        name = folder_name(incident())
+    time.tzset()
+    assert name == "2026-03-04T05-06-07Z-incident-1"
 
 
 def test_only_the_user_can_read(tmp_path: Path) -> None:
