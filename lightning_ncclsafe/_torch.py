@@ -45,10 +45,13 @@ def process_groups() -> list[GroupMembers]:
     """The process groups that this process is a member of."""
     if not distributed_is_initialized():
         return []
-    members = dist.distributed_c10d._world.pg_group_ranks
-    # A copy first: user code may create groups while another thread reads.
+    # A copy first: user code may create groups while another thread reads. Where this process is not a member, torch
+    # keeps a number in the group's place.
+    members: list[tuple[Any, dict[int, int]]] = [*dist.distributed_c10d._world.pg_group_ranks.items()]
     return [
-        GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks))) for group, ranks in [*members.items()]
+        GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks)))
+        for group, ranks in members
+        if isinstance(group, dist.ProcessGroup)
     ]
 
 

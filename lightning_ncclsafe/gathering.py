@@ -22,6 +22,7 @@ REPORT_S = 6.0
 # How long the reporter waits for the others to have read the verdict.
 SEEN_S = 1.0
 _POLL_S = 0.02
+_ANSWERS_AT_ONCE = 64
 _CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
 
 
@@ -50,6 +51,7 @@ class Gathering:
         is_dropped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchange = exchange
+        self._round_number = round_number
         self._key = f"round/{round_number}"
         self._rank = rank
         self._world_size = world_size
@@ -63,9 +65,15 @@ class Gathering:
         self._witnessed: dict[int, ProcessFacts] = {}
 
     def publish(self, facts: RankFacts) -> None:
-        """Answers for this rank."""
+        """Answers for this rank; if it leaves with an exception, for later rounds as well."""
         self._answers[self._rank] = facts
-        self._exchange.set(self._facts_key(self._rank), codec.encode(facts))
+        encoded = codec.encode(facts)
+        self._exchange.set(self._facts_key(self._rank), encoded)
+        if facts.exception is not None:
+            self._exchange.set(f"last/{self._rank}", encoded)
+        if self._round_number > 0:
+            # What was said in the round before has been judged; the store's memory is rank 0's.
+            self._exchange.set(f"round/{self._round_number - 1}/facts/{self._rank}", b"")
 
     def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
         """Takes part until there is a verdict.
@@ -134,16 +142,19 @@ class Gathering:
     def _collect(self, incident: Incident) -> JobFacts:
         while not self._is_complete():
             time.sleep(_POLL_S)
+        self._read_answers(lambda rank: f"last/{rank}")
+        off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
+        missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
         return JobFacts(
             incident=incident,
             world_size=self._world_size,
             ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
             witnessed=tuple(self._witnessed[rank] for rank in sorted(self._witnessed) if rank not in self._answers),
-            missing=(self._exchange.lost,) if self._exchange.lost else (),
+            missing=(*missing, *filter(None, [self._exchange.lost])),
         )
 
     def _is_complete(self) -> bool:
-        self._read_answers()
+        self._read_answers(self._facts_key)
         silent = self._silent()
         waited_s = self._waited_s()
         if not silent or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
@@ -157,11 +168,14 @@ class Gathering:
     def _silent(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self._answers]
 
-    def _read_answers(self) -> None:
-        found = self._exchange.get_many(self._facts_key(rank) for rank in self._silent())
-        for data in found.values():
-            facts = codec.decode(RankFacts, data)
-            self._answers[facts.rank] = facts
+    def _read_answers(self, key: Callable[[int], str]) -> None:
+        silent = self._silent()
+        # A few at a time: all of a large job's in one answer would miss the exchange's deadline.
+        for start in range(0, len(silent), _ANSWERS_AT_ONCE):
+            found = self._exchange.get_many(map(key, silent[start : start + _ANSWERS_AT_ONCE]))
+            for data in filter(None, found.values()):
+                facts = codec.decode(RankFacts, data)
+                self._answers[facts.rank] = facts
 
     def _read_witnesses(self, silent: Iterable[int]) -> None:
         for data in self._exchange.get_many(self._witness_key(rank) for rank in silent).values():

@@ -30,6 +30,8 @@ from lightning_ncclsafe.watchdog import Watchdog
 MAX_SUSPICIONS = 20
 # How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
 LINGER_S = 5.0
+# By how much ranks that all raise the same may differ, so that this is not taken for the failure of one.
+_SAME_EXCEPTION_S = 1.0
 # How long the end of an incident may take to reach everybody once training has finished.
 _SETTLE_S = 1.0
 # The store serves every rank's poll: at most about a thousand a second in all.
@@ -86,7 +88,7 @@ class Guard:
         self._limits = limits
         self._exchange = exchange
         self._next_exchange: Exchange | None = None
-        self._log = RoundLog(exchange)
+        self._log = RoundLog(exchange, not_before_ns=int(probe.card.started * 1e9))
         self._probe = probe
         self._kill_launched = kill_launched
         self._say = say
@@ -94,6 +96,7 @@ class Guard:
         self._reporter = Reporter(report_dir, limits, say)
         self._joined = False
         self._off = False
+        self._is_ending = False
         self._open: Incident | None = None
         self._incidents = 0
         self._suspicions = 0
@@ -131,15 +134,17 @@ class Guard:
         Returns:
             The error to raise in its place, if it only says that a collective failed and the cause is known.
         """
-        self._main_thread_left.set()
-        if self._off or self._place.world_size == 1 or _is_orderly(error):
-            return None
-        is_consequence = _torch.is_communication_error(error)
-        if not (is_consequence and self._ends_run):
+        is_consequence = self._is_ending or _torch.is_communication_error(error)
+        is_news = not (
+            self._off or self._place.world_size == 1 or _is_orderly(error) or self._is_explained(is_consequence)
+        )
+        if is_news:
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
+        self._main_thread_left.set()
+        if is_news:
             self._watchdog.wake()
             self._exception_is_told.wait(2 * REPORT_S)
-        return self._timeout_error() if is_consequence and self._ends_run else None
+        return self._timeout_error() if self._is_explained(is_consequence) else None
 
     def finish(self) -> None:
         """The Trainer's function returned on this rank. Waits until it has on all, and stays to answer meanwhile.
@@ -151,14 +156,13 @@ class Guard:
         """
         self._probe.finished = True
         self._main_thread_left.set()
-        if self._off or self._place.world_size == 1:
-            return
         rank, world_size = self._place.rank, self._place.world_size
-        exchange = self._next_exchange or self._exchange
-        give_up = time.monotonic() + self._limits.suspect_after_s + LINGER_S
+        if world_size == 1:
+            return
+        exchange, began = self._next_exchange or self._exchange, time.monotonic()
         with suppress(ExchangeError):
             stay_until_all_finished(
-                exchange, rank=rank, world_size=world_size, may_leave=lambda: self._may_leave(give_up)
+                exchange, rank=rank, world_size=world_size, may_leave=lambda: self._may_leave(time.monotonic() - began)
             )
             self._settle()
             say_goodbye(exchange, rank)
@@ -185,15 +189,19 @@ class Guard:
         assert verdict is not None
         return CollectiveTimeoutError(verdict.answer, findings=verdict.findings, report_folder=verdict.folder)
 
-    def _may_leave(self, give_up: float) -> bool:
-        # Others may have work of their own left, and then this rank may go; but not while somebody waits for it.
-        nobody_waits = self._open is None and time.monotonic() > give_up
-        return nobody_waits or self._ends_run or self._off or bool(self._exchange.lost)
+    def _is_explained(self, is_consequence: bool) -> bool:
+        """Whether what ends the run has been told already, and an exception only follows from it."""
+        return is_consequence and self._ends_run
+
+    def _may_leave(self, waited_s: float) -> bool:
+        # Others may have work of their own left, and then this rank may go; not so soon if somebody waits for it.
+        stay_s = self._limits.suspect_after_s if self._open is None else self._limits.timeout_s
+        return waited_s > stay_s + LINGER_S or self._ends_run or self._off or bool(self._exchange.lost)
 
     def _settle(self) -> None:
         """An incident that was open a moment ago is over; there is still time to say so."""
         give_up = time.monotonic() + _SETTLE_S
-        while self._open is not None and not self._may_leave(give_up) and time.monotonic() < give_up:
+        while self._open is not None and not self._may_leave(0) and time.monotonic() < give_up:
             self._watchdog.wake()
             time.sleep(_POLL_S / 10)
 
@@ -202,6 +210,9 @@ class Guard:
     def _tick(self, idle_s: float) -> None:
         self._change_exchange()
         self._know_peers()
+        # Before there is a store there are only files, on storage that may be the very trouble.
+        if not self._joined and idle_s < self._patience.suspect_after_s(joined=False):
+            return
         entry = self._log.read() or self._write_round(idle_s)
         if entry is not None:
             self._take_part(entry, idle_s)
@@ -210,8 +221,9 @@ class Guard:
     def _change_exchange(self) -> None:
         if self._next_exchange is not None and not self._joined:
             self._exchange.close()
-            self._exchange = self._next_exchange
-            self._log, self._open, self._joined = RoundLog(self._exchange), None, True
+            self._exchange, self._joined = self._next_exchange, True
+            # What was said before was about a start that has succeeded now.
+            self._log, self._open, self._verdict = RoundLog(self._exchange), None, None
 
     def _know_peers(self) -> None:
         """Reads the cards of the ranks of this host, once they are all there: later nobody may be able to give them."""
@@ -232,12 +244,13 @@ class Guard:
         return self._log.write(entry) if entry is not None else None
 
     def _recovery(self, idle_s: float) -> Round | None:
-        """The end of the incident, if this rank opened it and moves again."""
+        """The end of the incident, if this rank stood still with it and moves again."""
         stalled_s = self._stalled_s
         moves_again, self._moves_again = self._moves_again, idle_s < stalled_s
         if not self._moves_again:
             self._stalled_s = idle_s
-        if not moves_again or self._open is None or self._open.opened_by != self._place.rank:
+        # Not only the rank that opened it: that one may be gone.
+        if not moves_again or self._open is None or stalled_s < self._limits.suspect_after_s:
             return None
         # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
         if self._probe.exception is not None:
@@ -294,6 +307,9 @@ class Guard:
             self._end()
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
+        if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
+            # Often the same is about to be raised here, a moment later.
+            self._main_thread_left.wait(_SAME_EXCEPTION_S)
         facts = self._probe.look(idle_s)
         gathering = Gathering(
             self._exchange,
@@ -330,6 +346,7 @@ class Guard:
     def _end(self) -> None:
         """Ends the run on this rank, unless its main thread is already on its way out."""
         if not self._main_thread_left.is_set():
+            self._is_ending = True
             end_run(
                 exchange=self._exchange,
                 rank=self._place.rank,
@@ -341,6 +358,8 @@ class Guard:
     def _switch_off(self, error: Exception) -> None:
         self._off = True
         self._exception_is_told.set()
+        with suppress(ExchangeError):
+            self._exchange.set(f"off/{self._place.rank}", b"")
         say_own_failure(error, lambda text: self._say(f"rank {self._place.rank}: {text}"))
 
 

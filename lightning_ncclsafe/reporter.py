@@ -1,7 +1,10 @@
 """Telling the user: judges the facts of all ranks, writes the report and prints it."""
 
+import io
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +73,21 @@ class Reporter:
 
 
 def say_on_stderr(text: str) -> None:
-    """Prints to the user, every line marked as ours."""
+    """Prints to the user, every line marked as ours, the first in bold. A stderr that is closed or broken is no error.
+
+    Rich only makes the text: where it prints itself, it ends a program whose output is a broken pipe.
+    """
     # Imported when there is something to say: most ranks never do.
     from rich.console import Console
     from rich.text import Text
 
-    lines = [f"[ncclsafe] {line}" for line in text.splitlines()]
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text("\n".join(lines)))
+    with suppress(Exception):
+        first, *rest = (f"[ncclsafe] {line}" for line in text.splitlines())
+        made = io.StringIO()
+        console = Console(file=made, force_terminal=sys.stderr.isatty(), soft_wrap=True, highlight=False)
+        console.print(Text.assemble((first, "bold"), "".join(f"\n{line}" for line in rest)))
+        sys.stderr.write(made.getvalue())
+        sys.stderr.flush()
 
 
 def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr) -> None:

@@ -1,5 +1,6 @@
 """The log of rounds on which all ranks agree: numbered entries, each written by whichever rank comes first."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_ncclsafe import codec
@@ -25,22 +26,27 @@ class RoundLog:
 
     Args:
         exchange: What the ranks share.
+        not_before_ns: Entries about incidents before this wall-clock time, in nanoseconds since the epoch, are passed
+            over: they were left behind by an earlier start of the job.
 
     Attributes:
         number: Number of the next entry, from 0; the same on all ranks that have read as far.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, not_before_ns: int = 0) -> None:
         self._exchange = exchange
+        self._not_before_ns = not_before_ns
         self.number = 0
 
     def read(self) -> Round | None:
         """The next entry, if some rank has written it. A rank without an exchange sees none."""
-        try:
-            found = self._exchange.get_many([self._key]).get(self._key)
-        except ExchangeError:
-            return None
-        return codec.decode(Round, found) if found is not None else None
+        with suppress(ExchangeError):
+            while (found := self._exchange.get_many([self._key]).get(self._key)) is not None:
+                entry = codec.decode(Round, found)
+                if entry.incident.opened_ns >= self._not_before_ns:
+                    return entry
+                self.number += 1
+        return None
 
     def write(self, entry: Round) -> Round:
         """Writes the next entry, and returns what stands there: another rank may have been faster.

@@ -60,8 +60,13 @@ def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | f
 
 
 def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -> Path:
-    """The folder that reports go to: ``report_dir``, or ``<default_root_dir>/ncclsafe``."""
-    return Path(report_dir) if report_dir is not None else Path(default_root_dir) / "ncclsafe"
+    """The folder that reports go to: ``report_dir``, or ``<default_root_dir>/ncclsafe``.
+
+    Where ``default_root_dir`` is remote (``"s3://…"``), the current directory takes its place.
+    """
+    if report_dir is not None:
+        return Path(report_dir)
+    return Path("." if "://" in str(default_root_dir) else default_root_dir) / "ncclsafe"
 
 
 def _seconds(name: str, value: timedelta | float) -> float:

@@ -5,7 +5,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,10 @@ from lightning_ncclsafe.settings import BACKSTOP_S, Limits, OnTimeout, check_lim
 
 T = TypeVar("T")
 
-# Each guarded call has keys of its own on the store; ranks call fit, validate, … in the same order.
+# What torchrun and SLURM call a start of a job, so that a restart on the same port is not taken for the one before.
+_START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+
+# Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
 _calls = itertools.count()
 
 
@@ -78,6 +81,10 @@ class _GuardedStrategy(ParallelStrategy):
         if watched is not None and name == "run-stage":
             watched.trainer_probe.started = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
+        return {name: value for name, value in vars(self).items() if name != "_watched"}
+
     @contextmanager
     def _watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
@@ -107,7 +114,6 @@ class _Watched:
         self.tracker = PhaseTracker()
         self._trainer = trainer
         self._guard: Guard | None = None
-        self._call = next(_calls)
 
     def begin(self, strategy: _GuardedStrategy) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
@@ -119,16 +125,16 @@ class _Watched:
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Tells the other ranks; returns the error to raise instead, if there is a better one."""
-        return self._unharmed(lambda: self._guard.failed(error) if self._guard is not None else None)
+        return self._leaving(lambda guard: guard.failed(error))
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
-        self._unharmed(lambda: self._guard.finish() if self._guard is not None else None)
+        self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
         """Leaves nothing behind."""
         self._unharmed(self.tracker.detach)
-        self._unharmed(lambda: self._guard.close() if self._guard is not None else None)
+        self._leaving(lambda guard: guard.close())
 
     def _begin(self, strategy: _GuardedStrategy) -> None:
         self.tracker.attach(self._trainer.profiler)
@@ -158,7 +164,7 @@ class _Watched:
             )
 
     def _store(self, strategy: _GuardedStrategy) -> Exchange:
-        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{self._call}"))
+        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
         # A name that no other job, nor an earlier start of this one, has used.
         run = store.set_if_absent("run", uuid.uuid4().hex[:12].encode()).decode()
         return FallbackExchange(store, self._files(strategy, run))
@@ -169,17 +175,31 @@ class _Watched:
     def _report_dir(self, strategy: _GuardedStrategy) -> Path:
         return report_folder(strategy._report_dir, self._trainer.default_root_dir)
 
+    def _leaving(self, act: Callable[[Guard], T]) -> T | None:
+        guard = self._guard
+
+        def leave() -> T | None:
+            try:
+                return act(guard) if guard is not None else None
+            except RuntimeError as error:
+                # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
+                if _torch.is_communication_error(error):
+                    return None
+                raise
+
+        return self._unharmed(leave)
+
     def _unharmed(self, act: Callable[[], T]) -> T | None:
         try:
             return act()
         except CollectiveTimeoutError:
             raise
         except Exception as error:
-            # Lightning's handler of SIGTERM, which may strike while the main thread is in here, calls a collective.
-            if _torch.is_communication_error(error):
-                return None
-            self._guard = None
             say_own_failure(error)
+            guard, self._guard = self._guard, None
+            if guard is not None:
+                with suppress(Exception):
+                    guard.close()
             return None
 
 
@@ -200,8 +220,8 @@ def _meeting_place(strategy: _GuardedStrategy) -> str:
     """A name on which the ranks of this start of this job agree without having met."""
     environment = strategy.cluster_environment
     assert environment is not None
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{environment.main_address}-{environment.main_port}-{restarts}"
+    start = [os.environ[name] for name in _START_NAMES if name in os.environ]
+    return "-".join([environment.main_address, str(environment.main_port), *start])
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonargparse
 import pytest
@@ -212,3 +213,10 @@ def test_with_lightning_there_the_name_is_registered_and_the_others_are_as_they_
     assert registered["ddp_ncclsafe"] == safe[0]["by_name"] == "SafeDDP"
     assert [name for name, strategy in registered.items() if strategy == "SafeDDP"] == ["ddp_ncclsafe"]
     assert registered["ddp"] == registered["ddp_find_unused_parameters_true"] == "DDPStrategy"
+
+
+def test_a_strategy_that_is_being_watched_can_be_sent_away() -> None:
+    """As a datamodule that knows its Trainer is, when a loader spawns its workers."""
+    strategy = SafeDDP()
+    strategy._watched = cast("Any", threading.Lock())
+    assert pickle.loads(pickle.dumps(strategy))._watched is None

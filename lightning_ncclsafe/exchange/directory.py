@@ -1,9 +1,9 @@
 """An exchange of files in a folder that all ranks see: before there is a store, and after its host is dead."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,6 +22,7 @@ class DirectoryExchange:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._closed = False
+        self._published: set[Path] = set()
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value: readers see the old one or the new one, never a part."""
@@ -29,7 +30,9 @@ class DirectoryExchange:
         try:
             written.replace(self._path(key))
         except OSError as error:
+            written.unlink(missing_ok=True)
             raise self._error("publish in", error) from error
+        self._published.add(self._path(key))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         """Publishes a value unless the key has one; returns the value that stands."""
@@ -37,6 +40,7 @@ class DirectoryExchange:
         try:
             # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
             os.link(written, self._path(key))
+            self._published.add(self._path(key))
             return value
         except FileExistsError:
             return self._path(key).read_bytes()
@@ -60,12 +64,13 @@ class DirectoryExchange:
         return found
 
     def close(self) -> None:
-        """Ends this rank's use. What was published stays for ranks that are still reading."""
+        """Takes back what this rank has published; the last rank takes the folder."""
         self._closed = True
-
-    def remove(self) -> None:
-        """Removes the folder; for the last rank."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            for path in self._published:
+                path.unlink(missing_ok=True)
+            if self._published:
+                self._folder.rmdir()
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
@@ -74,14 +79,26 @@ class DirectoryExchange:
         if self._closed:
             raise ExchangeError(f"The exchange in {str(self._folder)!r} was used after it was closed.")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            self._check_private()
             # mkstemp makes files that only this user can read.
             handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
-            with os.fdopen(handle, "wb") as file:
-                file.write(value)
-            return Path(name)
         except OSError as error:
             raise self._error("write to", error) from error
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(value)
+        except OSError as error:
+            Path(name).unlink(missing_ok=True)
+            raise self._error("write to", error) from error
+        return Path(name)
+
+    def _check_private(self) -> None:
+        """Somebody else's folder of that name could tell ranks anything."""
+        found = self._folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError("it belongs to another user, or others may write to it")
 
     def _error(self, doing: str, error: OSError) -> ExchangeError:
         return ExchangeError(f"Ranks could not {doing} the folder {str(self._folder)!r}: {error}.")

@@ -47,5 +47,8 @@ class FallbackExchange:
             try:
                 return call(self._first)
             except ExchangeError as error:
+                # One that has merely missed a deadline may answer the next time; ranks must not part over that.
+                if not self._first.lost:
+                    raise
                 self.lost = str(error)
         return call(self._second)

@@ -25,7 +25,6 @@ class MemoryExchange:
 
     def __init__(self, shared: SharedMemory | None = None) -> None:
         self._shared = shared or SharedMemory()
-        self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value."""
@@ -47,8 +46,8 @@ class MemoryExchange:
 
     def close(self) -> None:
         """Ends this rank's use; the others go on."""
-        self._closed = True
+        self.lost = "it was used after it was closed"
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ExchangeError("The exchange in memory was used after it was closed.")
+        if self.lost:
+            raise ExchangeError(f"The exchange in memory cannot be used: {self.lost}.")

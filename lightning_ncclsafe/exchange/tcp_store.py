@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,13 +12,16 @@ from lightning_ncclsafe.exchange.interface import ExchangeError
 
 T = TypeVar("T")
 
+# A job that is stopped as a whole and continued misses one on waking up.
+MISSES_ALLOWED = 3
+
 
 class TcpStoreExchange:
     """An exchange on the job's store.
 
     TCPStore obeys its timeout only where it waits for a key; every other call blocks for as long as the store's host
-    does not answer (seen with a stopped host, torch 2.13). So calls are made by a thread of their own, and after the
-    first one that misses its deadline the store is given up for good.
+    does not answer (seen with a stopped host, torch 2.13). So calls are made by a thread of their own. A host that
+    misses some deadlines in a row is given up for good; one that breaks the connection, at once.
 
     Args:
         store: A connection of our own, a ``torch.distributed.Store``; see
@@ -33,6 +37,7 @@ class TcpStoreExchange:
         self._deadline_s = deadline_s
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self.lost = ""
+        self._misses = 0
         store.set_timeout(timedelta(seconds=deadline_s))
         # A daemon: one that hangs on a dead host must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="ncclsafe-store", daemon=True)
@@ -77,10 +82,15 @@ class TcpStoreExchange:
         future: Future[T] = Future()
         self._calls.put((future, call))
         try:
-            return future.result(self._deadline_s)
-        except TimeoutError as error:
-            self.lost = f"its host did not answer within {self._deadline_s:g} s"
-            raise ExchangeError(f"The job's store cannot be used: {self.lost}.") from error
+            answer = future.result(self._deadline_s)
+            self._misses = 0
+            return answer
+        except FutureTimeoutError as error:
+            self._misses += 1
+            missed = f"its host did not answer within {self._deadline_s:g} s"
+            if self._misses >= MISSES_ALLOWED:
+                self.lost = f"{missed}, {self._misses} times in a row"
+            raise ExchangeError(f"The job's store cannot be used: {missed}.") from error
         except Exception as error:  # torch raises DistError and plain RuntimeError for a host that is gone
             self.lost = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
             raise ExchangeError(f"The job's store cannot be used: {self.lost}.") from error

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe import _torch
@@ -11,6 +12,7 @@ from lightning_ncclsafe.facts import Collective, Group
 KEPT_PER_GROUP = 48
 
 Position = tuple[tuple[str, str, str], ...]
+Names = dict[str, tuple[str, str]]
 
 
 def position() -> Position:
@@ -23,52 +25,58 @@ def position() -> Position:
     )
 
 
-def read() -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
-    """The groups of this rank, and the last entries of each, oldest first; all that are outstanding are among them."""
-    members = {group.name: group for group in _torch.process_groups()}
-    groups: dict[str, Group] = {}
-    collectives: list[Collective] = []
-    for dump in _torch.recorder_dumps(collectives=True):
-        found_groups, found_collectives = parse(dump)
-        groups |= {group.name: group for group in found_groups}
-        collectives += found_collectives
-    known = [
-        Group(
-            name=name,
-            description=members[name].description if name in members else group.description,
-            ranks=members[name].ranks if name in members else group.ranks,
-            last_enqueued=group.last_enqueued,
-            last_started=group.last_started,
-            last_completed=group.last_completed,
-        )
-        for name, group in groups.items()
-    ]
-    unused = [
-        Group(name=g.name, description=g.description, ranks=g.ranks) for g in members.values() if g.name not in groups
-    ]
-    return tuple(known + unused), tuple(_newest(collectives))
+class FlightRecorder:
+    """Reads the recorders of this process, and remembers the names of groups whose entries they have since lost."""
+
+    def __init__(self) -> None:
+        self._names: list[Names] = []
+
+    def read(self) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
+        """The groups of this rank, and the last entries of each, oldest first; all outstanding ones are among them."""
+        members = {group.name: group for group in _torch.process_groups()}
+        groups: dict[str, Group] = {}
+        collectives: list[Collective] = []
+        for index, dump in enumerate(_torch.recorder_dumps(collectives=True)):
+            if index == len(self._names):
+                self._names.append({})
+            found_groups, found_collectives = parse(dump, self._names[index])
+            groups |= {group.name: group for group in found_groups}
+            collectives += found_collectives
+        known = [_with_members(group, members.get(name)) for name, group in groups.items()]
+        unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
+        return (*known, *(group for group in unused if group.name not in groups)), tuple(_newest(collectives))
 
 
-def parse(dump: dict[str, Any]) -> tuple[list[Group], list[Collective]]:
+def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
     """Groups and collectives of one dump, as the JSON of ``_dump_fr_trace_json`` or ``_dump_nccl_trace_json``.
 
-    Positions are kept per ``pg_id``, a number of this process; the name that ranks share is in the entries.
+    Args:
+        dump: The dump.
+        names: Name and description by ``pg_id``, as far as they are known; those that the dump tells are added.
+            Positions are kept per ``pg_id``, a number of this process that means another group on another rank.
     """
     entries = dump.get("entries", [])
-    names = {str(entry["pg_id"]): tuple(entry["process_group"]) for entry in entries}
-    groups = []
-    for pg_id, status in dump.get("pg_status", {}).items():
-        name, description = names.get(pg_id, (pg_id, ""))
-        groups.append(
-            Group(
-                name=str(name),
-                description=str(description),
-                last_enqueued=max(int(status["last_enqueued_collective"]), 0),
-                last_started=int(status["last_started_collective"]),
-                last_completed=max(int(status["last_completed_collective"]), 0),
-            )
+    names.update(
+        {str(entry["pg_id"]): (str(entry["process_group"][0]), str(entry["process_group"][1])) for entry in entries}
+    )
+    groups = [
+        Group(
+            name=names[pg_id][0],
+            description=names[pg_id][1],
+            last_enqueued=max(int(status["last_enqueued_collective"]), 0),
+            last_started=int(status["last_started_collective"]),
+            last_completed=max(int(status["last_completed_collective"]), 0),
         )
+        for pg_id, status in dump.get("pg_status", {}).items()
+        if pg_id in names
+    ]
     return groups, [_collective(entry) for entry in entries]
+
+
+def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
+    if members is None:
+        return group
+    return replace(group, description=members.description, ranks=members.ranks)
 
 
 def _collective(entry: dict[str, Any]) -> Collective:

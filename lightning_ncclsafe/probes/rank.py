@@ -14,6 +14,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at
 from lightning_ncclsafe.probes.traceback_signal import Armed, TracebackSignal
 from lightning_ncclsafe.probes.trainer import TrainerProbe
@@ -64,6 +65,7 @@ class RankProbe:
         self._tracker = tracker
         self._trainer = trainer
         self._host = HostProbe()
+        self._recorder = FlightRecorder()
         self._signal = TracebackSignal()
         self._armed = self._signal.arm() or Armed(signum=0, fd=-1)
         self._slow_look: threading.Thread | None = None
@@ -98,7 +100,7 @@ class RankProbe:
     def glance(self, idle_s: float) -> RankFacts:
         """What can be had at once from memory: stack, actions, groups and collectives. Takes some milliseconds."""
         missing: list[str] = []
-        groups, collectives = _try(flight_recorder.read, ((), ()), "flight recorder", missing)
+        groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -151,8 +153,10 @@ class RankProbe:
         if seen.state not in ("running", "sleeping", "idle") or card.signum == 0:
             return seen
         stack = traceback_signal.ask(card.pid, Armed(signum=card.signum, fd=card.fd))
-        # It was woken by a signal and wrote from C, yet its Python threads did not answer: somebody keeps the GIL.
-        return replace(seen, stack=stacks.with_source(stack), gil_held=bool(stack))
+        # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL.
+        again = look_at(card.pid, rank=card.rank, started=card.started or None)
+        is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
+        return replace(again, stack=stacks.with_source(stack), gil_held=bool(stack) and is_busy)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
         pids = child_processes(besides=[card.pid for card in self.peers])

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +30,14 @@ _RANK_WORDS = re.compile(
 
 
 def main_thread_stack() -> tuple[Frame, ...]:
-    """The main thread's Python stack, outermost frame first; source text is left out (see :func:`with_source`)."""
+    """The main thread's Python stack, outermost frame first.
+
+    Only the deepest frame has its source line, which tells whether it waits; :func:`with_source` gives the others.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))[::-1]
+    inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
+    deepest = tuple(replace(f, code=linecache.getline(f.file, f.line).strip()) for f in inner[:1])
+    return (deepest + inner[1:])[::-1]
 
 
 def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionFacts:

@@ -17,6 +17,8 @@ from lightning_ncclsafe.facts import (
     ExceptionFacts,
     Frame,
     Group,
+    Incident,
+    IncidentKind,
     Phase,
     ProcessFacts,
     Progress,
@@ -24,6 +26,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.settings import Limits, OnTimeout
 
 BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
@@ -314,6 +317,57 @@ def test_a_rank_that_has_finished_leaves_one_that_works_on_and_waits_for_nobody(
     job.start()
     job.guards[1].finish()
     assert not job.said
+
+
+def test_an_incident_whose_opener_has_gone_is_closed_by_another_rank(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.probes[1].waits = True
+    job.start(without=2)
+    job.wait_for(lambda: len(job.said) == 1)
+    job.guards[1].close()
+    job.probes[0].waits, job.probes[0].batch = False, 5
+    job.wait_for(lambda: any(text.startswith("recovered") for text in job.said))
+
+
+def test_no_rank_stays_for_ever_for_one_that_has_gone(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    job = make_job(world_size=2, timeout_s=0.5, on_timeout="report")
+    job.probes[1].waits = True
+    job.start()
+    job.wait_for(lambda: len(job.said) >= 1)
+    job.guards[1].close()
+    job.guards[0].finish()
+
+
+def test_the_same_exception_a_moment_apart_is_no_alarm(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+
+    def fail(guard: Guard) -> None:
+        try:
+            raise ValueError("pruned")
+        except ValueError as error:
+            guard.failed(error)
+
+    first = threading.Thread(target=fail, args=(job.guards[0],))
+    first.start()
+    first.join(0.4)
+    fail(job.guards[1])
+    first.join(20)
+    assert not job.said
+
+
+def test_a_job_that_was_left_behind_tells_the_next_one_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.probes[0].card = replace(job.probes[0].card, started=4e9)
+    stale = RoundLog(job.exchanges[0])
+    stale.write(Round(incident=Incident(number=1, kind=IncidentKind.TIMEOUT, opened_by=0, opened_ns=1)))
+    log = RoundLog(job.exchanges[1], not_before_ns=int(job.probes[0].card.started * 1e9))
+    assert log.read() is None
+    assert log.number == 1
 
 
 def test_a_failure_of_the_guard_itself_is_said_once_and_harms_nothing(make_job: Callable[..., Job]) -> None:

@@ -44,7 +44,7 @@ GLOO: dict[str, Any] = {
 
 
 def test_gloo_entries_are_completed_when_they_are_retired() -> None:
-    groups, collectives = flight_recorder.parse(GLOO)
+    groups, collectives = flight_recorder.parse(GLOO, {})
     assert groups == [Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)]
     assert [collective.completed for collective in collectives] == [True, False]
     assert collectives[1] == Collective(
@@ -68,9 +68,9 @@ def nccl(state: str, **more: Any) -> dict[str, Any]:
 
 
 def test_nccl_entries_have_a_state_and_a_duration() -> None:
-    _, (scheduled,) = flight_recorder.parse(nccl("scheduled"))
-    _, (started,) = flight_recorder.parse(nccl("started"))
-    _, (completed,) = flight_recorder.parse(nccl("completed", duration_ms=1.5, retired=True))
+    _, (scheduled,) = flight_recorder.parse(nccl("scheduled"), {})
+    _, (started,) = flight_recorder.parse(nccl("started"), {})
+    _, (completed,) = flight_recorder.parse(nccl("completed", duration_ms=1.5, retired=True), {})
     assert (scheduled.started, scheduled.completed) == (False, False)
     assert (started.started, started.completed) == (True, False)
     assert (completed.started, completed.completed, completed.duration_ms) == (True, True, 1.5)
@@ -78,27 +78,32 @@ def test_nccl_entries_have_a_state_and_a_duration() -> None:
 
 
 def test_newer_names_of_back_ends_are_read() -> None:
-    _, (collective,) = flight_recorder.parse(nccl("started", profiling_name="nccl2:broadcast"))
+    _, (collective,) = flight_recorder.parse(nccl("started", profiling_name="nccl2:broadcast"), {})
     assert (collective.backend, collective.op) == ("nccl2", "broadcast")
 
 
 def test_point_to_point_has_a_numbering_of_its_own() -> None:
-    _, (sent,) = flight_recorder.parse(nccl("started", profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9))
+    _, (sent,) = flight_recorder.parse(nccl("started", profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9), {})
     assert (sent.is_p2p, sent.seq) == (True, 9)
 
 
-def test_a_group_whose_entries_have_left_the_ring_keeps_its_position() -> None:
-    dump = {**GLOO, "entries": []}
-    groups, collectives = flight_recorder.parse(dump)
-    assert [group.name for group in groups] == ["0"]
-    assert groups[0].last_enqueued == 4
+def test_a_group_whose_entries_have_left_the_ring_keeps_its_name_and_position() -> None:
+    names: flight_recorder.Names = {}
+    flight_recorder.parse(GLOO, names)
+    (group,), collectives = flight_recorder.parse({**GLOO, "entries": []}, names)
+    assert (group.name, group.description, group.last_enqueued) == ("0", "default_pg", 4)
     assert not collectives
 
 
+def test_a_position_without_a_name_is_not_guessed_at() -> None:
+    """The number under which a process keeps a group means another group on another rank."""
+    assert flight_recorder.parse({**GLOO, "entries": []}, {}) == ([], [])
+
+
 def test_a_recorder_that_is_off_has_nothing() -> None:
-    assert flight_recorder.parse({"version": "2.10"}) == ([], [])
+    assert flight_recorder.parse({"version": "2.10"}, {}) == ([], [])
 
 
 def test_without_a_process_group_there_is_nothing_to_read() -> None:
-    assert flight_recorder.read() == ((), ())
+    assert flight_recorder.FlightRecorder().read() == ((), ())
     assert flight_recorder.position() == ()

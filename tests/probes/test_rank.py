@@ -82,7 +82,7 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
 
 def test_a_probe_that_fails_is_said_and_the_others_are_heard(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostProbe, "read", fail)
-    monkeypatch.setattr(flight_recorder, "read", fail)
+    monkeypatch.setattr(flight_recorder.FlightRecorder, "read", fail)
     facts = probe.look(1.0, deadline_s=AMPLE_S)
     assert facts.missing == (
         "flight recorder: PermissionError: not for you",
@@ -123,17 +123,19 @@ def test_only_some_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("state", "is_asked"), [("sleeping", True), ("running", True), ("stopped", False), ("gone", False)]
+    ("state", "is_asked", "gil_held"),
+    # One that sleeps may merely have no guard that answers; one that is busy has its GIL taken.
+    [("sleeping", True, False), ("running", True, True), ("stopped", False, False), ("gone", False, False)],
 )
 def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool, gil_held: bool
 ) -> None:
     frame = stacks.main_thread_stack()[-1]
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (frame,))
     (seen,) = probe.witness([Card(rank=1, host="h", pid=77, signum=62, fd=5)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
-    assert (bool(seen.stack), seen.gil_held) == (is_asked, is_asked)
+    assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
 
 
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from harness import all_reduce, run_ranks
 
@@ -38,6 +39,24 @@ def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> Non
     assert ranks.exit_codes[1:] == [EXIT_CODE] * 2
     assert ranks.exit_codes[0] in (1, EXIT_CODE)
     assert ranks.said.count("the run cannot go on") == 1
+
+
+def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        dist.new_group([0, 1])
+        later = dist.new_group([1, 2])
+        all_reduce()
+        if rank == 1:
+            work_for_long()
+        if rank == 2:
+            dist.all_reduce(torch.ones(3), group=later, async_op=True).wait()
+
+    ranks = run_ranks(3, body, tmp_path)
+    (diagnosis, *_) = ranks.diagnoses
+    assert diagnosis.findings[0].ranks == (1,)
+    assert "3 elements" in diagnosis.findings[0].summary
+    assert all(facts.groups for facts in diagnosis.job.ranks)
+    assert 0 not in ranks.exit_codes
 
 
 def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:

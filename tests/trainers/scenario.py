@@ -56,7 +56,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "stop": be_stopped,
     "gil": hold_the_gil,
     "stall": stall(60),
-    "recover": stall(3),
+    "recover": stall(7),
 }
 
 
