@@ -51,7 +51,6 @@ class Gathering:
         is_dropped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchange = exchange
-        self._round_number = round_number
         self._key = f"round/{round_number}"
         self._rank = rank
         self._world_size = world_size
@@ -71,9 +70,6 @@ class Gathering:
         self._exchange.set(self._facts_key(self._rank), encoded)
         if facts.exception is not None:
             self._exchange.set(f"last/{self._rank}", encoded)
-        if self._round_number > 0:
-            # What was said in the round before has been judged; the store's memory is rank 0's.
-            self._exchange.set(f"round/{self._round_number - 1}/facts/{self._rank}", b"")
 
     def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
         """Takes part until there is a verdict.
@@ -90,6 +86,7 @@ class Gathering:
             verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
             if verdict is not None:
                 self._exchange.set(self._seen_key(self._rank), b"")
+                self._forget()
                 return codec.decode(Verdict, verdict)
             if waited_s > self._answer_s:
                 self._look_at_silent_peers()
@@ -100,6 +97,7 @@ class Gathering:
                 verdict_of_mine = report(job)
                 self._exchange.set(self._verdict_key, codec.encode(verdict_of_mine))
                 self._wait_until_seen()
+                self._forget()
                 return verdict_of_mine
             time.sleep(_POLL_S)
         return None
@@ -110,6 +108,10 @@ class Gathering:
         give_up = time.monotonic() + SEEN_S
         while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
+
+    def _forget(self) -> None:
+        """Takes back the facts of this rank, which have been judged: the store's memory is that of rank 0."""
+        self._exchange.set(self._facts_key(self._rank), b"")
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"

@@ -120,9 +120,9 @@ class Guard:
 
     def connect(self, exchange: Exchange) -> None:
         """Goes over to another exchange, with a log of its own: the process group, and so the job's store, is there."""
-        exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
         # The watchdog may be in the middle of a round about this very delay; it is dropped, nobody waits for it.
         self._next_exchange = exchange
+        exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
         self._watchdog.wake()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
@@ -135,15 +135,13 @@ class Guard:
             The error to raise in its place, if it only says that a collective failed and the cause is known.
         """
         is_consequence = self._is_ending or _torch.is_communication_error(error)
-        is_news = not (
-            self._off or self._place.world_size == 1 or _is_orderly(error) or self._is_explained(is_consequence)
-        )
-        if is_news:
+        nobody_to_tell = self._off or self._place.world_size == 1 or _is_orderly(error)
+        if not nobody_to_tell and not self._is_explained(is_consequence):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
-        self._main_thread_left.set()
-        if is_news:
+            self._main_thread_left.set()
             self._watchdog.wake()
             self._exception_is_told.wait(2 * REPORT_S)
+        self._main_thread_left.set()
         return self._timeout_error() if self._is_explained(is_consequence) else None
 
     def finish(self) -> None:

@@ -263,11 +263,12 @@ class SafeDDP(_GuardedStrategy, DDPStrategy):
             report is written: a ``timedelta``, or seconds. Training is left alone. None means 60 s, or half of
             ``timeout`` if that is less.
         on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
-            then the run ends with a non-zero exit on every rank. ``"report"``: only the report is written.
+            then the run ends with a non-zero exit on every rank. ``"report"``: only the report is written, and the
+            back end's own timeout, 15 s later, ends the run.
         report_dir: The folder that reports go to, one folder in it for each incident; made when there is one. None
             means ``<trainer.default_root_dir>/ncclsafe``.
-        **kwargs: Everything that ``DDPStrategy`` takes. ``timeout`` (a ``timedelta``, 30 minutes by default) keeps
-            its meaning of a hard limit.
+        **kwargs: Everything that ``DDPStrategy`` takes. ``timeout`` (a ``timedelta``; by default, and for None, 30
+            minutes) keeps its meaning of a hard limit.
 
     Raises:
         ValueError: If ``suspect_after`` is not longer than 0, or not shorter than ``timeout``, or if ``on_timeout``
