@@ -96,7 +96,7 @@ def launch(strategies: Sequence[str], steps: int, ranks: int) -> list[dict[str, 
                 command = [sys.executable, str(ONE_RANK), *arguments, f"--result={result}"]
                 environment |= {"LOCAL_RANK": str(rank)}
                 processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            if not all_succeed(processes):
+            if not all_have_measured(processes, results):
                 output.seek(0)
                 raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
         return [json.loads(result.read_text()) for result in results]
@@ -114,12 +114,17 @@ def ended_at_exit() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def all_succeed(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Waits for the end of all, or for the first failure: the others would wait for that one."""
+def all_have_measured(processes: Sequence[subprocess.Popen[bytes]], results: Sequence[Path]) -> bool:
+    """Waits for the end of all, or for the first that has no result: the others would wait for that one.
+
+    A process of gloo, stock ones included, now and then aborts on its way out; what it has measured is there by then.
+    """
     while True:
-        codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes:
-            return not any(codes)
+        ended = [process.poll() is not None for process in processes]
+        if any(has_ended and not result.exists() for has_ended, result in zip(ended, results, strict=True)):
+            return False
+        if all(ended):
+            return True
         time.sleep(0.1)
 
 
