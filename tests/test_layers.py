@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("patience", "reporter", "rounds", "ending"),
     ("gathering",),
     ("guard",),
+    ("watched",),
     ("strategies",),
     (PACKAGE,),
 )

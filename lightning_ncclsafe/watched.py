@@ -1,0 +1,160 @@
+"""One call of ``fit``, ``validate``, ``test`` or ``predict`` under the guard: made, connected, closed for a strategy.
+
+The strategy and its Trainer are used by duck type; Lightning is not imported here.
+"""
+
+import itertools
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, TcpStoreExchange
+from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.settings import Limits, report_folder
+
+T = TypeVar("T")
+
+# What torchrun and SLURM call a start of a job, so that a restart on the same port is not taken for the one before.
+_START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+
+# Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
+_calls = itertools.count()
+
+
+class WatchedCall:
+    """One watched call: the guard, if it could be made, and what it listens to.
+
+    The guard must never hurt the run it guards: whatever fails in here is said once, and the guard is off.
+
+    Args:
+        trainer: The ``Trainer``.
+        limits: When to look and when to end.
+        report_dir: The folder of reports as the user has set it; None for the default.
+
+    Attributes:
+        trainer_probe: Where the Trainer stands.
+        tracker: What Lightning is doing.
+    """
+
+    def __init__(self, trainer: Any, limits: Limits, report_dir: str | Path | None) -> None:
+        self.trainer_probe = TrainerProbe(trainer)
+        self.tracker = PhaseTracker()
+        self._trainer = trainer
+        self._limits = limits
+        self._report_dir = report_folder(report_dir, trainer.default_root_dir)
+        self._guard: Guard | None = None
+
+    def begin(self, strategy: Any) -> None:
+        """Starts the guard. There is no process group, and so no store, yet."""
+        self._unharmed(lambda: self._begin(strategy))
+
+    def connect(self, strategy: Any) -> None:
+        """Goes over to the job's store, which exists now, and says that the guard is on."""
+        self._unharmed(lambda: self._connect(strategy))
+
+    def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
+        """Tells the other ranks; returns the error to raise instead, if there is a better one."""
+        return self._leaving(lambda guard: guard.failed(error))
+
+    def finish(self) -> None:
+        """Waits until all ranks have finished."""
+        self._leaving(lambda guard: guard.finish())
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        self._unharmed(self.tracker.detach)
+        self._leaving(lambda guard: guard.close())
+
+    def _begin(self, strategy: Any) -> None:
+        self.tracker.attach(self._trainer.profiler)
+        place = _place(strategy)
+        self._guard = Guard(
+            place=place,
+            limits=self._limits,
+            report_dir=self._report_dir,
+            exchange=self._files(_meeting_place(strategy)) if place.world_size > 1 else MemoryExchange(),
+            probe=RankProbe(
+                rank=place.rank, local_rank=place.local_rank, tracker=self.tracker, trainer=self.trainer_probe
+            ),
+            kill_launched=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
+        )
+        self._guard.start()
+
+    def _connect(self, strategy: Any) -> None:
+        if self._guard is None:
+            return
+        limits, world_size = self._limits, strategy.world_size
+        self._guard.connect(self._store() if world_size > 1 else MemoryExchange())
+        if strategy.global_rank == 0:
+            say_on_stderr(
+                f"watching {world_size} rank{'s' if world_size > 1 else ''}: asks why after"
+                f" {limits.suspect_after_s:g} s without progress, {limits.on_timeout}s after {limits.timeout_s:g} s;"
+                f" reports go to {self._report_dir}"
+            )
+
+    def _store(self) -> Exchange:
+        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
+        # A name that no other job, nor an earlier start of this one, has used.
+        run = store.set_if_absent("run", uuid.uuid4().hex[:12].encode()).decode()
+        return FallbackExchange(store, self._files(run))
+
+    def _files(self, name: str) -> DirectoryExchange:
+        return DirectoryExchange(self._report_dir / f".exchange-{name}")
+
+    def _leaving(self, act: Callable[[Guard], T]) -> T | None:
+        guard = self._guard
+
+        def leave() -> T | None:
+            try:
+                return act(guard) if guard is not None else None
+            except RuntimeError as error:
+                # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
+                if _torch.is_communication_error(error):
+                    return None
+                raise
+
+        return self._unharmed(leave)
+
+    def _unharmed(self, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except CollectiveTimeoutError:
+            raise
+        except Exception as error:
+            say_own_failure(error)
+            guard, self._guard = self._guard, None
+            if guard is not None:
+                with suppress(Exception):
+                    guard.close()
+            return None
+
+
+def _place(strategy: Any) -> Place:
+    """Which rank this is, from before the strategy has set it."""
+    environment, devices = strategy.cluster_environment, strategy.parallel_devices
+    assert environment is not None and devices is not None
+    return Place(
+        rank=strategy.node_rank * len(devices) + strategy.local_rank,
+        local_rank=strategy.local_rank,
+        world_size=len(devices) * int(getattr(strategy, "num_nodes", 1)),
+        local_world_size=len(devices),
+        master_port=str(environment.main_port),
+    )
+
+
+def _meeting_place(strategy: Any) -> str:
+    """A name on which the ranks of this start of this job agree without having met."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    start = [os.environ[name] for name in _START_NAMES if name in os.environ]
+    return "-".join([environment.main_address, str(environment.main_port), *start])
