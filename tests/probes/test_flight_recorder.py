@@ -3,6 +3,9 @@
 import copy
 from typing import Any
 
+import pytest
+
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.probes import flight_recorder
 
@@ -107,3 +110,11 @@ def test_a_recorder_that_is_off_has_nothing() -> None:
 def test_without_a_process_group_there_is_nothing_to_read() -> None:
     assert flight_recorder.FlightRecorder().read() == ((), ())
     assert flight_recorder.position() == ()
+
+
+def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "_c10d", None)
+    monkeypatch.setattr(_torch.dist, "is_available", lambda: False)
+    assert flight_recorder.FlightRecorder().read() == ((), ())
+    assert flight_recorder.position() == ()
+    assert not _torch.groups_can_be_aborted()
