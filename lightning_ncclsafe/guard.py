@@ -209,7 +209,8 @@ class Guard:
         self._change_exchange()
         self._know_peers()
         # Before there is a store there are only files, on storage that may be the very trouble.
-        if not self._joined and idle_s < self._patience.suspect_after_s(joined=False):
+        has_reason = self._probe.exception is not None or idle_s >= self._patience.suspect_after_s(joined=False)
+        if not self._joined and not has_reason:
             return
         entry = self._log.read() or self._write_round(idle_s)
         if entry is not None:

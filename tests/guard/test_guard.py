@@ -248,6 +248,29 @@ def test_a_rank_that_waits_for_one_that_raised_is_ended_without_waiting_for_the_
     assert 2 not in job.ended
 
 
+def test_an_exception_before_the_process_group_exists_is_told_at_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    exchanges = [DirectoryExchange(tmp_path / "init") for _ in range(2)]
+    probes = [HandMadeProbe(rank, 2) for rank in range(2)]
+    guards = [
+        Guard(
+            place=Place(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
+            limits=Limits(suspect_after_s=900.0, timeout_s=1000.0, on_timeout="abort"),
+            report_dir=tmp_path / "reports",
+            exchange=exchanges[rank],
+            probe=probes[rank],  # type: ignore[arg-type]
+            say=said.append,
+        )
+        for rank in range(2)
+    ]
+    guards[0].start()
+    guards[0].failed(ValueError("no such interface"))
+    for guard in guards:
+        guard.close()
+    assert guards[0]._exception_is_told.is_set()
+    assert "no such interface" in said[0]
+
+
 def test_the_same_exception_on_all_ranks_is_no_hang_and_needs_no_report(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.limits = replace(job.limits, suspect_after_s=900.0)
