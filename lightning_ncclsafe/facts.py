@@ -7,6 +7,8 @@ a report can be judged again on a login node, years later, from its ``report.jso
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+
 
 class Phase(str, Enum):
     """Where in its life a rank's Trainer stands."""
@@ -33,6 +35,8 @@ class IncidentKind(str, Enum):
     """A rank raised."""
     TIMEOUT = "timeout"
     """A rank made no progress for ``timeout``."""
+    DATA = "data"
+    """All ranks have presented their dataloaders, and these were compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,23 +217,6 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderFacts:
-    """A dataloader that the rank's current loop uses.
-
-    Attributes:
-        dataset: Class name of the dataset.
-        num_workers: Worker processes of this loader.
-        prefetch_factor: Batches each worker prefetches; None without workers.
-        batches: Number of batches; None where the loader has no length.
-    """
-
-    dataset: str = ""
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    batches: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFacts:
     """A directory that the rank writes to.
 
@@ -280,6 +267,7 @@ class RankFacts:
         peers: Ranks of the same host as seen from this rank, itself excluded.
         workers: Child processes of this rank that run the loader's code.
         loaders: Dataloaders of the current loop.
+        data: The dataloaders that the rank presents for comparison; None where the incident is not about data.
         storage: Directories of loggers and checkpoints.
         exception: The exception that this rank raised, if any.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
@@ -299,6 +287,7 @@ class RankFacts:
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
+    data: DataFacts | None = None
     storage: tuple[StorageFacts, ...] = ()
     exception: ExceptionFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 OnTimeout = Literal["abort", "report"]
+OnMismatch = Literal["raise", "warn"]
+Content = Literal["sample", "full", "off"]
+OnUneven = Literal["raise", "stop_together", "repeat"]
 
 # Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short beside half an hour.
 DEFAULT_SUSPECT_AFTER_S = 60.0
@@ -32,6 +35,29 @@ class Limits:
     on_timeout: OnTimeout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementSettings:
+    """What ranks do about their data; see :class:`~lightning_ncclsafe.DatasetAgreement`.
+
+    Attributes:
+        on_mismatch: Whether ranks that disagree about their data raise, or only say so.
+        content: How much of the data's content is compared.
+        on_uneven: What happens where one rank's data ends before another's.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+
+    on_mismatch: OnMismatch = "raise"
+    content: Content = "sample"
+    on_uneven: OnUneven = "raise"
+
+    def __post_init__(self) -> None:
+        _check_choice("on_mismatch", self.on_mismatch, OnMismatch)
+        _check_choice("content", self.content, Content)
+        _check_choice("on_uneven", self.on_uneven, OnUneven)
+
+
 def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str) -> Limits:
     """Checks what the user has set.
 
@@ -53,9 +79,7 @@ def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | f
             f"suspect_after={suspect_after!r} is {suspect_after_s:g} s, but it must be less than timeout={timeout!r}"
             f" ({timeout_s:g} s): ranks are first asked what they are doing, then the run is ended."
         )
-    if on_timeout not in get_args(OnTimeout):
-        allowed = " or ".join(map(repr, get_args(OnTimeout)))
-        raise ValueError(f"on_timeout={on_timeout!r} is unknown; it must be {allowed}.")
+    _check_choice("on_timeout", on_timeout, OnTimeout)
     return Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout=on_timeout)  # type: ignore[arg-type]
 
 
@@ -67,6 +91,13 @@ def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -
     if report_dir is not None:
         return Path(report_dir)
     return Path("." if "://" in str(default_root_dir) else default_root_dir) / "ncclsafe"
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        words = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ValueError(f"{name}={value!r} is unknown; it must be {words}.")
 
 
 def _seconds(name: str, value: timedelta | float) -> float:

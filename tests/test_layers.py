@@ -18,7 +18,8 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("facts", "_torch"),
+    ("data_facts", "_torch"),
+    ("facts",),
     ("findings", "codec"),
     ("errors", "settings", "phases", "watchdog"),
     ("rules",),

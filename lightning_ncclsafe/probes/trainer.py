@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from lightning_ncclsafe.facts import Action, LoaderFacts, Phase, Progress, StorageFacts
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
 from lightning_ncclsafe.probes.host import filesystem_of
 
 # Values of Lightning's RunningStage.

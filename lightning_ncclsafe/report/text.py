@@ -17,6 +17,7 @@ _OPENINGS = {
     IncidentKind.SUSPECT: "made no progress for {idle}",
     IncidentKind.EXCEPTION: "raised an exception",
     IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
+    IncidentKind.DATA: "and all others presented their data",
 }
 
 

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe.facts import Action, LoaderFacts, Phase, Progress, StorageFacts
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import trainer as trainer_probe
 from lightning_ncclsafe.probes.trainer import TrainerProbe

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
