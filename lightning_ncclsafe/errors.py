@@ -16,3 +16,22 @@ class CollectiveTimeoutError(RuntimeError):
         super().__init__(f"{answer}{where}")
         self.findings = findings
         self.report_folder = report_folder
+
+
+class DatasetMismatchError(RuntimeError):
+    """The ranks disagree about their data, so training does not start. Raised on all ranks, with the same text.
+
+    Attributes:
+        findings: What differs, the most telling first.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+    """
+
+    def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
+        where = f"\nThe report is in {report_folder}" if report_folder else ""
+        super().__init__(f"{text}{where}")
+        self.findings = findings
+        self.report_folder = report_folder
+
+
+class UnevenDataError(DatasetMismatchError):
+    """The data of one rank has ended before that of another. Raised on all ranks before the same batch."""

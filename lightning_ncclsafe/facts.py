@@ -9,6 +9,9 @@ from enum import Enum
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 
+VOTE_GROUP = "ncclsafe votes"
+"""Description of our own process group, on which ranks vote on whether all of them have a next batch."""
+
 
 class Phase(str, Enum):
     """Where in its life a rank's Trainer stands."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_ncclsafe import _torch, codec
 from lightning_ncclsafe.ending import end_run, say_goodbye, stay_until_all_finished, wait_for_others
-from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.gathering import REPORT_S, Gathering
@@ -364,5 +364,5 @@ class Guard:
 
 def _is_orderly(error: BaseException) -> bool:
     """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
-    orderly = (KeyboardInterrupt, CollectiveTimeoutError)
+    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError)
     return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")

@@ -90,11 +90,11 @@ def say_on_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr) -> None:
-    """Says that the guard itself has failed, and where."""
+def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr, *, what: str = "the guard") -> None:
+    """Says that the guard itself, or the part of it that ``what`` names, has failed, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    say(f"the guard has failed and is off, training goes on: {error!r}{where}")
+    say(f"{what} has failed and is off, training goes on: {error!r}{where}")
 
 
 def _cannot_go_on(diagnosis: Diagnosis) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits, OnTimeout, check_limits
 from lightning_ncclsafe.watched import WatchedCall
@@ -62,6 +64,11 @@ class _GuardedStrategy(ParallelStrategy):
         if watched is not None and name == "run-stage":
             watched.trainer_probe.started = True
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lightning's hook for each loader, before its workers start; here those of all ranks are compared."""
+        dataloader = super().process_dataloader(dataloader)
+        return self._watched.prepared(dataloader) if self._watched is not None else dataloader
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
         return {name: value for name, value in vars(self).items() if name != "_watched"}
@@ -69,7 +76,9 @@ class _GuardedStrategy(ParallelStrategy):
     @contextmanager
     def _watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
-        watched = self._watched = WatchedCall(trainer, self._limits, self._report_dir)
+        watched = self._watched = WatchedCall(
+            trainer, self._limits, self._report_dir, combined=CombinedLoader, sigterm_error=SIGTERMException
+        )
         try:
             yield
         except BaseException as error:
@@ -82,6 +91,11 @@ class _GuardedStrategy(ParallelStrategy):
         finally:
             self._watched = None
             watched.close()
+
+
+def guards(strategy: object) -> bool:
+    """Whether a strategy is one of this package."""
+    return isinstance(strategy, _GuardedStrategy)
 
 
 @dataclass(frozen=True)

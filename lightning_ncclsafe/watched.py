@@ -6,6 +6,7 @@ The strategy and its Trainer are used by duck type; Lightning is not imported he
 import itertools
 import os
 import signal
+import socket
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +16,15 @@ from typing import Any, TypeVar
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, TcpStoreExchange
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.presenting import Presenter
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
-from lightning_ncclsafe.settings import Limits, report_folder
+from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings, Limits, report_folder
 
 T = TypeVar("T")
 
@@ -40,19 +44,32 @@ class WatchedCall:
         trainer: The ``Trainer``.
         limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
+        combined: Lightning's ``CombinedLoader``.
+        sigterm_error: Lightning's ``SIGTERMException``.
 
     Attributes:
         trainer_probe: Where the Trainer stands.
         tracker: What Lightning is doing.
     """
 
-    def __init__(self, trainer: Any, limits: Limits, report_dir: str | Path | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        limits: Limits,
+        report_dir: str | Path | None,
+        *,
+        combined: type,
+        sigterm_error: type[BaseException],
+    ) -> None:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = PhaseTracker()
         self._trainer = trainer
         self._limits = limits
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
+        self._combined = combined
+        self._sigterm_error = sigterm_error
         self._guard: Guard | None = None
+        self._presenter: Presenter | None = None
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
@@ -61,6 +78,14 @@ class WatchedCall:
     def connect(self, strategy: Any) -> None:
         """Goes over to the job's store, which exists now, and says that the guard is on."""
         self._unharmed(lambda: self._connect(strategy))
+
+    def prepared(self, loader: Any) -> Any:
+        """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        return loader if self._presenter is None else self._presenter.prepared(loader)
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Tells the other ranks; returns the error to raise instead, if there is a better one."""
@@ -72,6 +97,9 @@ class WatchedCall:
 
     def close(self) -> None:
         """Leaves nothing behind."""
+        presenter, self._presenter = self._presenter, None
+        if presenter is not None:
+            self._unharmed(presenter.detach)
         self._unharmed(self.tracker.detach)
         self._leaving(lambda guard: guard.close())
 
@@ -94,13 +122,43 @@ class WatchedCall:
         if self._guard is None:
             return
         limits, world_size = self._limits, strategy.world_size
-        self._guard.connect(self._store() if world_size > 1 else MemoryExchange())
+        exchange = self._store() if world_size > 1 else MemoryExchange()
+        self._guard.connect(exchange)
+        if world_size > 1:
+            self._presenter = self._make_presenter(strategy, exchange)
+            self._presenter.attach()
         if strategy.global_rank == 0:
             say_on_stderr(
                 f"watching {world_size} rank{'s' if world_size > 1 else ''}: asks why after"
                 f" {limits.suspect_after_s:g} s without progress, {limits.on_timeout}s after {limits.timeout_s:g} s;"
                 f" reports go to {self._report_dir}"
             )
+
+    def _make_presenter(self, strategy: Any, exchange: Exchange) -> Presenter:
+        place = _place(strategy)
+        return Presenter(
+            trainer=self._trainer,
+            strategy=strategy,
+            agreement=Agreement(
+                exchange=exchange,
+                world_size=place.world_size,
+                identity=RankFacts(
+                    rank=place.rank,
+                    local_rank=place.local_rank,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    progress=Progress(phase=Phase.INIT),
+                ),
+                report_dir=self._report_dir,
+                deadline_s=self._limits.timeout_s,
+                say=say_on_stderr,
+            ),
+            settings=_agreement_settings(self._trainer),
+            combined=self._combined,
+            sigterm_error=self._sigterm_error,
+            tracker=self.tracker,
+            timeout_s=self._limits.timeout_s + BACKSTOP_S,
+        )
 
     def _store(self) -> Exchange:
         store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
@@ -137,6 +195,12 @@ class WatchedCall:
                 with suppress(Exception):
                     guard.close()
             return None
+
+
+def _agreement_settings(trainer: Any) -> AgreementSettings:
+    """Those of the Trainer's ``DatasetAgreement``; the default without one."""
+    found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
+    return next((settings for settings in found if isinstance(settings, AgreementSettings)), AgreementSettings())
 
 
 def _place(strategy: Any) -> Place:

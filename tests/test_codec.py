@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.codec import DecodeError, decode, encode
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, RandomState, SamplerFacts
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
@@ -20,7 +21,6 @@ from lightning_ncclsafe.facts import (
     Incident,
     IncidentKind,
     JobFacts,
-    LoaderFacts,
     Phase,
     ProcessFacts,
     Progress,
@@ -39,6 +39,40 @@ WORKER = ProcessFacts(
     swap_bytes=4096,
     stack=(FRAME,),
     gil_held=True,
+)
+LOADER = LoaderFacts(
+    name="train_dataloader[1]",
+    loader="DataLoader",
+    dataset="Subset",
+    datasets=("Subset", "Digits"),
+    iterable=True,
+    num_workers=2,
+    prefetch_factor=4,
+    length=10,
+    batches=9,
+    samples=80,
+    batch_size=8,
+    drop_last=True,
+    sampler=SamplerFacts(
+        name="Mine", replicas=4, rank=3, seed=1, epoch=2, shuffle=True, drop_last=True, order="sequential"
+    ),
+    shards=16,
+    fingerprints={"indices": "0011223344556677"},
+    problems=("len(dataset) raised ValueError.",),
+    read=7,
+    ended=True,
+)
+DATA = DataFacts(
+    stage="train_dataloader",
+    loaders=(LOADER,),
+    mode="max_size_cycle",
+    val_check_batch=5,
+    data_rank=3,
+    data_ranks=4,
+    random=(RandomState(name="torch", digest="8899aabbccddeeff", drawn=True),),
+    on_mismatch="warn",
+    content="full",
+    on_uneven="repeat",
 )
 RANK = RankFacts(
     rank=3,
@@ -81,7 +115,8 @@ RANK = RankFacts(
     host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),
     peers=(WORKER,),
     workers=(WORKER, WORKER),
-    loaders=(LoaderFacts(dataset="Digits", num_workers=2, prefetch_factor=4, batches=9),),
+    loaders=(LOADER,),
+    data=DATA,
     storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
     exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
     versions={"torch": "2.13.0"},

@@ -26,14 +26,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report", "exchange", "probes"),
     ("patience", "reporter", "rounds", "ending"),
     ("gathering",),
-    ("guard",),
+    ("guard", "loaders"),
     ("watched",),
     ("strategies",),
+    ("callbacks",),
     (PACKAGE,),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
-IMPORTS_TORCH = {"_torch"}
-IMPORTS_LIGHTNING = {"strategies"}
+IMPORTS_TORCH = {"_torch", "probes.arrays", "probes.dataset_chain", "probes.random_state", "probes.samplers"}
+IMPORTS_LIGHTNING = {"strategies", "callbacks.dataset_agreement"}
 
 Sources = dict[str, str]
 

@@ -1,23 +1,21 @@
 """A diagnosis in words: ``report.txt`` in full, and the few lines that go to the terminal."""
 
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Incident, IncidentKind
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.report.data_table import data_table
+from lightning_ncclsafe.report.lines import cut, section, wrapped
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.rules.sentences import batch_words
 from lightning_ncclsafe.rules.wording import duration_words, ranks_words
 
-_WIDTH = 110
 _SHORT_EVIDENCE = 3
-_SHORT_LINE = 600
 _OPENINGS = {
     IncidentKind.SUSPECT: "made no progress for {idle}",
     IncidentKind.EXCEPTION: "raised an exception",
     IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
-    IncidentKind.DATA: "and all others presented their data",
 }
 
 
@@ -27,27 +25,41 @@ def render_text(diagnosis: Diagnosis) -> str:
         safe(_answer(diagnosis)),
         _incident_words(diagnosis),
         *(_finding(number, finding) for number, finding in enumerate(diagnosis.findings, 1)),
-        _section("All ranks", rank_table(diagnosis.job)),
-        _section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered)),
-        *(_section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis)),
+        *_all_ranks(diagnosis),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
+    """The sections on all ranks. Those that presented their data do not hang: where they stand says nothing."""
+    about_data = _about_data(diagnosis)
+    if not about_data:
+        yield section("All ranks", rank_table(diagnosis.job))
+    yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
+    yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered))
+    if not about_data:
+        yield from (section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis))
+
+
+def _about_data(diagnosis: Diagnosis) -> bool:
+    return diagnosis.job.incident.kind is IncidentKind.DATA
+
+
 def render_short(diagnosis: Diagnosis) -> str:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
-    lines = [_cut(_answer(diagnosis))]
+    lines = [cut(_answer(diagnosis))]
     for finding in diagnosis.findings[:1]:
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
     others = diagnosis.findings[1:]
     if others:
-        lines.append(f"  also possible: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
+        also = "also found" if _about_data(diagnosis) else "also possible"
+        lines.append(f"  {also}: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
     # What every report of a back end leaves open is for the file; here, what this one misses.
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
-    return "\n".join(safe(_cut(line)) for line in lines)
+    return "\n".join(safe(cut(line)) for line in lines)
 
 
 def _answer(diagnosis: Diagnosis) -> str:
@@ -59,6 +71,8 @@ def _answer(diagnosis: Diagnosis) -> str:
 
 def _no_finding(diagnosis: Diagnosis) -> str:
     ranks = diagnosis.job.ranks
+    if _about_data(diagnosis):
+        return "Nothing found: the ranks' data agrees."
     if not ranks:
         return "Nothing found: no rank answered."
     where = sorted({batch_words(facts.progress) for facts in ranks})
@@ -69,12 +83,24 @@ def _no_finding(diagnosis: Diagnosis) -> str:
 
 def _incident_words(diagnosis: Diagnosis) -> str:
     incident, job = diagnosis.job.incident, diagnosis.job
+    if _about_data(diagnosis):
+        return wrapped(f"Incident {incident.number}: {_presented_words(job)}.")
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     text = (
         f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
         f"answered.{_limits(incident)}"
     )
-    return _wrapped(text)
+    return wrapped(text)
+
+
+def _presented_words(job: JobFacts) -> str:
+    """``"all 4 ranks presented their train_dataloader"``, ``"3 of 4 ranks …"``."""
+    stages = [facts.data.stage for facts in job.ranks if facts.data is not None]
+    what = max(stages, key=stages.count, default="data")
+    if len(stages) < job.world_size:
+        return f"{len(stages)} of {job.world_size} ranks presented their {what}"
+    who = f"all {len(stages)} ranks" if len(stages) > 1 else "the only rank"
+    return f"{who} presented {'their' if len(stages) > 1 else 'its'} {what}"
 
 
 def _limits(incident: Incident) -> str:
@@ -88,12 +114,12 @@ def _finding(number: int, finding: Finding) -> str:
     title = (
         f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
     )
-    lines = [_wrapped(finding.summary, "   ")]
+    lines = [wrapped(finding.summary, "   ")]
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
     if finding.evidence:
         lines.append("   How we know:")
-        lines += [_wrapped(f"- {_evidence_words(item)}", "   ") for item in finding.evidence]
-    lines += ["   What to do:", _wrapped(finding.remedy, "   ")]
+        lines += [wrapped(f"- {_evidence_words(item)}", "   ") for item in finding.evidence]
+    lines += ["   What to do:", wrapped(finding.remedy, "   ")]
     return "\n".join([safe(title), *lines])
 
 
@@ -109,29 +135,3 @@ def _telling(evidence: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
         if item.source != "phase" or len(evidence) == 1:
             first.setdefault(item.source, item)
     return tuple(first.values())[:_SHORT_EVIDENCE]
-
-
-def _section(title: str, lines: Iterable[str], *, wrap: bool = True) -> str:
-    body = list(_body(lines, wrap))
-    return "\n".join([safe(title), "-" * len(title), *body]) if body else ""
-
-
-def _body(lines: Iterable[str], wrap: bool) -> Iterator[str]:
-    for line in lines:
-        yield _wrapped(line) if wrap else safe(line)
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    hanging = indent + ("  " if text.startswith("- ") else "")
-    return textwrap.fill(
-        safe(text),
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _SHORT_LINE else f"{line[: _SHORT_LINE - 1]}…"

@@ -8,6 +8,20 @@ from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.rules.agreement.different_data import different_data
+from lightning_ncclsafe.rules.agreement.different_datasets import different_datasets
+from lightning_ncclsafe.rules.agreement.loader_count import loader_count
+from lightning_ncclsafe.rules.agreement.loader_settings import loader_settings
+from lightning_ncclsafe.rules.agreement.same_shard import same_shard
+from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_disagreement
+from lightning_ncclsafe.rules.agreement.settings_disagreement import settings_disagreement
+from lightning_ncclsafe.rules.agreement.sized_and_unsized import sized_and_unsized
+from lightning_ncclsafe.rules.agreement.unequal_batches import unequal_batches
+from lightning_ncclsafe.rules.agreement.unequal_samples import unequal_samples
+from lightning_ncclsafe.rules.agreement.uneven_end import uneven_end
+from lightning_ncclsafe.rules.agreement.unpresented_loader import unpresented_loader as silent_at_comparison
+from lightning_ncclsafe.rules.agreement.unreadable_loader import unreadable_loader
+from lightning_ncclsafe.rules.agreement.validation_step import validation_step
 from lightning_ncclsafe.rules.hang.all_joined import all_joined
 from lightning_ncclsafe.rules.hang.data_stall import data_stall
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
@@ -20,6 +34,7 @@ from lightning_ncclsafe.rules.hang.rank_zero_only_work import rank_zero_only_wor
 from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
+from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
 from lightning_ncclsafe.rules.timeline import forget
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -30,6 +45,7 @@ HANG_RULES: tuple[Rule, ...] = (
     failed_rank,
     dead_rank,
     frozen_rank,
+    unpresented_loader,
     rank_zero_only_work,
     slow_logger,
     slow_checkpoint,
@@ -39,6 +55,24 @@ HANG_RULES: tuple[Rule, ...] = (
     diverged_collectives,
     all_joined,
     rank_behind,
+)
+
+# Of presented data; what other findings follow from comes before these.
+AGREEMENT_RULES: tuple[Rule, ...] = (
+    uneven_end,
+    loader_count,
+    silent_at_comparison,
+    sized_and_unsized,
+    different_datasets,
+    unequal_samples,
+    different_data,
+    sampler_disagreement,
+    loader_settings,
+    validation_step,
+    unequal_batches,
+    settings_disagreement,
+    same_shard,
+    unreadable_loader,
 )
 
 _CONFIDENCES = tuple(Confidence)

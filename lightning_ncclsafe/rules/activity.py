@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_ncclsafe.facts import Action, Collective, Frame, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUP, Action, Collective, Frame, Phase, RankFacts
 from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
 
+AGREEMENT = "agreement:"
+"""What the name of an action begins with in which a rank presents its loaders; the hook that gave them follows."""
+
+_WAIT_FOR_VOTE = "wait_for_vote"
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
 
 
@@ -89,8 +93,14 @@ def activity(facts: RankFacts) -> Activity:
 
 
 def outstanding_collective(facts: RankFacts) -> Collective | None:
-    """The oldest collective that this rank has called and that has not completed."""
-    return next((entry for entry in facts.collectives if not entry.completed and not entry.is_p2p), None)
+    """The oldest collective that this rank has called and that has not completed.
+
+    A vote on the next batch is on its way while the rank does something else; it counts where the rank waits for it.
+    """
+    votes = {group.name for group in facts.groups if group.description == VOTE_GROUP}
+    in_vote = any(frame.function == _WAIT_FOR_VOTE for frame in facts.stack)
+    outstanding = (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
+    return next((entry for entry in outstanding if (entry.group in votes) is in_vote), None)
 
 
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
@@ -102,6 +112,8 @@ def hook_words(name: str) -> str:
     """An action's name for people: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
     if name.startswith("barrier:"):
         return f"barrier {name.removeprefix('barrier:')!r}"
+    if name.startswith(AGREEMENT):
+        return f"the comparison of the ranks' {name.removeprefix(AGREEMENT)}"
     owner, _, rest = name.partition("]")
     plain = rest.lstrip(".") if owner.startswith("[") and rest else name
     before, brace, after = plain.partition("{")
@@ -135,7 +147,7 @@ def _kind(facts: RankFacts, mark: Landmark | None, collective: Collective | None
         return Kind.FINISHED, ""
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
     if mark is not None and not (mark.weak and collective is None):
-        named = hook_words(action) if action.startswith("barrier:") else mark.call
+        named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
         return Kind[mark.kind], named
     return _kind_without_landmark(facts, action, collective)
 

@@ -44,6 +44,8 @@ _FABRIC = r"/(?:lightning/fabric|lightning_fabric)"
 # The first pattern that fits decides, so exceptions stand before their file's general line.
 _PATTERNS = (
     _pattern("STORE", rf"{_FABRIC}/utilities/distributed\.py$", "__exit__|__call__", exempt=True),
+    _pattern("STORE", r"/lightning_ncclsafe/loaders/agreement\.py$", "_wait_until"),
+    _pattern("COLLECTIVE", r"/lightning_ncclsafe/_torch\.py$", "wait_for_vote"),
     _pattern("USER", r"/torch/distributed/distributed_c10d\.py$", "_object_to_tensor|_tensor_to_object"),
     _pattern(
         "STORE",

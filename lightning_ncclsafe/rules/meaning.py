@@ -6,6 +6,7 @@ from lightning_ncclsafe.rules.wording import numel
 # Part of the file's path, function ("" for any), operations ("" for any), and what it is for.
 _BY_FRAME = (
     ("training_epoch_loop.py", "_broadcast_sigterm_tensor", "broadcast", "Lightning's per-batch SIGTERM broadcast"),
+    ("lightning_ncclsafe/", "wait_for_vote", "", "the vote on whether every rank has a next batch"),
     ("", "has_len_all_ranks", "all_reduce", "Lightning's check that no rank's dataloader is empty"),
     ("", "_verify_param_shape_across_processes", "", "DDP's parameter check"),
     ("", "_sync_module_states", "", "DDP's first broadcast of parameters and buffers"),

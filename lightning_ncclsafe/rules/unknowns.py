@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -11,6 +11,9 @@ from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 def unknowns(job: JobFacts) -> tuple[str, ...]:
     """What these facts cannot tell, one sentence each."""
     view = timeline(job)
+    if job.incident.kind is IncidentKind.DATA:
+        # Nobody waits yet: there is no recorder to ask, and a rank that presented nothing is a finding.
+        return (*job.missing, *_missing(view))
     return (
         *_silence(view),
         *_recorder(view),

@@ -8,18 +8,19 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-BATCH_SIZE = 16
 WIDTH = 128
 
 
@@ -32,12 +33,22 @@ class Model(L.LightningModule):
             torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()
         )
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(batch[0]).square().mean()
+    def training_step(self, batch: torch.Tensor | list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch if isinstance(batch, torch.Tensor) else batch[0]).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Batches of which nobody knows how many come; their last digits differ from rank to rank, as real data do."""
+
+    def __init__(self, batches: int, batch_size: int) -> None:
+        self.batches = torch.rand(batches, batch_size, WIDTH) + int(os.environ["LOCAL_RANK"])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
 
 
 class StepTimer(L.Callback):
@@ -68,15 +79,21 @@ def make_strategy(name: str) -> DDPStrategy:
     return SafeDDP()
 
 
-def train(strategy: str, steps: int, ranks: int, root_dir: Path) -> dict[str, list[float]]:
+def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoader[Any]:
+    if data == "stream":
+        return DataLoader(Stream(batches, batch_size), batch_size=None)
+    return DataLoader(TensorDataset(torch.rand(batches * batch_size * ranks, WIDTH)), batch_size=batch_size)
+
+
+def train(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of each step of one training."""
     timer = StepTimer()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=ranks,
+        devices=options.ranks,
         strategy=make_strategy(strategy),
         max_epochs=1,
-        default_root_dir=root_dir,
+        default_root_dir=options.result.parent,
         callbacks=[timer],
         logger=False,
         enable_checkpointing=False,
@@ -84,11 +101,11 @@ def train(strategy: str, steps: int, ranks: int, root_dir: Path) -> dict[str, li
         enable_model_summary=False,
     )
     # One more: a step ends where the next one begins.
-    data = TensorDataset(torch.rand((steps + 1) * BATCH_SIZE * ranks, WIDTH))
+    loader = make_loader(options.data, options.steps + 1, options.batch_size, options.ranks)
     # What a training leaves is collected on its own time; what was there before is nobody's, and takes long to search.
     gc.collect()
     gc.freeze()
-    trainer.fit(Model(), DataLoader(data, batch_size=BATCH_SIZE))
+    trainer.fit(Model(), loader)
     return timer.steps_ms()
 
 
@@ -103,9 +120,11 @@ def main() -> None:
     parser.add_argument("strategies", nargs="+", choices=["stock", "safe"], help="one for each training, in this order")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--data", choices=["known", "stream"], required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    steps_ms = [train(name, options.steps, options.ranks, options.result.parent) for name in options.strategies]
+    steps_ms = [train(name, options) for name in options.strategies]
     options.result.write_text(json.dumps({"steps_ms": steps_ms, "peak_mb": peak_mb()}))
 
 

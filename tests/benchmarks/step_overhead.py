@@ -9,6 +9,7 @@ strategy has processes of its own.
 
 python tests/benchmarks/step_overhead.py
 python tests/benchmarks/step_overhead.py --blocks 60 --json
+python tests/benchmarks/step_overhead.py --data stream --batch-size 2048
 """
 
 import argparse
@@ -33,7 +34,7 @@ BLOCK = ("stock", "safe", "safe", "stock")
 # Of every training: caches fill, and the group's connections wake up.
 WARM_UP_STEPS = 20
 MEMORY_LAUNCHES = 3
-RATIO_LIMIT, MEMORY_LIMIT_MB = 1.01, 30.0
+MEMORY_LIMIT_MB = 30.0
 
 Trainings = Sequence[Sequence[float]]  # step times of each training, in milliseconds
 
@@ -50,9 +51,18 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    ranks: int
+class Training:
+    """What one training is: its steps, its ranks, the kind and the size of its batches."""
+
     steps: int
+    ranks: int
+    data: str
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    training: Training
     blocks: int
     median: Ratio
     mean: Ratio
@@ -85,12 +95,13 @@ def bootstrap(values: Sequence[float], draws: int = 4000) -> tuple[float, float]
     return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
 
 
-def launch(strategies: Sequence[str], steps: int, ranks: int) -> list[dict[str, Any]]:
+def launch(strategies: Sequence[str], training: Training) -> list[dict[str, Any]]:
     """Runs the trainings on all ranks; what each rank has written down."""
     with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
+        results = [Path(folder, f"rank{rank}.json") for rank in range(training.ranks)]
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        arguments = [*strategies, f"--steps={steps + WARM_UP_STEPS}", f"--ranks={ranks}"]
+        arguments = [*strategies, f"--steps={training.steps + WARM_UP_STEPS}", f"--ranks={training.ranks}"]
+        arguments += [f"--data={training.data}", f"--batch-size={training.batch_size}"]
         with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
             for rank, result in enumerate(results):
                 command = [sys.executable, str(ONE_RANK), *arguments, f"--result={result}"]
@@ -134,30 +145,34 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def added_memory_mb(steps: int, ranks: int) -> tuple[float, ...]:
+def added_memory_mb(training: Training) -> tuple[float, ...]:
     """Peak memory of safe minus stock for each rank; the median of some launches, which differ by a megabyte or two."""
     peaks: dict[str, list[list[float]]] = {"stock": [], "safe": []}
     for _ in range(MEMORY_LAUNCHES):
         for name, found in peaks.items():
-            found.append([rank["peak_mb"] for rank in launch([name], steps, ranks)])
+            found.append([rank["peak_mb"] for rank in launch([name], training)])
     stock, safe = ([statistics.median(rank) for rank in zip(*found, strict=True)] for found in peaks.values())
     return tuple(b - a for a, b in zip(stock, safe, strict=True))
 
 
-def measure(steps: int, blocks: int, ranks: int) -> Result:
+def measure(training: Training, blocks: int) -> Result:
     # The first block warms up the processes and is left out. The ranks go in step, the first one speaks for all.
-    first_rank, *_ = launch(BLOCK * (1 + blocks), steps, ranks)
+    first_rank, *_ = launch(BLOCK * (1 + blocks), training)
     trainings = first_rank["steps_ms"][len(BLOCK) :]
     wall, cpu = ([training[clock] for training in trainings] for clock in ("wall", "cpu"))
     return Result(
-        ranks=ranks,
-        steps=steps,
+        training=training,
         blocks=blocks,
         median=compare(wall, statistics.median),
         mean=compare(wall, statistics.fmean),
         cpu=compare(cpu, statistics.fmean),
-        memory_mb=added_memory_mb(steps, ranks),
+        memory_mb=added_memory_mb(training),
     )
+
+
+def limit(training: Training, ratio: Ratio) -> float:
+    """Where ranks vote before each batch, a step of a few milliseconds may take somewhat longer."""
+    return 1.05 if training.data == "stream" and ratio.stock_ms < 10 else 1.01
 
 
 def show(result: Result) -> None:
@@ -168,10 +183,14 @@ def show(result: Result) -> None:
     for name, ratio in (("median step", result.median), ("mean step", result.mean), ("mean CPU time", result.cpu)):
         interval = f"{ratio.low:.3f}-{ratio.high:.3f}"
         times = f"{ratio.stock_ms:.3f} ms", f"{ratio.safe_ms:.3f} ms"
-        table.add_row(name, *times, f"{ratio.ratio:.3f}", interval, f"{RATIO_LIMIT:g}")
+        table.add_row(name, *times, f"{ratio.ratio:.3f}", interval, f"{limit(result.training, ratio):g}")
     memory = ", ".join(f"{added:+.1f}" for added in result.memory_mb)
     table.add_row("peak memory", "", f"{memory} MB", "", "", f"+{MEMORY_LIMIT_MB:g} MB")
-    table.caption = f"{result.ranks} ranks, {result.blocks} blocks of {len(BLOCK)} trainings of {result.steps} steps"
+    training = result.training
+    table.caption = (
+        f"{training.ranks} ranks, {result.blocks} blocks of {len(BLOCK)} trainings of {training.steps} steps, data: "
+        f"{training.data}"
+    )
     Console().print(table)
 
 
@@ -180,9 +199,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="steps of one training, about 0.5 s")
     parser.add_argument("--blocks", type=int, default=40, help="blocks of four trainings")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--data", choices=["known", "stream"], default="known", help="stream: of unknown length, so that ranks vote"
+    )
+    parser.add_argument("--batch-size", type=int, default=16, help="16: a step of about 3 ms; 2048: about 20 ms")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
-    result = measure(options.steps, options.blocks, options.ranks)
+    training = Training(steps=options.steps, ranks=options.ranks, data=options.data, batch_size=options.batch_size)
+    result = measure(training, options.blocks)
     if options.json:
         print(json.dumps(dataclasses.asdict(result)))
     else:

@@ -213,16 +213,16 @@ def test_the_loaders_are_those_of_the_current_loop(tmp_path: Path) -> None:
         [loader(Held()), DataLoader(Numbers(), batch_size=1)],
         max_epochs=1,
     )
-    assert set(look.seen["on_train_batch_start"]) == {(LoaderFacts(dataset="Numbers", batches=BATCHES),)}
-    assert set(look.seen["on_validation_batch_start"]) == {
-        (LoaderFacts(dataset="Held", batches=BATCHES), LoaderFacts(dataset="Numbers", batches=2 * BATCHES))
-    }
+    numbers = (LoaderFacts(dataset="Numbers", batches=BATCHES),)
+    held = (LoaderFacts(dataset="Held", batches=BATCHES), LoaderFacts(dataset="Numbers", batches=2 * BATCHES))
+    assert look.seen["on_train_batch_start"] == [numbers] * BATCHES
+    assert look.seen["on_validation_batch_start"] == [held] * (3 * BATCHES)
 
 
 def test_a_loader_without_length_has_no_number_of_batches(tmp_path: Path) -> None:
     look = Look("on_train_batch_start", part=loaders)
     run(tmp_path, look, "fit", loader(Stream()), loader(Held()), max_epochs=1)
-    assert set(look.seen["on_train_batch_start"]) == {(LoaderFacts(dataset="Stream", batches=None),)}
+    assert look.seen["on_train_batch_start"] == [(LoaderFacts(dataset="Stream", batches=None),)] * BATCHES
 
 
 def test_the_workers_of_a_loader_are_counted_without_starting_them() -> None:

@@ -1,0 +1,1 @@
+"""Callbacks: what a user sets beside the strategy."""

@@ -1,0 +1,50 @@
+"""The callback that says what ranks do about their data."""
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
+from lightning_ncclsafe.strategies import guards
+
+
+class DatasetAgreement(Callback):
+    """Says how ranks compare their data before training starts, and what happens where it ends unevenly.
+
+    With any strategy of this package the loaders of every stage are compared across ranks without it, too, with the
+    defaults below.
+
+    Args:
+        on_mismatch: ``"raise"``: where ranks disagree about their data, all of them raise
+            :class:`~lightning_ncclsafe.DatasetMismatchError` before their workers start. ``"warn"``: the same is
+            printed once, and training goes on; what cannot be gone on with (different numbers of loaders) raises all
+            the same.
+        content: How much of the data's content is compared. ``"sample"``: up to 65,536 indices and file names in
+            full and 1,024 of longer lists, and some rows of what is in memory. ``"full"``: all indices and file
+            names, and up to 8 samples as the dataset gives them, each read twice; one that is different the second
+            time is taken for randomly augmented. ``"off"``: only sizes and settings.
+        on_uneven: What happens where the data of one rank ends before that of another. ``"raise"``: all ranks raise
+            :class:`~lightning_ncclsafe.UnevenDataError` at the first end. ``"stop_together"``: the epoch ends for all
+            ranks with the shortest; no batch is trained on by only some of them. ``"repeat"``: ranks whose data has
+            ended start over until the longest has ended. Where all ranks know their lengths beforehand, ``"raise"``
+            is a mismatch and raised before the first batch.
+
+    Raises:
+        ValueError: If an argument is not one of these words.
+        TypeError: When a Trainer is run with a strategy that compares nothing.
+
+    Example::
+
+        trainer = L.Trainer(strategy=SafeDDP(), callbacks=[DatasetAgreement(on_uneven="stop_together")])
+    """
+
+    def __init__(
+        self, *, on_mismatch: OnMismatch = "raise", content: Content = "sample", on_uneven: OnUneven = "raise"
+    ) -> None:
+        self.settings = AgreementSettings(on_mismatch=on_mismatch, content=content, on_uneven=on_uneven)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that the strategy is one that compares."""
+        if not guards(trainer.strategy):
+            raise TypeError(
+                f"DatasetAgreement was given to a Trainer with {type(trainer.strategy).__name__}, which compares "
+                "nothing; use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+            )

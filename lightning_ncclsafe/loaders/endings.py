@@ -1,0 +1,109 @@
+"""Gives a loader the end that ranks have agreed on: the same object, of the same type, iterated in our way."""
+
+import copyreg
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Begin = Callable[[], Iterator[Any]]
+Iterate = Callable[[Begin], Iterator[Any]]
+
+
+class Replaced:
+    """A loader whose iteration is replaced until :meth:`restore`.
+
+    Users, Lightning and PyTorch ask ``isinstance(loader, DataLoader)``, so the object stays what it is: its class
+    becomes a subclass of its own class.
+
+    Args:
+        loader: The loader; see :func:`replaceable`.
+        iterate: Makes the iterator that the loader gives from now on, from a function that begins the loader's own.
+        length: The length that the loader has from now on; None for its own.
+        hides_length: Whether it has no length from now on.
+    """
+
+    def __init__(self, loader: Any, iterate: Iterate, *, length: int | None = None, hides_length: bool = False) -> None:
+        self._loader = loader
+        self._type = type(loader)
+        methods: dict[str, Any] = {"__iter__": _iter_method(self._type, iterate), "__reduce_ex__": _reduce(self._type)}
+        if hides_length or length is not None:
+            methods["__len__"] = _len_method(self._type, None if hides_length else length)
+        loader.__class__ = _subclass(self._type, methods)
+
+    def restore(self) -> None:
+        """The loader is again what it was."""
+        self._loader.__class__ = self._type
+
+
+def replaceable(loader: Any) -> Any:
+    """The loader itself, or one around it where its class cannot be replaced: that of a list, or of a generator."""
+    try:
+        if hasattr(type(loader), "__iter__"):
+            Replaced(loader, lambda begin: begin()).restore()
+            return loader
+    except (TypeError, AttributeError):
+        pass
+    return _Sized(loader) if hasattr(type(loader), "__len__") else _Plain(loader)
+
+
+class _Plain:
+    """Stands for an iterable of a built-in type."""
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_iterable" not in vars(self):  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self._iterable, name)
+
+
+class _Sized(_Plain):
+    """Stands for one that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+
+def _subclass(parent: type, methods: dict[str, Any]) -> type:
+    names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
+    # Without slots of its own it would get a __dict__ that the parent may not have, and could not take its place.
+    slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
+    return type(parent.__name__, (parent,), {**names, **slots, **methods})
+
+
+def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any]]:
+    def __iter__(self: Any) -> Iterator[Any]:
+        return iterate(lambda: parent.__iter__(self))  # type: ignore[attr-defined]
+
+    return __iter__
+
+
+def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:
+    def __len__(self: Any) -> int:
+        if length is None:
+            raise TypeError(f"object of type {parent.__name__!r} has no len(): not all ranks know one")
+        return length
+
+    return __len__
+
+
+def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
+    """A copy, or one that is sent away, is of the class that everybody can import."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = parent.__reduce_ex__(self, protocol)
+        if isinstance(made, str):
+            return made
+        function, arguments, *state = made
+        # Pickle takes copyreg's function only for objects of just that class.
+        make = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
+        return make, tuple(parent if item is type(self) else item for item in arguments), *state
+
+    return __reduce_ex__
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)

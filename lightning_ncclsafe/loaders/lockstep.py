@@ -1,0 +1,174 @@
+"""Iterates data of unknown length in lockstep: every rank gets its next batch, or all of them are at the end.
+
+Before each batch the ranks vote on whether all of them have it. The vote on a batch is started when the batch before
+it is handed out, so it is under way while that one is trained on; ranks wait for it only where one of them is late
+with its data, and then they would wait in the next all-reduce anyway.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from lightning_ncclsafe.errors import UnevenDataError
+from lightning_ncclsafe.loaders.endings import Begin
+from lightning_ncclsafe.settings import OnUneven
+
+
+class Votes(Protocol):
+    """What ranks vote with; see :class:`lightning_ncclsafe._torch.VoteGroup`."""
+
+    def start(self, *values: int) -> Callable[[], list[int]]:
+        """Starts a vote; the function that is returned waits for it and gives the greatest of each value."""
+
+    def gather(self, *values: int) -> list[list[int]]:
+        """The values of every rank, by rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How far one rank has come with a loader when the data of some rank has ended.
+
+    Attributes:
+        batches: Batches that it has had.
+        ended: Whether its data has ended.
+    """
+
+    batches: int
+    ended: bool
+
+
+class Lockstep:
+    """The iterator of one rank over one epoch of a loader.
+
+    Args:
+        begin: Begins the rank's own data; called again where a short rank starts over.
+        votes: What ranks vote with.
+        on_uneven: What happens where one rank's data ends before another's.
+        tell: Called on all ranks when that happens, with the reading of each rank; what it returns is raised where
+            ``on_uneven`` is ``"raise"``.
+        compare: Called on all ranks, once they have all got two batches, with a digest of each; None for nobody.
+        digest: Makes the digest of a batch.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        votes: Votes,
+        on_uneven: OnUneven,
+        tell: Callable[[list[Reading]], Exception],
+        compare: Callable[[int, int], None] | None = None,
+        digest: Callable[[Any], int] = hash,
+    ) -> None:
+        self._begin = begin
+        self._votes = votes
+        self._on_uneven = on_uneven
+        self._tell = tell
+        self._compare = compare
+        self._digest = digest
+        self._digests: list[int] = []
+        self._ended = False
+        self._given = 0
+        self._over = False
+        self._told = False
+        self._own = begin()
+        self._look_ahead()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over or not self._all_go_on():
+            self._over = True
+            raise StopIteration
+        batch = self._start_over() if self._ahead is None else self._ahead[0]
+        self._given += 1
+        self._look_ahead()
+        return batch
+
+    def _look_ahead(self) -> None:
+        """Fetches the next batch of this rank, and starts the vote on it."""
+        try:
+            # In a tuple: the batch itself may be None.
+            self._ahead: tuple[Any] | None = (next(self._own),)
+        except StopIteration:
+            self._ahead, self._ended = None, True
+        if self._compare is not None and self._ahead is not None:
+            self._digests.append(self._digest(self._ahead[0]))
+        self._vote = self._votes.start(self._ended, not self._ended)
+
+    def _all_go_on(self) -> bool:
+        some_ended, some_go_on = self._vote()
+        if not some_ended:
+            self._compare_first_batches()
+            return True
+        if not some_go_on:
+            return False
+        error = self._tell_once()
+        if self._on_uneven == "raise" and error is not None:
+            self._over = True
+            raise error
+        return self._on_uneven == "repeat"
+
+    def _compare_first_batches(self) -> None:
+        if self._compare is not None and self._given == 1:
+            compare, self._compare = self._compare, None
+            compare(*self._digests)
+
+    def _tell_once(self) -> Exception | None:
+        if self._told:
+            return None
+        self._told = True
+        return self._tell(
+            [
+                Reading(batches=batches, ended=bool(ended))
+                for batches, ended in self._votes.gather(self._given + (not self._ended), self._ended)
+            ]
+        )
+
+    def _start_over(self) -> Any:
+        """The first batch of another pass over this rank's data: its last pass has ended, another rank's has not."""
+        self._own = self._begin()
+        try:
+            return next(self._own)
+        except StopIteration:
+            raise _nothing_to_repeat(self._given) from None
+
+
+def until(begin: Begin, length: int, *, repeat: bool = False, error: Callable[[], Exception] | None = None) -> Any:
+    """Iterates data of known length up to an agreed one.
+
+    Args:
+        begin: Begins the rank's own data.
+        length: Number of batches after which it ends.
+        repeat: Whether data that is shorter starts over.
+        error: Makes what is raised at the end, where reaching it is an error.
+    """
+    # Begun here and not in the generator: workers start when the iterator is made.
+    return _until(begin(), begin, length, repeat, error)
+
+
+def _until(
+    own: Iterator[Any], begin: Begin, length: int, repeat: bool, error: Callable[[], Exception] | None
+) -> Iterator[Any]:
+    given = 0
+    while True:
+        before = given
+        for batch in islice(own, length - given):
+            given += 1
+            yield batch
+        if given == length or not repeat:
+            break
+        if given == before:
+            raise _nothing_to_repeat(given)
+        own = begin()
+    if error is not None:
+        raise error()
+
+
+def _nothing_to_repeat(given: int) -> UnevenDataError:
+    return UnevenDataError(
+        f"This rank's data has ended after {given} batches and cannot start over, as on_uneven='repeat' asks: "
+        "iterating it again gives nothing. Give the dataset an __iter__ that starts from the beginning, or use "
+        "on_uneven='stop_together'."
+    )

@@ -1,0 +1,243 @@
+"""Collects the loaders of a stage as Lightning prepares them, and has them compared once they are complete.
+
+The Trainer and its loops are used by duck type; Lightning is not imported here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.errors import DatasetMismatchError
+from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, replaceable
+from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
+from lightning_ncclsafe.loaders.standin import StandIn
+from lightning_ncclsafe.loaders.stop_signal import StopSignal
+from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.fingerprints import digest_of_batch
+from lightning_ncclsafe.probes.loaders import loader_facts
+from lightning_ncclsafe.probes.random_state import random_states
+from lightning_ncclsafe.reporter import say_own_failure
+from lightning_ncclsafe.rules.activity import AGREEMENT
+from lightning_ncclsafe.settings import AgreementSettings
+
+_TRAIN = "train_dataloader"
+_WHAT = "the comparison of the ranks' data"
+
+
+@dataclass
+class Stage:
+    """The loaders that one of Lightning's hooks has given.
+
+    Attributes:
+        name: Name of the hook, ``"train_dataloader"``.
+        mode: How Lightning combines the loaders.
+        expected: Number of loaders.
+        loaders: Those that Lightning has prepared so far.
+    """
+
+    name: str
+    mode: str
+    expected: int
+    loaders: list[Any]
+
+
+class Presenter:
+    """Presents the loaders of every stage of one call of the Trainer, on one rank.
+
+    Args:
+        trainer: The ``Trainer``.
+        strategy: Its strategy.
+        agreement: Compares them with those of the other ranks.
+        settings: What the user has set.
+        combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
+        tracker: What Lightning is doing.
+        timeout_s: Seconds after which a vote fails that not all ranks take part in.
+        sigterm_error: Lightning's ``SIGTERMException``.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Any,
+        strategy: Any,
+        agreement: Agreement,
+        settings: AgreementSettings,
+        combined: type,
+        tracker: PhaseTracker,
+        timeout_s: float,
+        sigterm_error: type[BaseException],
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._agreement = agreement
+        self._settings = settings
+        self._combined = combined
+        self._tracker = tracker
+        self._timeout_s = timeout_s
+        self._stage: Stage | None = None
+        self._standins: list[StandIn] = []
+        self._stop_signal = StopSignal(trainer, sigterm_error)
+        self._replaced: list[Replaced] = []
+        self._votes: _torch.VoteGroup | None = None
+        self._is_off = False
+
+    def attach(self) -> None:
+        """Listens to what the loops' hooks give: how many loaders there are is not known otherwise."""
+        trainer = self._trainer
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            source = loop._data_source
+            self._standins.append(_Requests(self, source))
+        self._stop_signal.attach()
+
+    def detach(self) -> None:
+        """Everything is as it was."""
+        self._stop_signal.detach()
+        while self._standins:
+            self._standins.pop().remove()
+        while self._replaced:
+            self._replaced.pop().restore()
+        votes, self._votes = self._votes, None
+        if votes is not None:
+            votes.close()
+
+    def requested(self, name: str, loaders: Any) -> None:
+        """One of the loops' hooks has given its loaders; Lightning will prepare them one by one."""
+        self._unharmed(lambda: self._open(name, loaders))
+
+    def _open(self, name: str, loaders: Any) -> None:
+        is_combined = isinstance(loaders, self._combined)
+        combined = loaders if is_combined else self._combined(loaders, self._default_mode(name))
+        self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened), loaders=[])
+        if self._stage.expected == 0:
+            self._compare(self._stage)
+
+    def prepared(self, loader: Any) -> Any:
+        """Lightning has prepared a loader; with the last one of its stage, all ranks are compared.
+
+        Returns:
+            What is to be iterated: the loader itself wherever that is possible.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        loader = replaceable(loader)
+        self._unharmed(lambda: self._add(loader))
+        return loader
+
+    def _add(self, loader: Any) -> None:
+        # A loop that Lightning's own hooks know nothing of has each loader for itself.
+        stage = self._stage or Stage(name="dataloader", mode="", expected=1, loaders=[])
+        stage.loaders.append(loader)
+        if len(stage.loaders) >= stage.expected:
+            self._stage = None
+            self._compare(stage)
+
+    def _compare(self, stage: Stage) -> None:
+        with self._tracker.action(f"{AGREEMENT}{stage.name}"):
+            data = self._data_or_none(stage)
+            terms = self._agreement.compare(data)
+            if stage.name == _TRAIN:
+                self._stop_signal.votes = any(its_terms.votes for its_terms in terms)
+            for index, its_terms in enumerate(terms if data is not None else ()):
+                if data is not None and not its_terms.changes_nothing:
+                    self._apply(its_terms, stage.loaders[index], data.loaders[index], data)
+
+    def _data_or_none(self, stage: Stage) -> DataFacts | None:
+        """The others wait for this rank's word, and also have it where it could not find out anything."""
+        if self._is_off:
+            return None
+        try:
+            return self._data(stage)
+        except Exception as error:
+            say_own_failure(error, what=_WHAT)
+            return None
+
+    def _unharmed(self, act: Callable[[], None]) -> None:
+        """Our own failure is said once, and there are no more comparisons; the training goes on."""
+        try:
+            act()
+        except DatasetMismatchError:
+            raise
+        except Exception as error:
+            self._is_off = True
+            say_own_failure(error, what=_WHAT)
+
+    def _data(self, stage: Stage) -> DataFacts:
+        loaders = tuple(self._facts(stage, index) for index in range(len(stage.loaders)))
+        share = getattr(self._strategy, "distributed_sampler_kwargs", None) or {}
+        return DataFacts(
+            stage=stage.name,
+            mode=stage.mode,
+            loaders=loaders,
+            val_check_batch=self._val_check_batch(stage, loaders) if stage.name == _TRAIN else None,
+            data_rank=int(share.get("rank", self._strategy.global_rank)),
+            data_ranks=int(share.get("num_replicas", self._strategy.world_size)),
+            random=random_states(),
+            on_mismatch=self._settings.on_mismatch,
+            content=self._settings.content,
+            on_uneven=self._settings.on_uneven,
+        )
+
+    def _facts(self, stage: Stage, index: int) -> LoaderFacts:
+        name = stage.name if len(stage.loaders) == 1 else f"{stage.name}[{index}]"
+        limit = getattr(self._trainer, f"limit_{stage.name.partition('_')[0]}_batches", None)
+        return loader_facts(stage.loaders[index], name=name, limit=limit, content=self._settings.content)
+
+    def _val_check_batch(self, stage: Stage, loaders: tuple[LoaderFacts, ...]) -> int | None:
+        """As in Lightning's ``_FitLoop.setup_data``."""
+        interval = self._trainer.val_check_interval
+        if getattr(self._trainer, "_val_check_time_interval", None) is not None:
+            return None
+        if isinstance(interval, int):
+            return interval
+        known = [loader.batches for loader in loaders if loader.batches is not None]
+        if not known or len(known) < len(loaders) or not isinstance(interval, float):
+            return None
+        batches = min(known) if stage.mode == "min_size" else max(known)
+        return max(1, int(batches * interval))
+
+    def _default_mode(self, name: str) -> str:
+        return "max_size_cycle" if name == _TRAIN else "sequential"
+
+    def _apply(self, terms: LoaderTerms, loader: Any, facts: LoaderFacts, data: DataFacts) -> None:
+        iterate = self._voting(facts, data) if terms.votes else self._counting(terms, facts, data)
+        self._replaced.append(Replaced(loader, iterate, length=terms.length, hides_length=terms.hides_length))
+
+    def _voting(self, facts: LoaderFacts, data: DataFacts) -> Iterate:
+        if self._votes is None:
+            self._votes = _torch.VoteGroup(VOTE_GROUP, self._timeout_s)
+        compares = data.stage == _TRAIN and data.content != "off"
+        first = [partial(self._agreement.first_batches, data, facts, self._votes)] if compares else []
+        votes, tell = self._stop_signal.carried_by(self._votes), partial(self._agreement.uneven, data, facts)
+
+        def iterate(begin: Begin) -> Any:
+            compare = first.pop() if first else None
+            return Lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch)
+
+        return iterate
+
+    def _counting(self, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts) -> Iterate:
+        end = terms.ends_at
+        if end is None:
+            return partial(until, length=terms.length or 0, repeat=data.on_uneven == "repeat")
+        readings = [Reading(batches=min(length, end + 1), ended=length <= end) for length in terms.lengths]
+        return partial(until, length=end, error=partial(self._agreement.uneven, data, facts, readings))
+
+
+class _Requests(StandIn):
+    """Stands for the ``dataloader`` of a loop's data source."""
+
+    def __init__(self, presenter: Presenter, source: Any) -> None:
+        super().__init__(source, "dataloader", lambda: self._request(presenter, source.name))
+
+    def _request(self, presenter: Presenter, name: str) -> Any:
+        loaders = self.original()
+        presenter.requested(name, loaders)
+        return loaders

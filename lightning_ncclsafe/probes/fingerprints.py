@@ -1,0 +1,138 @@
+"""Short hashes that say whether two ranks have the same data, without a random number, an iteration or a change."""
+
+import os
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.probes.arrays import is_array
+from lightning_ncclsafe.probes.dataset_chain import chain, hugging_face, is_iterable
+from lightning_ncclsafe.probes.in_memory import values_digest
+from lightning_ncclsafe.probes.items import ItemsTakeTooLongError, item_fingerprints
+from lightning_ncclsafe.probes.plain_values import SAMPLE, ValueDigest, short_path
+from lightning_ncclsafe.probes.reading import Reader, stored
+from lightning_ncclsafe.probes.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
+
+_FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
+_READING = "Reading samples for a fingerprint"
+
+
+class Fingerprints(NamedTuple):
+    """Hashes by kind, as ``LoaderFacts.fingerprints`` has them, and a sentence about each that could not be made."""
+
+    found: dict[str, str]
+    problems: tuple[str, ...]
+
+
+def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool = True) -> Fingerprints:
+    """The hashes that can be had of a dataset. Equal data give equal hashes in every process, on every host.
+
+    Args:
+        dataset: The dataset, or whatever a loader that is no ``DataLoader`` is.
+        content: ``"sample"`` looks at some of what is long; ``"full"`` at all indices and names, at more values, and
+            reads a few samples, see :func:`~lightning_ncclsafe.probes.items.item_fingerprints`; ``"off"`` at nothing.
+        batches: A batch sampler or sampler that is a plain list.
+        items: Whether ``content="full"`` may index the dataset.
+    """
+    if content == "off":
+        return Fingerprints({}, ())
+    reader = Reader()
+    datasets = reader.attempt("Reading the dataset", lambda: chain(dataset)) or []
+    kinds: dict[str, Callable[[], str | None]] = {
+        "indices": lambda: _of_all(datasets, lambda one: _indices(one, content)),
+        "files": lambda: _of_all(datasets, lambda one: _files(one, content)),
+        "batches": lambda: None if batches is None else digest(batches_as_bytes(batches, content)),
+        "values": lambda: values_digest(datasets, content),
+    }
+    found = {kind: reader.attempt(f'The fingerprint "{kind}"', make) for kind, make in kinds.items()}
+    if content == "full" and items:
+        found |= reader.attempt(_READING, lambda: _items(dataset, reader)) or {}
+    return Fingerprints({kind: text for kind, text in found.items() if text}, tuple(reader.problems))
+
+
+def digest_of_batch(batch: Any) -> int:
+    """A hash of a batch as a positive number of 63 bits; 0 for a batch that holds something unknown."""
+    hashed = ValueDigest(SAMPLE)
+    try:
+        hashed.value(batch)
+    except Exception:
+        return 0
+    return int(hashed.hexdigest(), 16) >> 1
+
+
+def file_names(dataset: Any) -> Any:
+    """The dataset's own list of files, with or without classes; None where it has none."""
+    for name in _FILE_LISTS:
+        names = stored(dataset, name)
+        if isinstance(names, (str, PurePath)):
+            return [names]
+        if (type(names) in (list, tuple) or _is_flat_array(names)) and len(names) and _is_file(names[0]):
+            return names
+    return None
+
+
+def is_listed(batches: Any) -> bool:
+    """Whether a batch sampler or sampler is a plain list of numbers, or of lists of numbers."""
+    if not _may_be_numbers(batches):
+        return False
+    try:
+        batches_as_bytes([batches[position] for position in positions(len(batches), 64)], "sample")
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def _of_all(datasets: list[Any], part: Callable[[Any], bytes | None]) -> str | None:
+    parts = [found for one in datasets if (found := part(one)) is not None]
+    return digest(*parts) if parts else None
+
+
+def _indices(dataset: Any, content: str) -> bytes | None:
+    is_table = hugging_face(dataset) == "Dataset"
+    indices = stored(dataset, "_indices" if is_table else "indices")
+    if is_table and indices is not None:
+        # An Arrow table of one column, whose elements are not Python's numbers.
+        column = indices.column(0)
+        numbers = [number if isinstance(number, int) else number.as_py() for number in pick(column, content)]
+        return len(column).to_bytes(8, "little") + numbers_as_bytes(numbers, "full")
+    try:
+        return numbers_as_bytes(indices, content) if _may_be_numbers(indices) else None
+    except (TypeError, OverflowError):
+        return None
+
+
+def _may_be_numbers(value: Any) -> bool:
+    return type(value) in (list, tuple, range) or _is_flat_array(value)
+
+
+def _is_flat_array(value: Any) -> bool:
+    return is_array(value) and len(value.shape) == 1
+
+
+def _files(dataset: Any, content: str) -> bytes | None:
+    names = file_names(dataset)
+    if names is None:
+        return None
+    told = [_name(entry) for entry in pick(names, content)]
+    return repr((len(names), told)).encode("utf-8", "surrogatepass")
+
+
+def _is_file(entry: Any) -> bool:
+    first = entry[0] if type(entry) in (list, tuple) and entry else entry
+    return isinstance(first, (str, os.PathLike))
+
+
+def _name(entry: Any) -> tuple[str, ...]:
+    """The file's short name, and the class that is listed with it."""
+    if type(entry) in (list, tuple):
+        return (*_name(entry[0]), *(str(part) for part in entry[1:] if isinstance(part, (str, int))))
+    return (short_path(os.fsdecode(entry)),)
+
+
+def _items(dataset: Any, reader: Reader) -> dict[str, str]:
+    length = None if is_iterable(dataset) else reader.length(dataset, "dataset")
+    try:
+        return item_fingerprints(dataset, length) if length else {}
+    except ItemsTakeTooLongError as error:
+        reader.problems.append(f"{_READING} was given up: {error}")
+        return {}

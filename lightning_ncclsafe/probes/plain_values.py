@@ -1,0 +1,132 @@
+"""Hashes of numbers, text, arrays, and lists and dictionaries of these: equal on every host for equal values."""
+
+import datetime
+import decimal
+import hashlib
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.probes.arrays import bytes_of, head_of, is_array, kind_of, size_of
+from lightning_ncclsafe.probes.sampling import positions
+
+_MOST_LEVELS = 8
+# What one more value takes in time, as the bytes that are hashed meanwhile: long lists of numbers must end too.
+_BYTES_PER_VALUE = 128
+# Those whose repr() is their value, on every machine.
+_SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)
+
+
+class UnknownValueError(Exception):
+    """A value of which no hash can be made that is equal in every process."""
+
+
+class Limits(NamedTuple):
+    """How much is hashed.
+
+    Attributes:
+        rows: Elements of a list, or rows of an array too large to be hashed as a whole.
+        element_bytes: Bytes of one array or text.
+        total_bytes: Bytes after which no further row is begun.
+    """
+
+    rows: int
+    element_bytes: int
+    total_bytes: int
+
+    def shared(self, among: int) -> "Limits":
+        """The part of it for one of several."""
+        return Limits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
+
+
+SAMPLE = Limits(rows=1_024, element_bytes=1 << 20, total_bytes=16 << 20)
+FULL = Limits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
+
+
+class ValueDigest:
+    """Takes values one after the other; two with the same hash were given the same."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._limits = limits
+        self._taken = 0
+        self._enough = limits.total_bytes
+
+    def hexdigest(self) -> str:
+        """The hash of all that it was given."""
+        return self._hash.hexdigest()
+
+    def rows(self, rows: Any) -> None:
+        """Takes a list, or an array that may be large: rows at fixed positions until there are enough.
+
+        Raises:
+            UnknownValueError: If a row holds something that cannot be hashed.
+        """
+        self._enough = self._taken + self._limits.total_bytes
+        if is_array(rows):
+            if size_of(rows) <= self._limits.element_bytes or not len(rows.shape):
+                return self._array(rows)
+            self._write("rows", kind_of(rows).encode())
+        self._sequence(rows, 0)
+
+    def value(self, value: Any, level: int = 0) -> None:
+        """Takes one value.
+
+        Raises:
+            UnknownValueError: If it, or something in it, cannot be hashed.
+        """
+        kind = type(value)
+        if level > _MOST_LEVELS:
+            raise UnknownValueError("nested too deeply")
+        if kind in _SCALARS or (kind is datetime.datetime and value.tzinfo is None):
+            self._write(kind.__name__, repr(value).encode())
+        elif kind is str or isinstance(value, PurePath):
+            self._text(str(value))
+        elif kind in (bytes, bytearray):
+            self._write("bytes", len(value).to_bytes(8, "little"), value[: self._limits.element_bytes])
+        elif is_array(value):
+            self._array(value)
+        else:
+            self._container(value, level)
+
+    def _container(self, value: Any, level: int) -> None:
+        if type(value) is dict:
+            self._write("dict", len(value).to_bytes(8, "little"))
+            for key, item in sorted(value.items(), key=lambda pair: (type(pair[0]).__name__, str(pair[0]))):
+                self.value(key, level + 1)
+                self.value(short_path(item) if key == "path" and type(item) is str else item, level + 1)
+        elif type(value) in (list, tuple, range) or _is_named_tuple(value):
+            self._sequence(value, level + 1)
+        else:
+            raise UnknownValueError(type(value).__name__)
+
+    def _sequence(self, rows: Any, level: int) -> None:
+        self._write("list", len(rows).to_bytes(8, "little"))
+        for number, position in enumerate(positions(len(rows), self._limits.rows)):
+            if number >= 2 and self._taken > self._enough:
+                break
+            self.value(rows[position], level)
+
+    def _text(self, text: str) -> None:
+        # Where each host has its own copy of the data, absolute paths differ and the data does not.
+        text = short_path(text) if text.startswith("/") else text
+        told = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
+        self._write("str", len(text).to_bytes(8, "little"), told)
+
+    def _array(self, value: Any) -> None:
+        self._write("array", kind_of(value).encode(), bytes_of(head_of(value, self._limits.element_bytes)))
+
+    def _write(self, kind: str, *parts: bytes) -> None:
+        self._taken += _BYTES_PER_VALUE
+        for part in (kind.encode(), *parts):
+            self._hash.update(len(part).to_bytes(8, "little"))
+            self._hash.update(part)
+            self._taken += len(part)
+
+
+def short_path(path: str) -> str:
+    """The last two parts of a file's name or address, without what an address may carry after a question mark."""
+    return "/".join(path.replace("\\", "/").partition("?")[0].rstrip("/").split("/")[-2:])
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(type(value), "_fields")

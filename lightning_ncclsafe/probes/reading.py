@@ -1,0 +1,100 @@
+"""Reading objects of the user's that may raise at every touch: what fails becomes a sentence."""
+
+import inspect
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_MOST_CHARACTERS = 200
+# What a rank sends is JSON; no number of ours is larger than a machine word.
+_LARGEST = (1 << 63) - 1
+
+
+class Reader:
+    """Asks objects, and keeps a sentence about each answer that could not be had.
+
+    Attributes:
+        problems: The sentences, in the order in which the trouble was met.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def attempt(self, words: str, read: Callable[[], T]) -> T | None:
+        """What ``read`` returns; None, and a sentence, where it raises.
+
+        Args:
+            words: What is tried, as the subject of the sentence: ``"len(dataset)"``.
+            read: Reads it.
+        """
+        try:
+            return read()
+        except Exception as error:
+            self.problems.append(f"{words} raised {_said(error)}")
+        return None
+
+    def attribute(self, owner: Any, name: str, words: str) -> Any:
+        """An attribute, which may be a property; None where there is none or it raises."""
+        return self.attempt(f"{words}.{name}", lambda: getattr(owner, name, None))
+
+    def whole_number(self, owner: Any, name: str, words: str) -> int | None:
+        """An attribute that is a whole number; None where it is anything else."""
+        return whole_number(self.attribute(owner, name, words))
+
+    def flag(self, owner: Any, name: str, words: str) -> bool | None:
+        """An attribute that is a truth value; None where it is anything else."""
+        value = self.attribute(owner, name, words)
+        return value if isinstance(value, bool) else None
+
+    def length(self, owner: Any, words: str) -> int | None:
+        """``len(owner)``; None where it has none, and None with a sentence where it gives something else."""
+        try:
+            return len(owner)
+        except (TypeError, NotImplementedError) as error:
+            # PyTorch's way of saying that there is no length; the same type of error as for a length of 2.5.
+            if "cannot be interpreted as an integer" in _said(error):
+                self.problems.append(f"len({words}) raised {_said(error)}")
+        except Exception as error:
+            self.problems.append(f"len({words}) raised {_said(error)}")
+        return None
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as an ``int`` if it is a whole number of any kind, numpy's included; None otherwise."""
+    try:
+        number = operator.index(value)
+    except Exception:
+        return None
+    return number if not isinstance(value, bool) and abs(number) <= _LARGEST else None
+
+
+def stored(owner: Any, name: str) -> Any:
+    """An attribute that is simply held by the object or its class; None where there is none.
+
+    No property and no ``__getattr__`` is run: of a dataset these may list a directory or open a file.
+    """
+    try:
+        found = inspect.getattr_static(owner, name, None)
+        if isinstance(found, types.MemberDescriptorType):
+            return found.__get__(owner)
+    except Exception:
+        return None
+    return None if hasattr(type(found), "__get__") else found
+
+
+def class_name(value: Any) -> str:
+    """The name of an object's class."""
+    return str(type(value).__name__)
+
+
+def _said(error: Exception) -> str:
+    """Type and message of an exception on one line, whatever its ``__str__`` does."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = ""
+    short = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "…"
+    return f"{type(error).__name__}: {short}" if short else f"{type(error).__name__}."

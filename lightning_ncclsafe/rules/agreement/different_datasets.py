@@ -1,0 +1,59 @@
+"""The cause different-datasets: ranks read with different classes."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
+from lightning_ncclsafe.rules.wording import joined
+
+_QUESTIONS: Questions[LoaderFacts] = {
+    "loader": lambda facts: facts.loader,
+    "dataset": lambda facts: facts.datasets or (facts.dataset,),
+    "iterable": lambda facts: facts.iterable,
+}
+_REMEDY = (
+    "Make the dataset by the same code on all ranks: look for a condition on the rank, a cache or a path that exists "
+    "on some hosts only, and a fallback that is used when reading fails."
+)
+
+
+def different_datasets(job: JobFacts) -> Iterable[Finding]:
+    """The dataset, one of those below it, or the loader is of another class on some ranks.
+
+    Symptom:
+        Ranks train on different data, have different numbers of batches, or fail where a batch has another shape.
+
+    Cause:
+        A condition on the rank, a cache that exists on some hosts only, a fallback when reading fails.
+
+    Remedy:
+        Make the dataset by the same code on all ranks.
+
+    Cannot see:
+        Classes of one name that are defined twice.
+    """
+    for loader in Presented(job).loaders:
+        found = unlike(loader)
+        if found:
+            yield _finding(loader, found)
+
+
+def unlike(loader: PresentedLoader) -> Differences:
+    """The classes in which ranks differ; nothing where that only some have a length says it already."""
+    return {} if loader.half_sized else differences(loader.facts, _QUESTIONS)
+
+
+def _finding(loader: PresentedLoader, found: Differences) -> Finding:
+    text = f"The {loader.name} reads other classes of data on some ranks: {differing_words(found)}."
+    return Finding(
+        rule="different-datasets",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=joined((text, batches_words(loader))),
+        ranks=deviating(found.values()),
+        evidence=differing_evidence(found),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,65 @@
+"""The cause loader-settings: ranks cut their data into batches differently."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
+from lightning_ncclsafe.rules.wording import joined
+
+_QUESTIONS: Questions[LoaderFacts] = {
+    "batch_size": lambda facts: facts.batch_size,
+    "drop_last": lambda facts: facts.drop_last,
+    # Each worker of an IterableDataset ends with an incomplete batch of its own; without workers there is one reader.
+    "num_workers": lambda facts: max(facts.num_workers, 1) if facts.iterable else None,
+}
+_REMEDY = (
+    "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of the "
+    "host, let rank 0 decide for all."
+)
+
+
+def loader_settings(job: JobFacts) -> Iterable[Finding]:
+    """Batch size, drop_last or, for data that is iterated, the number of workers is not the same on all ranks.
+
+    Symptom:
+        The run hangs at the end of an epoch, as ranks have different numbers of batches; or gradients are weighted
+        wrongly.
+
+    Cause:
+        Settings that are worked out on each rank, from memory or cores for instance.
+
+    Remedy:
+        Give the loader the same settings on all ranks.
+
+    Cannot see:
+        The sizes of batches that a batch sampler of the user's own makes.
+    """
+    for loader in Presented(job).loaders:
+        found = setting_differences(loader)
+        if found:
+            yield _finding(loader, found)
+
+
+def setting_differences(loader: PresentedLoader) -> Differences:
+    """The settings that decide how samples become batches and are not the same on all ranks."""
+    # Where only some ranks iterate their data, that is the finding, and not how many workers they have for it.
+    asked = dict(_QUESTIONS)
+    if loader.by(lambda facts: facts.iterable).differ:
+        del asked["num_workers"]
+    return differences(loader.facts, asked)
+
+
+def _finding(loader: PresentedLoader, found: Differences) -> Finding:
+    text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
+    return Finding(
+        rule="loader-settings",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=joined((text, batches_words(loader))),
+        ranks=deviating(found.values()),
+        evidence=differing_evidence(found),
+        remedy=_REMEDY,
+    )

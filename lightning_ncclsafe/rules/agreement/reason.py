@@ -1,0 +1,91 @@
+"""Why the data of ranks differs: what their random states, shards and batch sizes say."""
+
+from collections.abc import Iterator
+
+from lightning_ncclsafe.rules.agreement.words import spread
+from lightning_ncclsafe.rules.presented import Groups, Presented, PresentedLoader, grouped
+from lightning_ncclsafe.rules.wording import capitalised, joined
+
+_OWNERS = {"python": "Python's", "numpy": "numpy's", "torch": "torch's"}
+_AGREE = "The ranks' global random states agree"
+_NOT_DRAWN = "No global random state that differs between ranks has been drawn from"
+
+
+def reason(view: Presented, loader: PresentedLoader) -> str:
+    """Why this loader's data probably differs between ranks, in sentences; empty where nothing speaks for a reason."""
+    return joined((_shards(loader) or _random(view, loader), _tail(loader)))
+
+
+def _shards(loader: PresentedLoader) -> str:
+    shards = loader.by(lambda facts: facts.shards)
+    if not shards.differ or any(count is None for count, _ in shards.parts):
+        return ""
+    return f"The ranks read different numbers of shards: {spread(shards)}."
+
+
+def _tail(loader: PresentedLoader) -> str:
+    """Whether only the incomplete last batch tells ranks apart that have shards of their own."""
+    if loader.replicated:
+        return ""
+    whole = loader.by(lambda facts: _whole_batches(facts.samples, facts.batch_size, facts.drop_last))
+    count = whole.parts[0][0]
+    limited = any(facts.length != facts.batches for facts in loader.facts.values())
+    return "" if whole.differ or not count or limited else f"With drop_last=True all would have {count:,} batches."
+
+
+def _whole_batches(samples: int | None, batch_size: int | None, drop_last: bool | None) -> int | None:
+    return samples // batch_size if samples and batch_size and drop_last is False else None
+
+
+def _random(view: Presented, loader: PresentedLoader) -> str:
+    states = dict(_states(view))
+    if not states:
+        return ""
+    differ = [name for name, groups in states.items() if groups.differ]
+    drawn = [name for name in differ if _is_drawn(view, name)]
+    if drawn:
+        return _drawn_words(drawn, [name for name in states if name not in differ])
+    return f"{_NOT_DRAWN if differ else _AGREE}, so {_source(loader)}."
+
+
+def _states(view: Presented) -> Iterator[tuple[str, Groups[str]]]:
+    """Ranks by state, for each generator that all ranks tell of."""
+    digests = {rank: {state.name: state.digest for state in data.random} for rank, data in view.data.items()}
+    for name in next(iter(digests.values()), {}):
+        if all(name in states for states in digests.values()):
+            yield name, grouped({rank: states[name] for rank, states in digests.items()})
+
+
+def _is_drawn(view: Presented, name: str) -> bool:
+    """Unseeded ranks differ in Python's and numpy's states by themselves; what counts is whether these were used."""
+    return any(state.drawn for data in view.data.values() for state in data.random if state.name == name)
+
+
+def _drawn_words(drawn: list[str], agreeing: list[str]) -> str:
+    who = _owners(drawn)
+    one = len(drawn) == 1
+    rest = f" ({_owners(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'})" if agreeing else ""
+    return (
+        f"{capitalised(who)} random {'state differs' if one else 'states differ'} between ranks and "
+        f"{'has' if one else 'have'} been drawn from{rest}: the split was probably drawn from "
+        f"{' or '.join(map(_plain, drawn))}; call seed_everything(seed) on all ranks before the data is made."
+    )
+
+
+def _owners(names: list[str]) -> str:
+    return " and ".join(_OWNERS.get(name, f"{name}'s") for name in names)
+
+
+def _plain(name: str) -> str:
+    return _OWNERS.get(name, f"{name}'s").removesuffix("'s")
+
+
+def _source(loader: PresentedLoader) -> str:
+    """Where a difference comes from that no global generator made."""
+    if loader.samples.differ or _differs(loader, "files"):
+        return "a filter or a file list probably depends on the rank or its host"
+    return "the split probably came from a generator of its own without a common seed (np.random.default_rng())"
+
+
+def _differs(loader: PresentedLoader, kind: str) -> bool:
+    return kind in loader.kinds and loader.by(lambda facts: facts.fingerprints[kind]).differ

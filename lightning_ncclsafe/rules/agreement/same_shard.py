@@ -1,0 +1,127 @@
+"""The cause same-shard: ranks read the same data, as nothing splits it among them."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, grouped
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
+
+# An index says which sample of a dataset, not which dataset: that may be each rank's own.
+_POSITIONS = ("indices", "batches")
+_CONTENTS = ("files", "values")
+# What a rank has really read, whatever was to split the data.
+_READ = "first batches"
+_LISTED = 4
+_FIXED_ORDERS = ("sequential", "listed")
+_REMEDY = (
+    "Keep use_distributed_sampler=True in the Trainer, or give the loader a DistributedSampler, or each rank a shard "
+    "of its own by trainer.global_rank."
+)
+_REMEDY_EVALUATION = (
+    "If every rank is meant to evaluate everything, there is nothing to do; else keep use_distributed_sampler=True in "
+    "the Trainer, or give the loader a DistributedSampler."
+)
+_UNSPLIT = (
+    "Its sampler was made for a single replica, probably before the process group existed: make it in the dataloader "
+    "hook, or leave it to Lightning."
+)
+
+_Key = tuple[object, ...]
+
+
+def same_shard(job: JobFacts) -> Iterable[Finding]:
+    """Nothing splits the data among ranks, and several ranks read the same samples in the same order.
+
+    Symptom:
+        Nothing hangs: training on N ranks is no better than on one, as all compute the same gradients.
+
+    Cause:
+        use_distributed_sampler=False without shards, or a sampler made before the process group existed.
+
+    Remedy:
+        Let a sampler split the data, or give each rank its own shard.
+
+    Cannot see:
+        Before it is read: data that is iterated, samplers of the user's own, and into which dataset indices point.
+    """
+    view = Presented(job)
+    for loader in view.loaders:
+        shared = tuple(_shared(view, _keys(view, loader)))
+        if shared:
+            yield _finding(view, loader, shared)
+
+
+def _keys(view: Presented, loader: PresentedLoader) -> dict[int, _Key | None]:
+    """By rank, what it has in common with those that read the same; None where that cannot be told."""
+    if _READ in loader.kinds:
+        return {rank: (facts.fingerprints[_READ],) for rank, facts in loader.facts.items()}
+    if loader.replicated or not set(loader.kinds) & {*_POSITIONS, *_CONTENTS}:
+        return {}
+    return {rank: _key(view.data[rank], facts, loader.kinds) for rank, facts in loader.facts.items()}
+
+
+def _shared(view: Presented, keys: dict[int, _Key | None]) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks that read the same; peers of one data rank are to do so."""
+    for key, ranks in grouped(keys).parts:
+        if key is not None and len({view.data[rank].data_rank for rank in ranks}) > 1:
+            yield ranks
+
+
+def _key(data: DataFacts, facts: LoaderFacts, kinds: tuple[str, ...]) -> _Key | None:
+    order = _order(data, facts.sampler) if facts.sampler is not None else None
+    if order is None or facts.iterable or facts.samples == 0 or data.data_ranks < 2:
+        return None
+    return order, facts.datasets or facts.dataset, facts.samples, *(facts.fingerprints[kind] for kind in kinds)
+
+
+def _order(data: DataFacts, sampler: SamplerFacts) -> _Key | None:
+    if sampler.replicas == 1:
+        return sampler.name, sampler.seed, sampler.epoch, sampler.shuffle
+    if sampler.order == "random":
+        digest = next((state.digest for state in data.random if state.name == "torch"), None)
+        return None if digest is None else (sampler.order, digest)
+    return (sampler.order,) if sampler.order in _FIXED_ORDERS else None
+
+
+def _finding(view: Presented, loader: PresentedLoader, shared: tuple[tuple[int, ...], ...]) -> Finding:
+    training = view.stage == "train_dataloader"
+    certain = bool({*_CONTENTS, "items", _READ} & set(loader.kinds))
+    ranks = tuple(sorted(rank for group in shared for rank in group))
+    text = f"{_who(view, shared, 'read' if training else 'evaluate')} the same data of the {loader.name}"
+    why = "" if _READ in loader.kinds else ", as nothing splits it among ranks"
+    return Finding(
+        rule="same-shard",
+        severity=Severity.ERROR if training and certain else Severity.WARNING,
+        confidence=Confidence.CERTAIN if certain else Confidence.LIKELY,
+        summary=joined((f"{text}{why}.", _doubt(certain), _UNSPLIT if _single(loader) else "")),
+        ranks=ranks,
+        evidence=tuple(_evidence(loader, shared)),
+        remedy=_REMEDY if training else _REMEDY_EVALUATION,
+    )
+
+
+def _who(view: Presented, shared: tuple[tuple[int, ...], ...], verb: str) -> str:
+    if len(shared) == 1 and len(shared[0]) == len(view.data):
+        return f"Every rank {verb}s"
+    listed = [ranks_words(group) for group in shared[:_LISTED]]
+    more = [f"{len(shared) - _LISTED:,} more groups of ranks"] if len(shared) > _LISTED else []
+    each = "each " if len(shared) > 1 else ""
+    return f"{capitalised(', as well as '.join([*listed, *more]))} {each}{verb}"
+
+
+def _doubt(certain: bool) -> str:
+    return "" if certain else "The indices are equal; that they point into the same dataset could not be seen."
+
+
+def _single(loader: PresentedLoader) -> bool:
+    return any(facts.sampler is not None and facts.sampler.replicas == 1 for facts in loader.facts.values())
+
+
+def _evidence(loader: PresentedLoader, shared: tuple[tuple[int, ...], ...]) -> Iterator[Evidence]:
+    for ranks in shared[:8]:
+        facts = loader.facts[ranks[0]]
+        prints = ", ".join(f"{kind} {facts.fingerprints[kind][:8]}" for kind in loader.kinds)
+        sampler = f", read by {facts.sampler.name}" if facts.sampler else ""
+        yield Evidence(source="loader", text=f"{capitalised(ranks_words(ranks))}: fingerprint of {prints}{sampler}.")

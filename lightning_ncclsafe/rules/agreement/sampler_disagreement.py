@@ -1,0 +1,121 @@
+"""The cause sampler-disagreement: the samplers that split the data among ranks do not fit together."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.data_facts import SamplerFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences, grouped
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+
+_QUESTIONS: Questions[SamplerFacts] = {
+    "class": lambda sampler: sampler.name,
+    "replicas": lambda sampler: sampler.replicas,
+    "shuffle": lambda sampler: sampler.shuffle,
+    "drop_last": lambda sampler: sampler.drop_last,
+}
+_OF_SHUFFLING: Questions[SamplerFacts] = {
+    "seed": lambda sampler: sampler.seed,
+    "epoch": lambda sampler: sampler.epoch,
+}
+_NO_SAMPLER = SamplerFacts(name="")
+_LISTED = 4
+_REMEDY = (
+    "Make the sampler alike on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel ranks, "
+    "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
+)
+
+_Wrong = tuple[str, tuple[int, ...]]
+
+
+def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
+    """Ranks split the data by samplers of different settings, among another number of ranks, or take the same share.
+
+    Symptom:
+        Samples are read by several ranks or by none; where the number of replicas differs, the run hangs.
+
+    Cause:
+        A sampler that is made by hand with a seed, rank or world size of this process or host.
+
+    Remedy:
+        Make the sampler alike on all ranks, or leave it to Lightning.
+
+    Cannot see:
+        How a sampler of the user's own class works.
+    """
+    view = Presented(job)
+    for loader in view.loaders:
+        found = sampler_differences(loader)
+        wrong = tuple(_wrong(view, loader, found))
+        if found or wrong:
+            yield _finding(loader, found, wrong)
+
+
+def sampler_differences(loader: PresentedLoader) -> Differences:
+    """The settings in which samplers differ that split the data; the seed is one only where it is used."""
+    if not loader.replicated:
+        return {}
+    samplers = _samplers(loader)
+    shuffles = any(sampler.shuffle is not False for sampler in samplers.values())
+    return differences(samplers, {**_QUESTIONS, **(_OF_SHUFFLING if shuffles else {})})
+
+
+def _samplers(loader: PresentedLoader) -> dict[int, SamplerFacts]:
+    return {rank: facts.sampler or _NO_SAMPLER for rank, facts in loader.facts.items()}
+
+
+def _wrong(view: Presented, loader: PresentedLoader, found: Differences) -> Iterator[_Wrong]:
+    """What is wrong with replicas and shares, each in words with its ranks."""
+    if not loader.replicated:
+        return
+    samplers = _samplers(loader)
+    if "replicas" not in found:
+        yield from _replicas(view, samplers)
+        yield from _shares(view, samplers)
+    outside = tuple(rank for rank, sampler in samplers.items() if _is_outside(sampler))
+    if outside:
+        yield f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside
+
+
+def _replicas(view: Presented, samplers: dict[int, SamplerFacts]) -> Iterator[_Wrong]:
+    """Only asked where all ranks have the same number of replicas."""
+    ranks = tuple(rank for rank, sampler in samplers.items() if sampler.replicas != view.data[rank].data_ranks)
+    if ranks:
+        replicas, expected = samplers[ranks[0]].replicas, view.data[ranks[0]].data_ranks
+        yield f"it splits the data among {replicas} replicas where {expected} ranks read data", ranks
+
+
+def _shares(view: Presented, samplers: dict[int, SamplerFacts]) -> Iterator[_Wrong]:
+    shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
+    doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
+    if doubled:
+        listed = [f"{ranks_words(ranks)} {verb(ranks, 'takes', 'take')} share {share}" for share, ranks in doubled]
+        more = [f"{len(doubled) - _LISTED:,} more shares are taken twice"] if len(doubled) > _LISTED else []
+        yield ", ".join([*listed[:_LISTED], *more]), tuple(rank for _, ranks in doubled for rank in ranks)
+
+
+def _several(view: Presented, ranks: tuple[int, ...]) -> bool:
+    """Ranks of one data rank, such as tensor-parallel peers, are to read the same share."""
+    return len({view.data[rank].data_rank for rank in ranks}) > 1
+
+
+def _is_outside(sampler: SamplerFacts) -> bool:
+    return None not in (sampler.rank, sampler.replicas) and not 0 <= (sampler.rank or 0) < (sampler.replicas or 1)
+
+
+def _finding(loader: PresentedLoader, found: Differences, wrong: tuple[_Wrong, ...]) -> Finding:
+    listed = "; ".join([*([differing_words(found)] if found else []), *(text for text, _ in wrong)])
+    text = f"The samplers that split the {loader.name} among ranks do not fit together: {listed}."
+    return Finding(
+        rule="sampler-disagreement",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=joined((text, batches_words(loader))),
+        ranks=tuple(sorted({*deviating(found.values()), *(rank for _, ranks in wrong for rank in ranks)})),
+        evidence=(
+            *differing_evidence(found),
+            *(Evidence(source="loader", text=f"{capitalised(text)}.") for text, _ in wrong),
+        ),
+        remedy=_REMEDY,
+    )

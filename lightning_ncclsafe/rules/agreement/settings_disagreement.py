@@ -1,0 +1,44 @@
+"""The cause settings-disagreement: ranks have been told different things about this comparison."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.data_facts import DataFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.words import deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.presented import Presented, Questions, differences
+
+_QUESTIONS: Questions[DataFacts] = {
+    "on_mismatch": lambda data: data.on_mismatch,
+    "content": lambda data: data.content,
+    "on_uneven": lambda data: data.on_uneven,
+}
+_REMEDY = "Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank."
+
+
+def settings_disagreement(job: JobFacts) -> Iterable[Finding]:
+    """The settings of the comparison itself are not the same on all ranks.
+
+    Symptom:
+        One rank would raise or stop where another goes on, and the others would wait for it.
+
+    Cause:
+        A condition on the rank or an environment variable of one host around the settings.
+
+    Remedy:
+        Use the same settings on all ranks.
+
+    Cannot see:
+        Other settings of the Trainer.
+    """
+    found = differences(Presented(job).data, _QUESTIONS)
+    if found:
+        yield Finding(
+            rule="settings-disagreement",
+            severity=Severity.ERROR,
+            confidence=Confidence.CERTAIN,
+            summary=f"Ranks have different settings for comparing their data: {differing_words(found)}.",
+            ranks=deviating(found.values()),
+            evidence=differing_evidence(found),
+            remedy=_REMEDY,
+        )

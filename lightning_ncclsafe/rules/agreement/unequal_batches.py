@@ -1,0 +1,90 @@
+"""The cause unequal-batches: ranks would run out of data at different batches."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.different_datasets import unlike
+from lightning_ncclsafe.rules.agreement.loader_settings import setting_differences
+from lightning_ncclsafe.rules.agreement.reason import reason
+from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_differences
+from lightning_ncclsafe.rules.agreement.words import counted, spread, told
+from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, epoch_batches
+from lightning_ncclsafe.rules.wording import joined
+
+_POLICIES = {
+    "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
+    "repeat": "With on_uneven='repeat' the ranks that run out begin their data again until all have had {most:,}.",
+}
+_REMEDY = (
+    "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or pad "
+    "shards to one length, or set drop_last=True. Where that cannot be had, on_uneven='stop_together' ends the epoch "
+    "on all ranks with the first that runs out, and on_uneven='repeat' with the last."
+)
+
+
+def unequal_batches(job: JobFacts) -> Iterable[Finding]:
+    """A loader has different numbers of batches on different ranks.
+
+    Symptom:
+        The run hangs at the end of the epoch, or "when saving": the ranks that have more wait for those that are done.
+
+    Cause:
+        Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset.
+
+    Remedy:
+        Give every rank the same number of batches, or set a policy for what is uneven.
+
+    Cannot see:
+        Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
+    """
+    view = Presented(job)
+    for loader in view.loaders:
+        if is_uneven(loader) and not _explained(loader):
+            yield _finding(view, loader)
+
+
+def is_uneven(loader: PresentedLoader) -> bool:
+    """Whether the number of batches is known on all ranks and differs."""
+    return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
+
+
+def policy(view: Presented) -> str:
+    """What the user has set for uneven data; that ranks raise where they do not agree on it."""
+    set_ = view.by(lambda data: data.on_uneven)
+    return "raise" if set_.differ else set_.parts[0][0]
+
+
+def _explained(loader: PresentedLoader) -> bool:
+    """Whether another finding names the cause, and these numbers with it."""
+    if unlike(loader) or loader.unequal_samples:
+        return True
+    return not loader.samples.differ and bool(setting_differences(loader) or sampler_differences(loader))
+
+
+def _finding(view: Presented, loader: PresentedLoader) -> Finding:
+    words = counted("batch")
+    then = _POLICIES.get(policy(view), "")
+    counts = [count for count, _ in loader.batches.parts if count is not None]
+    harmless = bool(then) or not view.by(epoch_batches).differ
+    return Finding(
+        rule="unequal-batches",
+        severity=Severity.WARNING if harmless else Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=joined(
+            (
+                f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
+                then.format(least=min(counts), most=max(counts)) or (_harmless(view) if harmless else ""),
+                reason(view, loader),
+            )
+        ),
+        ranks=loader.batches.deviating,
+        evidence=told(loader.batches, words),
+        remedy=_REMEDY,
+    )
+
+
+def _harmless(view: Presented) -> str:
+    return (
+        f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks end together all the same."
+    )

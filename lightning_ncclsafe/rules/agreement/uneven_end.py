@@ -1,0 +1,77 @@
+"""The cause uneven-end: the data of some rank has ended while others have more."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.unequal_batches import policy
+from lightning_ncclsafe.rules.presented import Presented, PresentedLoader
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+
+_LISTED = 8
+_POLICIES = {
+    "raise": "All ranks stop here.",
+    "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
+    "repeat": "With on_uneven='repeat' the short ones begin their data again until the longest has ended.",
+}
+_REMEDY = (
+    "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than on "
+    "another, the same number of loader workers. Where that cannot be had, "
+    "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
+    "on_uneven='repeat' with the last."
+)
+
+
+def uneven_end(job: JobFacts) -> Iterable[Finding]:
+    """Data of unknown length has ended on some ranks before the others.
+
+    Symptom:
+        Without a vote on the next batch: the run hangs at the end of an epoch, or ranks drift apart by an epoch.
+
+    Cause:
+        Shards of unequal length, samples that are dropped while they are read, packing.
+
+    Remedy:
+        Make shards alike, or set a policy for what is uneven.
+
+    Cannot see:
+        How many batches the others still have.
+    """
+    view = Presented(job)
+    for loader in view.loaders:
+        ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
+        if ended and len(ended) < len(loader.facts):
+            yield _finding(view, loader, ended)
+
+
+def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -> Finding:
+    others = tuple(rank for rank in loader.facts if rank not in set(ended))
+    set_ = policy(view)
+    text = (
+        f"the {loader.name} of {ranks_words(ended)} {verb(ended, 'has', 'have')} ended after "
+        f"{_counts(loader, ended)} batches, while {ranks_words(others)} {verb(others, 'has', 'have')} had "
+        f"{_counts(loader, others)} and may have more"
+    )
+    return Finding(
+        rule="uneven-end",
+        severity=Severity.ERROR if set_ == "raise" else Severity.WARNING,
+        confidence=Confidence.CERTAIN,
+        summary=joined((f"{capitalised(text)}.", _POLICIES.get(set_, ""))),
+        ranks=ended,
+        evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
+        remedy=_REMEDY,
+    )
+
+
+def _counts(loader: PresentedLoader, ranks: tuple[int, ...]) -> str:
+    counts = sorted({loader.facts[rank].read or 0 for rank in ranks})
+    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+
+
+def _evidence(loader: PresentedLoader, rank: int) -> Evidence:
+    facts = loader.facts[rank]
+    return Evidence(
+        source="loader",
+        rank=rank,
+        text=f"Has had {facts.read or 0:,} batches{', and there are no more' if facts.ended else ' so far'}.",
+    )

@@ -1,0 +1,75 @@
+"""The cause unreadable-loader: of a loader something could not be found out."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.words import told
+from lightning_ncclsafe.rules.presented import Groups, Presented, grouped
+from lightning_ncclsafe.rules.wording import joined, ranks_words
+
+_OF_LENGTH = "len(loader)"
+_REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."
+_REMEDY_LENGTH = (
+    "Mend the loader's __len__: Lightning calls it too, and a rank on which it raises leaves the others waiting."
+)
+
+
+def unreadable_loader(job: JobFacts) -> Iterable[Finding]:
+    """Something about a loader could not be found out on some rank.
+
+    Symptom:
+        A loader's length, sampler or samples raise an error when they are asked for.
+
+    Cause:
+        A file that is missing on one host, a __len__ or __getitem__ that fails, an attribute that is a property.
+
+    Remedy:
+        Mend what the finding quotes.
+
+    Cannot see:
+        Whether what could not be compared is the same on all ranks.
+    """
+    for name, by_length in _problems(Presented(job)).items():
+        for of_length in (True, False):
+            if by_length[of_length]:
+                yield _finding(name, grouped(by_length[of_length]), of_length)
+
+
+def is_of_length(problem: str) -> bool:
+    """Whether a sentence says that asking for the loader's length failed."""
+    return problem.startswith(_OF_LENGTH)
+
+
+def _problems(view: Presented) -> dict[str, dict[bool, dict[int, str]]]:
+    """By loader, by whether they are about its length, by rank; several of one rank are told as one."""
+    found: dict[str, dict[bool, dict[int, str]]] = defaultdict(lambda: {True: {}, False: {}})
+    for rank, data in view.data.items():
+        for index, loader in enumerate(data.loaders):
+            for of_length in (True, False):
+                texts = [text for text in loader.problems if is_of_length(text) is of_length]
+                if texts:
+                    found[loader.name or f"loader {index}"][of_length][rank] = " ".join(map(_sentence, texts))
+    return found
+
+
+def _sentence(text: str) -> str:
+    return text if text.rstrip().endswith(".") else f"{text.rstrip()}."
+
+
+def _finding(name: str, groups: Groups[str], of_length: bool) -> Finding:
+    text, ranks = groups.parts[0]
+    others = len(groups.parts) - 1
+    more = (
+        f"{others:,} more such {'sentence is' if others == 1 else 'sentences are'} in the evidence." if others else ""
+    )
+    return Finding(
+        rule="unreadable-loader",
+        severity=Severity.ERROR if of_length else Severity.WARNING,
+        confidence=Confidence.CERTAIN,
+        summary=joined((f"The {name} could not be read in full on {ranks_words(ranks)}: {text}", more)),
+        ranks=tuple(sorted(rank for _, alike in groups.parts for rank in alike)),
+        evidence=told(groups, lambda sentence: sentence.rstrip().removesuffix(".")),
+        remedy=_REMEDY_LENGTH if of_length else _REMEDY,
+    )

@@ -1,0 +1,63 @@
+"""The cause validation-step: ranks would begin validation after different training batches."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.data_facts import DataFacts
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.agreement.unequal_batches import policy
+from lightning_ncclsafe.rules.agreement.words import counted, spread, told
+from lightning_ncclsafe.rules.presented import Groups, Presented
+
+_REMEDY = (
+    "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "
+    "rank's own number."
+)
+
+
+def validation_step(job: JobFacts) -> Iterable[Finding]:
+    """Validation would not start after the same training batch on all ranks.
+
+    Symptom:
+        In the middle of an epoch one rank validates while the others train, and all wait for each other.
+
+    Cause:
+        A val_check_interval that is worked out on each rank, or a fraction of unequal numbers of batches.
+
+    Remedy:
+        Give every rank the same val_check_interval and the same number of training batches.
+
+    Cannot see:
+        Intervals in time, and those of loaders without a length.
+    """
+    view = Presented(job)
+    steps = view.by(lambda data: data.val_check_batch)
+    if view.stage == "train_dataloader" and steps.differ and not _follows(view):
+        yield _finding(steps)
+
+
+def _follows(view: Presented) -> bool:
+    """Whether the steps differ only because the loaders do, which other findings say."""
+    if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
+        return True
+    if not any(loader.batches.differ for loader in view.loaders):
+        return False
+    # With a policy for uneven data the run goes on; then only validation at the end of an epoch goes along with it.
+    return policy(view) == "raise" or all(map(_at_the_end, view.data.values()))
+
+
+def _at_the_end(data: DataFacts) -> bool:
+    return data.val_check_batch in [loader.batches for loader in data.loaders]
+
+
+def _finding(steps: Groups[int | None]) -> Finding:
+    words = counted("batch")
+    return Finding(
+        rule="validation-step",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=f"Ranks would begin validation after different numbers of training batches: {spread(steps, words)}.",
+        ranks=steps.deviating,
+        evidence=told(steps, words),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,64 @@
+"""The cause unpresented-loader: some ranks have made their dataloaders, others are somewhere else."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import AGREEMENT
+from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, wait_words
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REMEDY = (
+    "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
+    "steps (trainer.estimated_stepping_batches) under a condition on the rank, a fit that some ranks skip."
+)
+
+
+def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
+    """Some ranks wait for the others to present their dataloaders, which do something else.
+
+    Symptom:
+        Nothing happens before the first batch of a stage; without the comparison of loaders, a barrier or a
+        collective of setup is paired with another one's, and everything after it is out of step.
+
+    Cause:
+        A stage that only some ranks go through, mostly under a condition on the rank.
+
+    Remedy:
+        Let every rank go through the same stages.
+
+    Cannot see:
+        Why the others are where they are; only where that is.
+    """
+    view = timeline(job)
+    presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
+    elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised)))
+    if presenting and elsewhere:
+        yield _finding(view, presenting, elsewhere)
+
+
+def _presents(facts: RankFacts) -> str:
+    names = (action.name for action in facts.progress.actions)
+    return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
+
+
+def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
+    stuck = all(view.waits(rank) for rank in elsewhere)
+    rank = elsewhere[0]
+    waits = f", and {verb(elsewhere, 'waits', 'wait')} in {wait_words(view, rank)}" if view.waits(rank) else ""
+    text = (
+        f"{ranks_words(elsewhere)} {verb(elsewhere, 'has', 'have')} not presented a {next(iter(presenting.values()))}, "
+        f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}; "
+        f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."
+    )
+    return Finding(
+        rule="unpresented-loader",
+        severity=Severity.ERROR if stuck else severity(view.job),
+        confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=elsewhere,
+        location=location(view, elsewhere),
+        evidence=how_we_know(view, elsewhere),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,160 @@
+"""Questions that all rules about presented data share: who presents what, who deviates, what a loader's data means."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.facts import JobFacts
+
+T = TypeVar("T")
+X = TypeVar("X")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(Generic[T]):
+    """Ranks by what they answer to one question.
+
+    Attributes:
+        parts: Each answer with the ranks that give it, ascending: the most frequent answer first, then by lowest rank.
+    """
+
+    parts: tuple[tuple[T, tuple[int, ...]], ...]
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is more than one answer."""
+        return len(self.parts) > 1
+
+    @property
+    def deviating(self) -> tuple[int, ...]:
+        """The ranks that answer otherwise than more than half do; all of them where there is no such majority."""
+        counts = [len(ranks) for _, ranks in self.parts]
+        first = 1 if counts and 2 * counts[0] > sum(counts) else 0
+        return tuple(sorted(rank for _, ranks in self.parts[first:] for rank in ranks))
+
+
+def grouped(values: Mapping[int, T]) -> Groups[T]:
+    """Ranks by value; the ranks have to come in ascending order."""
+    alike: dict[T, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        alike[value].append(rank)
+    parts = ((value, tuple(ranks)) for value, ranks in alike.items())
+    return Groups(tuple(sorted(parts, key=lambda part: (-len(part[1]), part[1]))))
+
+
+Questions = Mapping[str, Callable[[X], object]]
+Differences = dict[str, Groups[object]]
+
+
+def differences(values: Mapping[int, X], questions: Questions[X]) -> Differences:
+    """The questions, by their names, to which ranks answer differently."""
+    answers = {name: grouped({rank: ask(value) for rank, value in values.items()}) for name, ask in questions.items()}
+    return {name: groups for name, groups in answers.items() if groups.differ}
+
+
+class PresentedLoader:
+    """One position among the loaders of a stage, as all ranks present it.
+
+    Attributes:
+        index: The position, from 0.
+        facts: What each rank presents there.
+    """
+
+    def __init__(self, index: int, facts: dict[int, LoaderFacts]) -> None:
+        self.index = index
+        self.facts = facts
+
+    def by(self, ask: Callable[[LoaderFacts], T]) -> Groups[T]:
+        """Ranks by what this loader's facts answer."""
+        return grouped({rank: ask(facts) for rank, facts in self.facts.items()})
+
+    @cached_property
+    def name(self) -> str:
+        """Where Lightning has it from, as most ranks call it."""
+        return self.by(lambda facts: facts.name).parts[0][0] or f"loader {self.index}"
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether all ranks must hold the same data, as a sampler splits it among them; else each rank has its own."""
+        samplers = (facts.sampler for facts in self.facts.values())
+        return any(sampler is not None and (sampler.replicas or 1) > 1 for sampler in samplers)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of fingerprints that all ranks have."""
+        return tuple(sorted(set.intersection(*(set(facts.fingerprints) for facts in self.facts.values()))))
+
+    @cached_property
+    def batches(self) -> Groups[int | None]:
+        """Ranks by number of batches."""
+        return self.by(lambda facts: facts.batches)
+
+    @cached_property
+    def samples(self) -> Groups[int | None]:
+        """Ranks by number of samples."""
+        return self.by(lambda facts: facts.samples)
+
+    @cached_property
+    def half_sized(self) -> bool:
+        """Whether only some ranks know the length."""
+        return self.by(lambda facts: facts.length is None).differ
+
+    @cached_property
+    def unequal_samples(self) -> bool:
+        """Whether data that must be the same on all ranks has different numbers of samples."""
+        known = all(samples is not None for samples, _ in self.samples.parts)
+        return self.replicated and known and self.samples.differ
+
+
+_TOTALS = {"max_size_cycle": max, "max_size": max, "min_size": min}
+
+
+def epoch_batches(data: DataFacts) -> object:
+    """What the number of batches of an epoch depends on, by the way in which Lightning combines a stage's loaders."""
+    counts = [loader.batches for loader in data.loaders]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts) or data.mode not in _TOTALS:
+        return tuple(counts)
+    return _TOTALS[data.mode](known, default=0)
+
+
+class Presented:
+    """What the ranks of a job present before one stage. A job of one rank has nothing to compare and presents nothing.
+
+    Attributes:
+        data: What each rank presents, in ascending order of rank.
+        silent: Ranks that presented nothing while others did.
+    """
+
+    def __init__(self, job: JobFacts) -> None:
+        several = job.ranks if job.world_size > 1 else ()
+        self.data: dict[int, DataFacts] = {facts.rank: facts.data for facts in several if facts.data is not None}
+        self.silent: tuple[int, ...] = job.silent if self.data else ()
+
+    def by(self, ask: Callable[[DataFacts], T]) -> Groups[T]:
+        """Ranks by what their data answers."""
+        return grouped({rank: ask(data) for rank, data in self.data.items()})
+
+    @cached_property
+    def stages(self) -> Groups[str]:
+        """Ranks by stage."""
+        return self.by(lambda data: data.stage)
+
+    @property
+    def stage(self) -> str:
+        """The stage that most ranks are about to start; empty where nothing is presented."""
+        return next((stage for stage, _ in self.stages.parts), "")
+
+    @cached_property
+    def loaders(self) -> tuple[PresentedLoader, ...]:
+        """The positions that all ranks have; none where they are about to start different stages."""
+        if self.stages.differ:
+            return ()
+        count = min((len(data.loaders) for data in self.data.values()), default=0)
+        return tuple(
+            PresentedLoader(index, {rank: data.loaders[index] for rank, data in self.data.items()})
+            for index in range(count)
+        )

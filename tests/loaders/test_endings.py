@@ -1,0 +1,136 @@
+"""A loader whose iteration is replaced stays what it is."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ncclsafe.loaders.endings import Begin, Replaced, replaceable
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's loader with an attribute, a method and a property of its own."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.colour = "blue"
+
+    @property
+    def double(self) -> int:
+        return 2 * len(self)
+
+
+class Slotted:
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items = [1, 2]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+
+class Indexed:
+    """Iterable by ``__getitem__`` alone."""
+
+    def __getitem__(self, index: int) -> int:
+        return [1, 2][index]
+
+
+def first_two(begin: Begin) -> Iterator[Any]:
+    iterator = begin()
+    return iter([next(iterator), next(iterator)])
+
+
+def loader() -> OwnLoader:
+    return OwnLoader(torch.arange(8), batch_size=2)
+
+
+def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
+    own = loader()
+    Replaced(own, first_two, length=2)
+    assert [batch.tolist() for batch in own] == [[0, 1], [2, 3]]
+    assert len(own) == 2
+    assert isinstance(own, OwnLoader)
+    assert (type(own).__name__, type(own).__module__, own.colour, own.double) == ("OwnLoader", __name__, "blue", 4)
+
+
+def test_the_length_is_the_own_one_unless_another_is_given() -> None:
+    own = loader()
+    Replaced(own, first_two)
+    assert len(own) == 4
+
+
+def test_a_hidden_length_is_none_to_lightning() -> None:
+    from lightning.fabric.utilities.data import sized_len
+
+    own = loader()
+    Replaced(own, first_two, hides_length=True)
+    assert sized_len(own) is None
+
+
+def test_it_is_iterated_anew_every_time() -> None:
+    own = loader()
+    Replaced(own, first_two)
+    assert [len(list(own)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_persistent_workers_are_kept() -> None:
+    own = OwnLoader(torch.arange(8), batch_size=2, num_workers=1, persistent_workers=True)
+    Replaced(own, lambda begin: begin())
+    assert [batch.tolist() for batch in own] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    workers = own._iterator._workers  # type: ignore[union-attr]
+    assert len(list(own)) == 4
+    assert own._iterator._workers is workers  # type: ignore[union-attr]
+    own._iterator._shutdown_workers()  # type: ignore[union-attr]
+
+
+def test_it_can_be_undone() -> None:
+    own = loader()
+    replaced = Replaced(own, first_two, length=2)
+    replaced.restore()
+    assert type(own) is OwnLoader
+    assert len(list(own)) == len(own) == 4
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
+def test_a_copy_is_the_users_own_loader_again(copied: Any) -> None:
+    own = loader()
+    Replaced(own, first_two, length=2)
+    other = copied(own)
+    assert type(other) is OwnLoader
+    assert len(list(other)) == 4
+    assert other.colour == "blue"
+
+
+@pytest.mark.parametrize("own", [Slotted(), loader()])
+def test_what_can_be_replaced_stays_the_same_object(own: Any) -> None:
+    before = type(own)
+    assert replaceable(own) is own
+    assert type(own) is before
+
+
+@pytest.mark.parametrize("own", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}])
+def test_what_cannot_is_stood_for(own: Any) -> None:
+    stand_in = replaceable(own)
+    assert hasattr(type(stand_in), "__len__") == hasattr(own, "__len__")
+    Replaced(stand_in, lambda begin: begin())
+    assert list(stand_in) == [1, 2]
+    copy.copy(stand_in)
+
+
+def test_what_is_iterated_by_index() -> None:
+    own = replaceable(Indexed())
+    assert not isinstance(own, Indexed)
+    Replaced(own, first_two)
+    assert list(own) == [1, 2]
+
+
+def test_attributes_of_what_is_stood_for_are_there() -> None:
+    assert replaceable({1: 0}).get(1) == 0
+    with pytest.raises(AttributeError):
+        _ = replaceable([1]).nothing

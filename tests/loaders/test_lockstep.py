@@ -1,0 +1,225 @@
+"""Data of unequal length in lockstep, on ranks that are threads: who gets which batches, and how it ends."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from thread_votes import ThreadVotes, as_ranks
+
+from lightning_ncclsafe.errors import UnevenDataError
+from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
+from lightning_ncclsafe.settings import OnUneven
+
+LENGTHS = (5, 3, 4)
+
+
+class End(Exception):
+    """Stands for the error that names the short rank."""
+
+
+class Rank:
+    """One rank that reads ``length`` batches, ``(rank, pass, batch)``."""
+
+    def __init__(self, rank: int, length: int, votes: ThreadVotes, on_uneven: OnUneven) -> None:
+        self.rank, self.length, self.votes, self.on_uneven = rank, length, votes, on_uneven
+        self.passes = count()
+        self.told: list[list[Reading]] = []
+        self.compared: list[tuple[int, int]] = []
+
+    def begin(self) -> Iterator[tuple[int, int, int]]:
+        number = next(self.passes)
+        return iter([(self.rank, number, batch) for batch in range(self.length)])
+
+    def tell(self, readings: list[Reading]) -> Exception:
+        self.told.append(readings)
+        return End()
+
+    def iterator(self) -> Lockstep:
+        return Lockstep(self.begin, self.votes, self.on_uneven, self.tell)
+
+
+def read(on_uneven: OnUneven, lengths: tuple[int, ...] = LENGTHS, epochs: int = 1) -> list[Any]:
+    def body(rank: int, votes: ThreadVotes) -> tuple[Rank, list[list[Any]]]:
+        reader = Rank(rank, lengths[rank], votes, on_uneven)
+        return reader, [list(reader.iterator()) for _ in range(epochs)]
+
+    return as_ranks(len(lengths), body)
+
+
+@pytest.mark.parametrize("on_uneven", ["raise", "stop_together", "repeat"])
+def test_equal_lengths_are_read_to_the_end_by_all(on_uneven: OnUneven) -> None:
+    for rank, (reader, epochs) in enumerate(read(on_uneven, (3, 3, 3), epochs=2)):
+        assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
+        assert reader.told == []
+
+
+def test_stop_together_ends_with_the_shortest_and_says_how_far_each_rank_was() -> None:
+    for rank, (reader, epochs) in enumerate(read("stop_together", epochs=2)):
+        assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
+        readings = [Reading(batches=4, ended=False), Reading(batches=3, ended=True), Reading(batches=4, ended=False)]
+        assert reader.told == [readings, readings]
+
+
+def test_raise_raises_on_all_ranks_before_the_same_batch() -> None:
+    def body(rank: int, votes: ThreadVotes) -> list[Any]:
+        got = []
+        iterator = Rank(rank, LENGTHS[rank], votes, "raise").iterator()
+        with pytest.raises(End):
+            for batch in iterator:
+                got.append(batch)
+        assert next(iterator, "over") == "over"
+        return got
+
+    assert as_ranks(3, body) == [[(rank, 0, batch) for batch in range(3)] for rank in range(3)]
+
+
+def test_repeat_goes_on_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
+    outcome = [epochs[0] for _, epochs in read("repeat")]
+    assert outcome[0] == [(0, 0, batch) for batch in range(5)]
+    assert outcome[1] == [(1, 0, 0), (1, 0, 1), (1, 0, 2), (1, 1, 0), (1, 1, 1)]
+    assert outcome[2] == [(2, 0, 0), (2, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 0)]
+
+
+def test_repeat_says_once_how_far_each_rank_was_at_the_first_end() -> None:
+    readings = [Reading(batches=4, ended=False), Reading(batches=3, ended=True), Reading(batches=4, ended=False)]
+    assert [reader.told for reader, _ in read("repeat")] == [[readings]] * 3
+
+
+def test_repeat_passes_over_short_data_as_often_as_it_takes() -> None:
+    outcome = [epochs[0] for _, epochs in read("repeat", (7, 2))]
+    assert [batch[1:] for batch in outcome[1]] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+def test_repeat_begins_another_pass_only_where_one_is_needed() -> None:
+    for (reader, _), passes in zip(read("repeat", (4, 2, 4)), (1, 2, 1), strict=True):
+        assert next(reader.passes) == passes
+
+
+def test_data_that_can_be_read_once_only_cannot_be_repeated() -> None:
+    def body(rank: int, votes: ThreadVotes) -> int:
+        once = iter(range(4 if rank == 0 else 2))
+        iterator = Lockstep(lambda: once, votes, "repeat", lambda readings: End())
+        if rank == 0:
+            return sum(1 for _ in zip(iterator, range(2), strict=False))
+        return len(list(iterator))
+
+    outcome = as_ranks(2, body)
+    assert outcome[0] == 2
+    assert isinstance(outcome[1], UnevenDataError)
+    assert "after 2 batches and cannot start over" in str(outcome[1])
+
+
+@pytest.mark.parametrize("on_uneven", ["raise", "stop_together", "repeat"])
+def test_a_rank_without_any_data(on_uneven: OnUneven) -> None:
+    outcome = read(on_uneven, (2, 0))
+    if on_uneven == "stop_together":
+        assert [epochs for _, epochs in outcome] == [[[]], [[]]]
+    elif on_uneven == "raise":
+        assert [type(error) for error in outcome] == [End, End]
+    else:
+        assert isinstance(outcome[1], UnevenDataError)
+
+
+def test_a_batch_may_be_none() -> None:
+    def body(rank: int, votes: ThreadVotes) -> list[None]:
+        return list(Lockstep(lambda: iter([None, None]), votes, "raise", lambda readings: End()))
+
+    assert as_ranks(2, body) == [[None, None], [None, None]]
+
+
+def test_the_vote_on_the_next_batch_is_started_when_this_one_is_handed_out_and_not_waited_for() -> None:
+    """The second rank is handed nothing, so votes on its side stop after the first: the other gets one batch."""
+
+    def body(rank: int, votes: ThreadVotes) -> int:
+        iterator = Rank(rank, 3, votes, "raise").iterator()
+        if rank == 0:
+            next(iterator)
+        return votes.calls
+
+    assert as_ranks(2, body) == [2, 1]
+
+
+def test_own_data_is_looked_ahead_by_one_batch_and_no_more() -> None:
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        fetched: list[int] = []
+
+        def begin() -> Iterator[int]:
+            for batch in range(10):
+                fetched.append(batch)
+                yield batch
+
+        iterator = Lockstep(begin, votes, "raise", lambda readings: End())
+        return [(next(iterator) and len(fetched)) or len(fetched) for _ in range(3)]
+
+    assert as_ranks(2, body) == [[2, 3, 4], [2, 3, 4]]
+
+
+def test_an_error_of_the_own_data_is_raised_as_it_is() -> None:
+    def begin() -> Iterator[int]:
+        yield 0
+        raise OSError("the disk is gone")
+
+    def body(rank: int, votes: ThreadVotes) -> Any:
+        return next(Lockstep(begin, votes, "raise", lambda readings: End()))
+
+    assert [str(error) for error in as_ranks(2, body)] == ["the disk is gone"] * 2
+
+
+def test_the_first_two_batches_are_compared_once_all_ranks_have_them() -> None:
+    compared: list[tuple[int, ...]] = []
+
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        def begin() -> Iterator[int]:
+            return iter([rank * 10 + batch for batch in range(4)])
+
+        iterator = Lockstep(begin, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
+        return list(iterator)
+
+    as_ranks(2, body)
+    assert sorted(compared) == [(0, 1), (10, 11)]
+
+
+def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
+    compared: list[tuple[int, ...]] = []
+
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        batches = [rank] if rank else [rank, rank]
+        return list(
+            Lockstep(lambda: iter(batches), votes, "stop_together", lambda r: End(), lambda *b: compared.append(b))
+        )
+
+    assert as_ranks(2, body) == [[0], [1]]
+    assert compared == []
+
+
+def test_known_data_is_cut_at_the_agreed_length() -> None:
+    assert list(until(lambda: iter("abcde"), 3)) == ["a", "b", "c"]
+
+
+def test_known_data_starts_over_up_to_the_agreed_length() -> None:
+    assert list(until(lambda: iter("ab"), 5, repeat=True)) == list("ababa")
+
+
+def test_known_data_that_cannot_start_over_is_an_error() -> None:
+    once = iter("ab")
+    with pytest.raises(UnevenDataError, match="after 2 batches"):
+        list(until(lambda: once, 5, repeat=True))
+
+
+def test_known_data_ends_in_an_error_where_that_is_agreed() -> None:
+    iterator = until(lambda: iter("abc"), 2, error=End)
+    assert [next(iterator), next(iterator)] == ["a", "b"]
+    with pytest.raises(End):
+        next(iterator)
+
+
+def test_known_data_is_begun_when_the_iterator_is_made() -> None:
+    begun: list[str] = []
+
+    def begin() -> Iterator[str]:
+        begun.append("begun")
+        return iter("a")
+
+    until(begin, 1)
+    assert begun == ["begun"]

@@ -1,0 +1,60 @@
+"""What follows for a loader from what all ranks have presented."""
+
+import pytest
+
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
+
+LISTED = LoaderFacts(length=4)
+STREAM = LoaderFacts(iterable=True)
+SIZED_STREAM = LoaderFacts(iterable=True, length=4)
+
+
+def terms(*loaders: LoaderFacts, on_uneven: str = "raise") -> LoaderTerms:
+    (found,) = terms_of(DataFacts(stage="train_dataloader", loaders=(its,), on_uneven=on_uneven) for its in loaders)
+    return found
+
+
+def of(length: int) -> LoaderFacts:
+    return LoaderFacts(length=length)
+
+
+def test_equal_known_lengths_change_nothing() -> None:
+    assert terms(LISTED, LISTED, LISTED) == LoaderTerms()
+    assert terms(LISTED, LISTED).changes_nothing
+
+
+def test_unknown_lengths_are_voted_on() -> None:
+    assert terms(STREAM, STREAM) == LoaderTerms(votes=True)
+    assert terms(LoaderFacts(), LoaderFacts()) == LoaderTerms(votes=True), "a batch sampler without a length"
+
+
+def test_a_length_that_an_iterable_claims_is_voted_on_all_the_same() -> None:
+    assert terms(SIZED_STREAM, SIZED_STREAM) == LoaderTerms(votes=True)
+
+
+def test_a_length_that_only_some_ranks_know_is_hidden() -> None:
+    assert terms(SIZED_STREAM, STREAM) == LoaderTerms(votes=True, hides_length=True)
+    assert terms(LISTED, STREAM) == LoaderTerms(votes=True, hides_length=True)
+
+
+@pytest.mark.parametrize(
+    ("on_uneven", "expected"),
+    [
+        ("stop_together", LoaderTerms(length=3)),
+        ("repeat", LoaderTerms(length=5)),
+        ("raise", LoaderTerms(length=4, ends_at=3, lengths=(5, 3, 4))),
+    ],
+)
+def test_unequal_known_lengths_become_one(on_uneven: str, expected: LoaderTerms) -> None:
+    assert terms(of(5), of(3), of(4), on_uneven=on_uneven) == expected
+
+
+def test_every_loader_has_its_own_terms() -> None:
+    ranks = [DataFacts(stage="val_dataloader", loaders=(STREAM, LISTED)) for _ in range(3)]
+    assert terms_of(ranks) == (LoaderTerms(votes=True), LoaderTerms())
+
+
+def test_different_numbers_of_loaders_have_none() -> None:
+    assert terms_of([DataFacts(stage="val_dataloader", loaders=(LISTED,)), DataFacts(stage="val_dataloader")]) == ()
+    assert terms_of([]) == ()
