@@ -125,7 +125,7 @@ class Agreement:
             RankFacts(
                 rank=rank,
                 progress=self._identity.progress,
-                data=replace(data, loaders=(replace(loader, read=reading.batches, ended=reading.ended),)),
+                data=replace(data, loaders=(replace(_alike(loader), read=reading.batches, ended=reading.ended),)),
             )
             for rank, reading in enumerate(readings)
         )
@@ -154,7 +154,7 @@ class Agreement:
             # Batches that are alike among themselves are made up, to measure speed for instance, and say nothing.
             tells = all(theirs) and len(set(theirs)) == len(theirs)
             fingerprints = {"first batches": "".join(f"{digest:016x}" for digest in theirs)} if tells else {}
-            loaders = (replace(loader, fingerprints=fingerprints, problems=()),)
+            loaders = (replace(_alike(loader), fingerprints=fingerprints),)
             its_data = replace(data, data_rank=data_rank, loaders=loaders)
             ranks.append(RankFacts(rank=rank, progress=self._identity.progress, data=its_data))
         agreed = self._verdict(self._job(tuple(ranks)))
@@ -264,6 +264,13 @@ class Agreement:
             if self._exchange.lost:
                 raise
             raise _Busy from error
+
+
+def _alike(loader: LoaderFacts) -> LoaderFacts:
+    """What other ranks can be taken to have in common with this one: all that could differ has been compared before."""
+    return LoaderFacts(
+        name=loader.name, loader=loader.loader, dataset=loader.dataset, datasets=loader.datasets, iterable=True
+    )
 
 
 class _Busy(Exception):

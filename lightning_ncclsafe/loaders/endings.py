@@ -4,6 +4,9 @@ import copyreg
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
+_HEAP_TYPE = 1 << 9
+
 Begin = Callable[[], Iterator[Any]]
 Iterate = Callable[[Begin], Iterator[Any]]
 
@@ -35,14 +38,19 @@ class Replaced:
 
 
 def replaceable(loader: Any) -> Any:
-    """The loader itself, or one around it where its class cannot be replaced: that of a list, or of a generator."""
+    """The loader itself, or one around it where its class cannot be replaced: that of a list, a generator, a tensor."""
     try:
-        if hasattr(type(loader), "__iter__"):
+        if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
             Replaced(loader, lambda begin: begin()).restore()
             return loader
     except (TypeError, AttributeError):
         pass
     return _Sized(loader) if hasattr(type(loader), "__len__") else _Plain(loader)
+
+
+def _is_plain_python(cls: type) -> bool:
+    """Whether nothing of a class is written in C: that may hold on to the class it was made with, as tensors do."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
 class _Plain:

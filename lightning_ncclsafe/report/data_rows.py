@@ -16,6 +16,8 @@ _OWN = ("samples", "fingerprint")
 
 _SETTINGS = ("seed", "epoch", "shuffle", "drop_last")
 
+_NOTHING = {"none", "unknown", ""}
+
 Row = tuple[str, ...]
 
 
@@ -39,13 +41,19 @@ def table_rows(loader: PresentedLoader, hosts: dict[int, str]) -> tuple[list[Row
         )
         for ranks, cells in alike[:_MOST_ROWS]
     ]
-    return [("rank", "host", *titles, "differs"), *rows], len(alike) - len(rows)
+    return _telling([("rank", "host", *titles, "differs"), *rows]), len(alike) - len(rows)
+
+
+def _telling(rows: list[Row]) -> list[Row]:
+    """The same without columns in which no rank has anything, as after data of unknown length has ended."""
+    columns = (column for column in zip(*rows, strict=True) if not set(column[1:]) <= _NOTHING)
+    return list(zip(*columns, strict=True))
 
 
 def _answers(loader: PresentedLoader) -> Differences:
     own_prints = not loader.replicated and not _some_share(loader)
     questions: Questions[LoaderFacts] = {
-        "batches": lambda facts: facts.batches,
+        "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
         "samples": lambda facts: facts.samples,
         "fingerprint": lambda facts: "its own" if own_prints else _prints(facts),
         "sampler": lambda facts: facts.sampler and replace(facts.sampler, rank=None),
@@ -59,6 +67,10 @@ def _answers(loader: PresentedLoader) -> Differences:
     return {
         title: grouped({rank: ask(facts) for rank, facts in loader.facts.items()}) for title, ask in questions.items()
     }
+
+
+def _read_words(facts: LoaderFacts) -> str:
+    return f"{facts.read or 0:,}, ended" if facts.ended else f"{facts.read or 0:,} so far"
 
 
 def _alike(

@@ -114,8 +114,11 @@ def test_what_can_be_replaced_stays_the_same_object(own: Any) -> None:
     assert type(own) is before
 
 
-@pytest.mark.parametrize("own", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}])
+@pytest.mark.parametrize(
+    "own", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}, torch.tensor([1, 2])]
+)
 def test_what_cannot_is_stood_for(own: Any) -> None:
+    assert replaceable(own) is not own
     stand_in = replaceable(own)
     assert hasattr(type(stand_in), "__len__") == hasattr(own, "__len__")
     Replaced(stand_in, lambda begin: begin())

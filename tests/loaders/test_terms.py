@@ -5,9 +5,9 @@ import pytest
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
 
-LISTED = LoaderFacts(length=4)
+LISTED = LoaderFacts(length=4, batches=4)
 STREAM = LoaderFacts(iterable=True)
-SIZED_STREAM = LoaderFacts(iterable=True, length=4)
+SIZED_STREAM = LoaderFacts(iterable=True, length=4, batches=4)
 
 
 def terms(*loaders: LoaderFacts, on_uneven: str = "raise") -> LoaderTerms:
@@ -16,7 +16,7 @@ def terms(*loaders: LoaderFacts, on_uneven: str = "raise") -> LoaderTerms:
 
 
 def of(length: int) -> LoaderFacts:
-    return LoaderFacts(length=length)
+    return LoaderFacts(length=length, batches=length)
 
 
 def test_equal_known_lengths_change_nothing() -> None:
@@ -58,3 +58,17 @@ def test_every_loader_has_its_own_terms() -> None:
 def test_different_numbers_of_loaders_have_none() -> None:
     assert terms_of([DataFacts(stage="val_dataloader", loaders=(LISTED,)), DataFacts(stage="val_dataloader")]) == ()
     assert terms_of([]) == ()
+
+
+def test_loaders_that_end_together_all_the_same_are_left_alone() -> None:
+    """The shorter ones go round while the longest is read; where a stream is among them, nobody knows how often."""
+
+    def rank(short: int, *more: LoaderFacts) -> DataFacts:
+        return DataFacts(stage="train_dataloader", mode="max_size_cycle", loaders=(of(6), of(short), *more))
+
+    assert terms_of([rank(2), rank(3)]) == (LoaderTerms(), LoaderTerms())
+    assert terms_of([rank(2, STREAM), rank(3, STREAM)])[1] == LoaderTerms(length=3, ends_at=2, lengths=(2, 3))
+
+
+def test_lengths_that_a_limit_makes_equal_are_left_alone() -> None:
+    assert terms(LoaderFacts(length=5, batches=3), LoaderFacts(length=4, batches=3)) == LoaderTerms()

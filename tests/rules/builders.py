@@ -49,6 +49,10 @@ TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="sa
 CHECKPOINT_IO = Frame(file=f"{SITE}/lightning/fabric/plugins/io/torch_io.py", line=60, function="save_checkpoint")
 INFINITE = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=428, function="__exit__")
 
+AGREEMENT_WAIT = Frame(
+    file=f"{SITE}/lightning_ncclsafe/loaders/agreement.py", line=220, function="_wait_until", code="time.sleep(poll_s)"
+)
+
 GRADIENTS = ((25_557,),)
 ONE = ((1,),)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from builders import (
+    AGREEMENT_WAIT,
     ALL_REDUCE,
     CHECKPOINT_IO,
     EPOCH_END,
@@ -97,6 +98,16 @@ def late_in_setup(net: Backend) -> JobFacts:
     options = {"phase": Phase.INIT, "batch": -1}
     others = (net.in_barrier(rank, "post_setup", seq=2, **options) for rank in (1, 2, 3))
     return job(replace(culprit, host_facts=memory), *others)
+
+
+def one_rank_skips_validation(net: Backend) -> JobFacts:
+    """Rank 2 has no validation loader; it has gone on to the next barrier, the others wait for its loader."""
+    options = {"phase": Phase.INIT, "batch": -1}
+    presenting = (
+        net.rank(rank, AGREEMENT_WAIT, seq=6, action="agreement:val_dataloader", **options)  # type: ignore[arg-type]
+        for rank in (0, 1, 3)
+    )
+    return job(*presenting, net.in_barrier(2, "train_dataloader()", seq=7, **options))
 
 
 def _in_init(rank: int) -> RankFacts:
@@ -273,6 +284,7 @@ SCENES = (
         (0,),
         f"{USER_FILE}:18 in setup",
     ),
+    Scene("one rank skips validation", one_rank_skips_validation, "unpresented-loader", (2,)),
     Scene("late in setup", late_in_setup, "late-at-init", (0,), f"{USER_FILE}:18 in setup"),
     Scene("not yet joined", not_yet_joined, "late-at-init", (3,), f"{USER_FILE}:9 in main"),
     Scene("not yet joined, swapping", not_yet_joined_in_disk_sleep, "late-at-init", (3,)),

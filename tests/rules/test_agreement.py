@@ -73,7 +73,38 @@ def indices(rank: int) -> dict[str, str]:
     return {"indices": f"{rank:012x}"}
 
 
+def ended(*counts: int, shortest: int, on_uneven: str = "raise") -> JobFacts:
+    """How far each rank has come when the first one has no more."""
+    job = with_data(presenting(len(counts), stream_loader), *range(len(counts)), on_uneven=on_uneven)
+    for rank, count in enumerate(counts):
+        job = with_loader(job, rank, read=count, ended=count == shortest, length=None, batches=None)
+    return job
+
+
 SCENES = (
+    Scene(
+        "one rank's stream has ended",
+        ended(41, 41, 40, shortest=40),
+        "uneven-end",
+        (2,),
+        ("The train_dataloader of rank 2 has ended after 40 batches, while ranks 0-1 have had 41 and may have more.",),
+    ),
+    Scene(
+        "all streams but one have ended, and that is allowed",
+        ended(7, 7, 8, shortest=7, on_uneven="repeat"),
+        "uneven-end",
+        (0, 1),
+        ("of ranks 0-1 have ended after 7 batches", "the short ones begin their data again"),
+        WARNING,
+    ),
+    Scene(
+        "one rank's stream has ended, and so does the epoch",
+        ended(1, 0, shortest=0, on_uneven="stop_together"),
+        "uneven-end",
+        (1,),
+        ("ends here for all of them",),
+        WARNING,
+    ),
     Scene(
         "one rank has one loader less",
         first_only(two_validation_loaders(), 3),

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
-from lightning_ncclsafe import DatasetAgreement, SafeDDP
+from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
+from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.loaders.standin import StandIn
 
 RANK = int(os.environ["LOCAL_RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
@@ -54,6 +57,19 @@ class SizedStream(Stream):
 
     def __len__(self) -> int:
         return self.claimed
+
+
+class Batches:
+    """What a user may write in place of a DataLoader."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 class OddLength(DataLoader[Any]):
@@ -163,8 +179,18 @@ class Case:
             "trained": self.model.trained,
             "evaluated": self.model.evaluated,
             "types": [type(loader).__name__ for loader in self.loaders],
+            "left": what_is_left(trainer),
             "reports": sorted(path.parent.name for path in self.folder.glob("ncclsafe/*/report.json")),
         }
+
+
+def what_is_left(trainer: L.Trainer) -> list[str]:
+    """What we have not taken away: threads, process groups, and what stands in for Lightning's methods."""
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
+    left += [group.description for group in _torch.process_groups() if group.description == VOTE_GROUP]
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.predict_loop)
+    owners = (trainer._signal_connector, trainer.fit_loop.epoch_loop, *(loop._data_source for loop in loops))
+    return left + [str(value) for owner in owners for value in vars(owner).values() if isinstance(value, StandIn)]
 
 
 def stream(batches: int, **keywords: Any) -> DataLoader[Any]:
@@ -339,9 +365,14 @@ def evaluation(case: Case, call: str) -> None:
 
 
 def odd_loaders(case: Case) -> None:
-    """A list for training, and for validation a generator's class and a loader that cannot say how long it is."""
-    batches = [torch.tensor([[FIRST + number]], dtype=torch.float32) for number in range(4)]
-    case.loaders = (batches, [OddLength(Stream(4), batch_size=BATCH_SIZE)])
+    """A class of the user's own for training, and for validation a generator that can be read once and a tensor."""
+    values = [torch.tensor([[FIRST + number]], dtype=torch.float32) for number in range(4)]
+    case.trainer_args |= {"num_sanity_val_steps": 0}
+    case.loaders = (Batches(values), [(batch for batch in values[:3]), torch.stack(values)])
+
+
+def odd_length(case: Case) -> None:
+    case.loaders = (OddLength(Stream(4), batch_size=BATCH_SIZE),)
 
 
 CASES: dict[str, Callable[[Case], None]] = {
@@ -379,6 +410,7 @@ CASES: dict[str, Callable[[Case], None]] = {
     "test": lambda case: evaluation(case, "test"),
     "predict": lambda case: evaluation(case, "predict"),
     "odd-loaders": odd_loaders,
+    "odd-length": odd_length,
 }
 
 

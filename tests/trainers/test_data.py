@@ -5,6 +5,7 @@ All cases are trained one after the other in the same three processes: to start 
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,3 +56,190 @@ def run(folder: Path, *names: str) -> Outcomes:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return run(tmp_path_factory.mktemp("data"))
+
+
+def batches(rank: int, *numbers: int) -> list[list[float]]:
+    """Batches of a rank's own numbers."""
+    return [[100 * rank + 2 * number, 100 * rank + 2 * number + 1] for number in numbers]
+
+
+def all_raised(outcome: list[dict[str, Any]], error: str, rule: str) -> str:
+    """What all ranks have raised, without its last line: where the report is."""
+    assert {of_rank["raised"] for of_rank in outcome} == {error}, outcome
+    assert {of_rank["finding"] for of_rank in outcome} == {rule}
+    assert outcome[0]["reports"], "rank 0 writes the report"
+    (text,) = {of_rank["text"].partition("\nThe report is in ")[0] for of_rank in outcome}
+    return " ".join(str(text).split())
+
+
+def assert_healthy(outcome: list[dict[str, Any]]) -> None:
+    assert [of_rank["raised"] for of_rank in outcome] == [""] * RANKS, outcome[0]["text"]
+    assert all(of_rank["reports"] == [] for of_rank in outcome)
+    assert len({of_rank["steps"] for of_rank in outcome}) == 1
+
+
+# Uneven ends, of streams of 5, 3 and 4 batches.
+
+
+def test_raise_stops_all_ranks_before_the_same_batch_and_names_the_short_one(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["raise"], "UnevenDataError", "uneven-end")
+    assert "The train_dataloader of rank 1 has ended after 3 batches, while ranks 0, 2 have had 4" in text
+    for rank, outcome in enumerate(outcomes["raise"]):
+        assert outcome["trained"] == batches(rank, 0, 1), "the vote is one batch ahead of Lightning, which is one ahead"
+
+
+@pytest.mark.parametrize("case", ["stop-together", "workers"])
+def test_stop_together_trains_on_as_many_batches_as_the_shortest_has(outcomes: Outcomes, case: str) -> None:
+    for rank, outcome in enumerate(outcomes[case]):
+        assert outcome["raised"] == ""
+        assert outcome["trained"] == batches(rank, 0, 1, 2) * 2, "two epochs"
+        assert (outcome["steps"], outcome["epochs"]) == (6, 2)
+
+
+def test_repeat_trains_on_as_many_batches_as_the_longest_has(outcomes: Outcomes) -> None:
+    orders = ((0, 1, 2, 3, 4), (0, 1, 2, 0, 1), (0, 1, 2, 3, 0))
+    for rank, outcome in enumerate(outcomes["repeat"]):
+        assert outcome["trained"] == batches(rank, *orders[rank]) * 2
+        assert (outcome["steps"], outcome["epochs"]) == (10, 2)
+
+
+def test_gradient_accumulation_steps_alike_and_validation_ends_alike(outcomes: Outcomes) -> None:
+    for case, steps, validated in (("stop-together", 4, 2), ("repeat", 6, 4)):
+        for outcome in outcomes[f"{case}-accumulated"]:
+            assert outcome["raised"] == ""
+            assert outcome["steps"] == steps, "two epochs, each with a last step on an odd batch"
+            sanity_check = 2
+            assert len(outcome["evaluated"]) == sanity_check + 2 * validated
+
+
+def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["uneven-validation"], "UnevenDataError", "uneven-end")
+    assert "The val_dataloader[1] of rank 1 has ended after 3 batches" in text
+    for rank, outcome in enumerate(outcomes["uneven-validation"]):
+        assert outcome["steps"] == 2
+        assert outcome["evaluated"] == batches(rank, 0, 1, 0, 1), "the first whole, of the second all but one"
+
+
+def test_a_length_that_is_not_true_does_no_harm(outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes["lying-length"]):
+        assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
+
+
+def test_loaders_that_are_read_side_by_side_end_together(outcomes: Outcomes) -> None:
+    """One stream of 5, 3 and 4 batches, beside a list of 4, 2 and 5 that goes round."""
+    for rank, outcome in enumerate(outcomes["combined"]):
+        assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
+
+
+# The same where the lengths are known.
+
+
+def test_unequal_known_lengths_do_not_start(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["known-raise"], "DatasetMismatchError", "unequal-batches")
+    assert "5 batches on rank 0, 3 batches on rank 1, 4 batches on rank 2" in text
+    assert all(outcome["steps"] == 0 for outcome in outcomes["known-raise"])
+
+
+def test_unequal_known_lengths_are_trained_on_as_the_policy_says(outcomes: Outcomes) -> None:
+    repeated = ((0, 1, 2, 3, 4), (0, 1, 2, 0, 1), (0, 1, 2, 3, 0))
+    for rank in range(RANKS):
+        assert outcomes["known-stop-together"][rank]["trained"] == batches(rank, 0, 1, 2) * 2
+        assert outcomes["known-repeat"][rank]["trained"] == batches(rank, *repeated[rank]) * 2
+
+
+def test_who_was_only_warned_is_stopped_at_the_first_end(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["known-warn"], "UnevenDataError", "uneven-end")
+    assert "rank 1 has ended after 3 batches" in text
+    for rank, outcome in enumerate(outcomes["known-warn"]):
+        assert outcome["trained"] == batches(rank, 0, 1, 2)
+    assert "[ncclsafe] unequal-batches: " in outcomes["printed"][0]["text"]
+
+
+def test_a_length_that_only_some_ranks_know(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["half-sized"], "DatasetMismatchError", "sized-and-unsized")
+    assert "no length (Stream) on rank 1" in text
+    for rank, outcome in enumerate(outcomes["half-sized-warn"]):
+        assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
+
+
+# Ranks that disagree.
+
+
+def test_an_unseeded_split_does_not_start(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["unseeded-split"], "DatasetMismatchError", "different-data")
+    assert "numpy" in text
+    assert len(set(re.findall(r"indices:[0-9a-f]{8}", text))) == RANKS, "a fingerprint for each"
+    assert all(outcome["steps"] == 0 for outcome in outcomes["unseeded-split"])
+
+
+def test_an_unseeded_split_is_trained_on_where_that_is_wanted(outcomes: Outcomes) -> None:
+    for case in ("unseeded-split-warn", "unseeded-split-off"):
+        assert all((outcome["raised"], outcome["steps"]) == ("", 2) for outcome in outcomes[case])
+    assert "[ncclsafe] different-data: " in outcomes["printed"][0]["text"]
+    assert outcomes["unseeded-split-off"][0]["reports"] == []
+
+
+def test_different_numbers_of_loaders_do_not_start(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["different-number"], "DatasetMismatchError", "loader-count")
+    assert "the number of loaders in val_dataloader is 1 on ranks 0, 2, 2 on rank 1" in text
+
+
+def test_ranks_that_read_the_same_stream_do_not_start(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["same-stream"], "DatasetMismatchError", "same-shard")
+    assert "Every rank reads the same data of the train_dataloader." in text
+    assert all(outcome["trained"] == [] for outcome in outcomes["same-stream"])
+
+
+def test_loaders_are_compared_again_when_they_are_made_anew(outcomes: Outcomes) -> None:
+    all_raised(outcomes["reloaded"], "DatasetMismatchError", "unequal-batches")
+    assert all((outcome["steps"], outcome["epochs"]) == (3, 1) for outcome in outcomes["reloaded"])
+
+
+def test_ranks_that_would_validate_at_different_steps_do_not_start(outcomes: Outcomes) -> None:
+    all_raised(outcomes["validates-elsewhere"], "DatasetMismatchError", "validation-step")
+    assert all(outcome["trained"] == [] for outcome in outcomes["validates-elsewhere"])
+
+
+def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
+    text = all_raised(outcomes["odd-length"], "DatasetMismatchError", "unreadable-loader")
+    assert "ValueError: nobody has counted" in text
+
+
+# What must not be refused.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "shuffled-and-padded",
+        "augmented",
+        "sharded",
+        "own-sampler",
+        "overfitted",
+        "fast-dev-run",
+        "resumed",
+        "validate",
+        "test",
+        "predict",
+        "odd-loaders",
+    ],
+)
+def test_what_is_healthy_is_trained_on(outcomes: Outcomes, case: str) -> None:
+    assert_healthy(outcomes[case])
+    assert all(outcome["trained"] or outcome["evaluated"] for outcome in outcomes[case])
+
+
+def test_the_padded_shares_are_those_that_stock_would_give(outcomes: Outcomes) -> None:
+    seen = [number for outcome in outcomes["validate"] for batch in outcome["evaluated"][:2] for number in batch]
+    assert sorted(seen) == list(range(12))
+
+
+def test_nothing_of_ours_has_failed(outcomes: Outcomes) -> None:
+    assert "failed and is off" not in outcomes["printed"][0]["text"]
+
+
+def test_loaders_are_what_they_were_afterwards(outcomes: Outcomes) -> None:
+    types = {name for of_ranks in outcomes.values() for outcome in of_ranks for name in outcome.get("types", ())}
+    assert types == {"DataLoader", "OddLength", "CombinedLoader", "Data", "list", "Batches"}
+    left = [outcome["left"] for of_ranks in outcomes.values() for outcome in of_ranks if "left" in outcome]
+    assert left and not any(left)

@@ -1,6 +1,6 @@
 """Why the data of ranks differs: what their random states, shards and batch sizes say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.rules.agreement.words import spread
 from lightning_ncclsafe.rules.presented import Groups, Presented, PresentedLoader, grouped
@@ -44,7 +44,7 @@ def _random(view: Presented, loader: PresentedLoader) -> str:
     differ = [name for name, groups in states.items() if groups.differ]
     drawn = [name for name in differ if _is_drawn(view, name)]
     if drawn:
-        return _drawn_words(drawn, [name for name in states if name not in differ])
+        return _drawn_words(drawn, [name for name in states if name not in differ], loader.replicated)
     return f"{_NOT_DRAWN if differ else _AGREE}, so {_source(loader)}."
 
 
@@ -61,23 +61,28 @@ def _is_drawn(view: Presented, name: str) -> bool:
     return any(state.drawn for data in view.data.values() for state in data.random if state.name == name)
 
 
-def _drawn_words(drawn: list[str], agreeing: list[str]) -> str:
-    who = _owners(drawn)
+def _drawn_words(drawn: list[str], agreeing: list[str], replicated: bool) -> str:
+    who = _listed(map(_owner, drawn), "and")
     one = len(drawn) == 1
-    rest = f" ({_owners(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'})" if agreeing else ""
+    agrees = "agrees" if len(agreeing) == 1 else "agree"
+    rest = f" ({_listed(map(_owner, agreeing), 'and')} {agrees})" if agreeing else ""
+    source = _listed((_owner(name).removesuffix("'s") for name in drawn), "or")
+    # Ranks with shards of their own may well use their random numbers for something else.
+    split = "the split was probably drawn" if replicated else "if the data was split at random, then probably"
     return (
         f"{capitalised(who)} random {'state differs' if one else 'states differ'} between ranks and "
-        f"{'has' if one else 'have'} been drawn from{rest}: the split was probably drawn from "
-        f"{' or '.join(map(_plain, drawn))}; call seed_everything(seed) on all ranks before the data is made."
+        f"{'has' if one else 'have'} been drawn from{rest}: {split} from {source}; call "
+        "seed_everything(seed) on all ranks before the data is made."
     )
 
 
-def _owners(names: list[str]) -> str:
-    return " and ".join(_OWNERS.get(name, f"{name}'s") for name in names)
+def _owner(name: str) -> str:
+    return _OWNERS.get(name, f"{name}'s")
 
 
-def _plain(name: str) -> str:
-    return _OWNERS.get(name, f"{name}'s").removesuffix("'s")
+def _listed(words: Iterable[str], conjunction: str) -> str:
+    *first, last = words
+    return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
 def _source(loader: PresentedLoader) -> str:
