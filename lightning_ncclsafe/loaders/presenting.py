@@ -156,7 +156,7 @@ class Presenter:
         try:
             return self._data(stage)
         except Exception as error:
-            say_own_failure(error, what=_WHAT)
+            self._switch_off(error)
             return None
 
     def _unharmed(self, act: Callable[[], None]) -> None:
@@ -166,8 +166,11 @@ class Presenter:
         except DatasetMismatchError:
             raise
         except Exception as error:
-            self._is_off = True
-            say_own_failure(error, what=_WHAT)
+            self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        self._is_off = True
+        say_own_failure(error, what=_WHAT)
 
     def _data(self, stage: Stage) -> DataFacts:
         loaders = tuple(self._facts(stage, index) for index in range(len(stage.loaders)))

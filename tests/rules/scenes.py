@@ -110,6 +110,14 @@ def one_rank_skips_validation(net: Backend) -> JobFacts:
     return job(*presenting, net.in_barrier(2, "train_dataloader()", seq=7, **options))
 
 
+def one_rank_estimates_steps(net: Backend) -> JobFacts:
+    """Rank 0 alone asks Lightning how many steps there will be, for which Lightning makes the training's loader."""
+    options = {"phase": Phase.INIT, "batch": -1}
+    line = user("configure_optimizers", 33, code="steps = self.trainer.estimated_stepping_batches")
+    alone = net.rank(0, line, AGREEMENT_WAIT, seq=6, action="agreement:train_dataloader", **options)  # type: ignore[arg-type]
+    return job(alone, *(net.in_barrier(rank, "run-stage", seq=7, **options) for rank in (1, 2, 3)))
+
+
 def _in_init(rank: int) -> RankFacts:
     progress = Progress(phase=Phase.INIT, actions=(Action(name="init_process_group", for_s=30),), idle_s=30)
     return RankFacts(rank=rank, progress=progress, stack=(INIT_GROUP,))
@@ -285,6 +293,13 @@ SCENES = (
         f"{USER_FILE}:18 in setup",
     ),
     Scene("one rank skips validation", one_rank_skips_validation, "unpresented-loader", (2,)),
+    Scene(
+        "one rank estimates steps",
+        one_rank_estimates_steps,
+        "unpresented-loader",
+        (1, 2, 3),
+        f"{USER_FILE}:33 in configure_optimizers",
+    ),
     Scene("late in setup", late_in_setup, "late-at-init", (0,), f"{USER_FILE}:18 in setup"),
     Scene("not yet joined", not_yet_joined, "late-at-init", (3,), f"{USER_FILE}:9 in main"),
     Scene("not yet joined, swapping", not_yet_joined_in_disk_sleep, "late-at-init", (3,)),

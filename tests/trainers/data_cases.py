@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
 from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.loaders import presenting
 from lightning_ncclsafe.loaders.standin import StandIn
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -375,6 +376,26 @@ def odd_length(case: Case) -> None:
     case.loaders = (OddLength(Stream(4), batch_size=BATCH_SIZE),)
 
 
+def blind_rank(case: Case) -> None:
+    """Our own look at the loaders fails on one rank."""
+    case.loaders = (listed(2), listed(1))
+    if RANK == 1:
+        case.callbacks = [BreakOurs()]
+
+
+class BreakOurs(L.Callback):
+    """Makes our probe of loaders fail for the length of one training."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.probe, presenting.loader_facts = presenting.loader_facts, self.fail
+
+    def teardown(self, *_: Any) -> None:
+        presenting.loader_facts = self.probe
+
+    def fail(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("our own fault")
+
+
 CASES: dict[str, Callable[[Case], None]] = {
     "raise": lambda case: uneven_stream(case, "raise"),
     "stop-together": lambda case: uneven_stream(case, "stop_together"),
@@ -411,6 +432,7 @@ CASES: dict[str, Callable[[Case], None]] = {
     "predict": lambda case: evaluation(case, "predict"),
     "odd-loaders": odd_loaders,
     "odd-length": odd_length,
+    "blind-rank": blind_rank,
 }
 
 

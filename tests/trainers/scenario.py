@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe import SafeDDP
 
@@ -41,6 +41,10 @@ def hold_the_gil() -> None:
     sum(itertools.repeat(1, 10**12))  # <- gil
 
 
+def be_told_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stall(seconds: float) -> Callable[[], None]:
     def wait() -> None:
         threading.Event().wait(seconds)  # <- stall
@@ -50,10 +54,12 @@ def stall(seconds: float) -> Callable[[], None]:
 
 DEEDS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
+    "estimate": lambda: None,
     "raise": raise_error,
     "exit": leave_silently,
     "kill": be_killed,
     "stop": be_stopped,
+    "sigterm": be_told_to_end,
     "gil": hold_the_gil,
     "stall": stall(60),
     "recover": stall(7),
@@ -66,6 +72,20 @@ class Numbers(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((8,), float(index))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Of unknown length, so that ranks vote before each batch; each rank has its own numbers."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+        for index in range(64):
+            if self.options.hook == "loader" and (rank, index) == (self.options.rank, 4 * self.options.batch):
+                DEEDS[self.options.deed]()
+            yield torch.full((8,), float(100 * rank + index))
 
 
 class Scenario(L.LightningModule):
@@ -103,6 +123,9 @@ class Scenario(L.LightningModule):
         self._do_in("on_fit_end")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.options.deed == "estimate" and self.global_rank == self.options.rank:
+            # Lightning makes the training's loader for it, with a barrier.
+            _ = self.trainer.estimated_stepping_batches  # <- estimate
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
@@ -112,6 +135,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--batch", type=int, default=3)
     parser.add_argument("--hook", default="training_step")
+    parser.add_argument("--data", choices=["numbers", "stream"], default="numbers")
+    parser.add_argument("--validated-by", type=int, help="only this rank has a validation loader")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--suspect-after", type=float, default=1.5)
     parser.add_argument("--timeout", type=float, default=20)
@@ -140,9 +165,15 @@ def main() -> None:
             start_method=options.start_method,
         ),
     )
-    model, loader = Scenario(options), DataLoader(Numbers(), batch_size=4)
+    model, data = Scenario(options), Numbers() if options.data == "numbers" else Stream(options)
+    loaders = [DataLoader(data, batch_size=4)]
+    if options.validated_by == int(os.environ.get("LOCAL_RANK", 0)):
+        loaders.append(DataLoader(Numbers(), batch_size=4))
     for call in options.calls:
-        getattr(trainer, call)(model, loader)
+        try:
+            getattr(trainer, call)(model, *loaders)
+        finally:
+            print(f"rank {trainer.global_rank} has made {trainer.global_step} steps", flush=True)
     left = [t.name for t in threading.enumerate() if t.name.startswith("ncclsafe")]
     print(f"rank {trainer.global_rank} done, left behind: {left}", flush=True)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,3 +134,29 @@ def test_one_device_is_guarded_without_peers(tmp_path: Path) -> None:
     assert outcome.said == [line for line in outcome.said if line.startswith("watching 1 rank:")]
     assert "ValueError: the batch is broken" in outcome.output
     assert not outcome.reports
+
+
+def test_a_rank_whose_stream_raises_is_named_and_nobody_hangs(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "raise", "--data", "stream", "--hook", "loader")
+    finding = first_finding(outcome)
+    assert (finding["rule"], finding["ranks"]) == ("failed-rank", [1])
+    assert finding["location"].startswith(line_of("raise"))
+    assert outcome.exit_code != 0
+
+
+def test_sigterm_to_one_rank_stops_all_before_the_same_batch_where_ranks_vote(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sigterm", "--data", "stream", "--rank", "1", "--devices", "3")
+    steps = re.findall(r"rank (\d) has made (\d+) steps", outcome.output)
+    assert {rank for rank, _ in steps} == {"0", "1", "2"}
+    assert len({made for _, made in steps}) == 1, steps
+    assert 3 < int(steps[0][1]) < 16, "after the batch of the signal, and before the end of the epoch"
+    assert "done" not in outcome.output
+
+
+def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "estimate", "--rank", "0")
+    finding = first_finding(outcome)
+    assert (finding["rule"], finding["ranks"]) == ("unpresented-loader", [1])
+    assert finding["location"].startswith(line_of("estimate"))
+    assert "barrier 'run-stage'" in finding["summary"]
+    assert outcome.said[-1] == "the run cannot go on, it is ended"

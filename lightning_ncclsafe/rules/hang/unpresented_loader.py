@@ -2,12 +2,19 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import AGREEMENT
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, wait_words
+from lightning_ncclsafe.rules.sentences import (
+    how_we_know,
+    location,
+    severity,
+    stack_evidence,
+    standing,
+    wait_words,
+)
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
 
 _REMEDY = (
     "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
@@ -43,13 +50,21 @@ def _presents(facts: RankFacts) -> str:
     return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
 
 
+def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
+    """The user's line that has asked for the loaders, where it was not Lightning itself."""
+    places = (view.activities[rank].place for rank in sorted(presenting))
+    return next((place for place in places if place is not None and place.user), None)
+
+
 def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
     stuck = all(view.waits(rank) for rank in elsewhere)
     rank = elsewhere[0]
+    asked = _asked_at(view, presenting)
     waits = f", and {verb(elsewhere, 'waits', 'wait')} in {wait_words(view, rank)}" if view.waits(rank) else ""
     text = (
         f"{ranks_words(elsewhere)} {verb(elsewhere, 'has', 'have')} not presented a {next(iter(presenting.values()))}, "
-        f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}; "
+        f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}"
+        f"{f', asked for at {short_location(asked)}' if asked else ''}; "
         f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."
     )
     return Finding(
@@ -58,7 +73,7 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
         summary=capitalised(text),
         ranks=elsewhere,
-        location=location(view, elsewhere),
-        evidence=how_we_know(view, elsewhere),
+        location=location_of(asked) or location(view, elsewhere),
+        evidence=(*how_we_know(view, elsewhere), *stack_evidence(view, sorted(presenting)[:1])),
         remedy=_REMEDY,
     )

@@ -1,0 +1,253 @@
+"""How ranks that are threads compare what they present: one verdict for all, whatever becomes of one of them."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.loaders import agreement as module
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.lockstep import Reading
+from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.report.json import read_report
+
+EQUAL = LoaderFacts(name="train_dataloader", length=4, batches=4)
+STREAM = LoaderFacts(name="train_dataloader", iterable=True)
+
+
+def data(*loaders: LoaderFacts, **more: Any) -> DataFacts:
+    return DataFacts(stage="train_dataloader", loaders=loaders, **more)
+
+
+class Job:
+    """Ranks that compare; ``run`` calls one function in each."""
+
+    def __init__(self, folder: Path, world_size: int, deadline_s: float = 20.0) -> None:
+        self.shared = SharedMemory()
+        self.said: list[str] = []
+        self.folder = folder
+        self.agreements = [self.agreement(rank, world_size, deadline_s) for rank in range(world_size)]
+
+    def agreement(self, rank: int, world_size: int, deadline_s: float) -> Agreement:
+        return Agreement(
+            exchange=MemoryExchange(self.shared),
+            world_size=world_size,
+            identity=RankFacts(rank=rank, host=f"node-{rank}", progress=Progress(phase=Phase.INIT)),
+            report_dir=self.folder,
+            deadline_s=deadline_s,
+            say=self.said.append,
+        )
+
+    def run(self, body: Callable[[int, Agreement], Any], ranks: Iterable[int] = ()) -> list[Any]:
+        def one(rank: int) -> Any:
+            try:
+                return body(rank, self.agreements[rank])
+            except Exception as error:
+                return error
+
+        chosen = list(ranks) or range(len(self.agreements))
+        with ThreadPoolExecutor(len(self.agreements)) as pool:
+            return list(pool.map(one, chosen))
+
+    def compare(self, *presented: DataFacts | None, ranks: Iterable[int] = ()) -> list[Any]:
+        return self.run(lambda rank, agreement: agreement.compare(presented[rank]), ranks)
+
+
+def test_ranks_that_agree_get_their_terms_and_write_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path / "reports", 4)
+    assert job.compare(*[data(EQUAL, STREAM)] * 4) == [(LoaderTerms(), LoaderTerms(votes=True))] * 4
+    assert job.said == []
+    assert not (tmp_path / "reports").exists()
+
+
+def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+    errors = job.compare(data(EQUAL), data(replace(EQUAL, length=5, batches=5)), data(EQUAL))
+    assert {type(error) for error in errors} == {DatasetMismatchError}
+    (text,) = {str(error) for error in errors}
+    for part in ("4 batches on ranks 0, 2, 5 batches on rank 1", "node-1", "differs", "What to do: "):
+        assert part in " ".join(text.split())
+    assert [finding.rule for finding in errors[2].findings] == ["unequal-batches"]
+    (path,) = tmp_path.glob("*/report.json")
+    report = read_report(path.read_bytes())
+    assert report.findings[0].ranks == (1,)
+    assert report.job.ranks[1].data == data(replace(EQUAL, length=5, batches=5))
+    assert f"The report is in {path.parent}" in text
+    assert job.said == [], "the error says it"
+
+
+def test_one_comparison_follows_the_other_over_the_same_keys(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+
+    def many(rank: int, agreement: Agreement) -> int:
+        return sum(len(agreement.compare(data(EQUAL))) for _ in range(40))
+
+    assert job.run(many) == [40] * 3
+    assert sorted(job.shared.values) == ["data/0", "data/1", "data/2", "data/verdict"]
+
+
+def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.compare(data(EQUAL), data(EQUAL))
+    errors = job.compare(data(EQUAL), data(STREAM))
+    assert [error.findings[0].rule for error in errors] == ["sized-and-unsized"] * 2
+
+
+def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    longer = replace(EQUAL, length=6, batches=6)
+    for _ in range(2):
+        terms = job.compare(data(EQUAL, on_mismatch="warn"), data(longer, on_mismatch="warn"))
+        assert terms == [(LoaderTerms(length=5, ends_at=4, lengths=(4, 6)),)] * 2
+    (said,) = job.said
+    assert said.startswith("unequal-batches: ")
+    assert "report: " in said
+
+
+def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:
+    warned = [data(EQUAL, on_mismatch="warn"), data(EQUAL, EQUAL, on_mismatch="warn")]
+    assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
+
+
+def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
+    errors = Job(tmp_path, 2).compare(data(EQUAL, on_mismatch="warn"), data(STREAM, on_mismatch="raise"))
+    assert {type(error) for error in errors} == {DatasetMismatchError}
+
+
+def test_a_rank_that_could_not_look_at_its_loaders_keeps_nobody_waiting(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+    assert job.compare(data(EQUAL), None, data(STREAM)) == [()] * 3
+    assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(LoaderTerms(),)] * 3
+
+
+def test_a_rank_that_never_comes_is_named_after_the_deadline(tmp_path: Path) -> None:
+    errors = Job(tmp_path, 3, deadline_s=0.3).compare(data(EQUAL), data(EQUAL), data(EQUAL), ranks=(0, 2))
+    assert [error.findings[0].rule for error in errors] == ["unpresented-loader"] * 2
+    assert "Rank 1 never presented its train_dataloader" in str(errors[1])
+
+
+def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_VERDICT_S", 0.1)
+    (error,) = Job(tmp_path, 2, deadline_s=0.2).compare(data(EQUAL), data(EQUAL), ranks=(1,))
+    assert isinstance(error, DatasetMismatchError)
+    assert "Rank 0 has not compared the ranks' data within 0.2 s" in str(error)
+
+
+def test_rank_0_that_fails_lets_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "terms_of", lambda ranks: 1 / 0)
+    outcome = Job(tmp_path, 3).compare(*[data(EQUAL)] * 3)
+    assert isinstance(outcome[0], ZeroDivisionError)
+    assert outcome[1:] == [(), ()]
+
+
+def test_an_exchange_that_misses_a_deadline_is_asked_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for agreement in job.agreements:
+        agreement._exchange = Moody(agreement._exchange)  # type: ignore[arg-type]
+    assert job.compare(data(EQUAL), data(EQUAL)) == [(LoaderTerms(),)] * 2
+
+
+class Moody:
+    """Answers every third time."""
+
+    lost = ""
+
+    def __init__(self, exchange: Any) -> None:
+        self._exchange = exchange
+        self._asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._asked += 1
+            if self._asked % 3:
+                raise ExchangeError("its host did not answer within 2 s")
+            return getattr(self._exchange, name)(*args)
+
+        return call
+
+
+def test_an_exchange_that_is_lost_ends_the_comparison_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.agreements[1]._exchange.close()
+    (error,) = job.compare(data(EQUAL), data(EQUAL), ranks=(1,))
+    assert isinstance(error, ExchangeError)
+
+
+def test_a_folder_that_cannot_be_written_to_takes_nothing_from_the_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    errors = Job(blocked, 2).compare(data(EQUAL), data(STREAM))
+    assert {str(error).splitlines()[0][:18] for error in errors} == {"sized-and-unsized:"}
+
+
+def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+    readings = [Reading(batches=9, ended=False), Reading(batches=8, ended=True), Reading(batches=9, ended=False)]
+    presented = data(STREAM, on_uneven="raise")
+    errors = job.run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings))
+    assert {type(error) for error in errors} == {UnevenDataError}
+    assert len({str(error).partition("\nThe report is in ")[0] for error in errors}) == 1
+    assert "rank 1 has ended after 8 batches, while ranks 0, 2 have had 9" in " ".join(str(errors[0]).split())
+    assert len(list(tmp_path.glob("*/report.json"))) == 1
+    assert job.said == []
+
+
+@pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
+def test_an_uneven_end_that_is_allowed_is_said_once(tmp_path: Path, on_uneven: str) -> None:
+    job = Job(tmp_path, 2)
+    readings = [Reading(batches=3, ended=True), Reading(batches=4, ended=False)]
+    presented = data(STREAM, on_uneven=on_uneven)
+    for _ in range(3):
+        job.run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings))
+    (said,) = job.said
+    assert said.startswith("uneven-end: The train_dataloader of rank 0 has ended after 3 batches")
+
+
+class Gathered:
+    """Votes of which only the gathering counts."""
+
+    def __init__(self, *rows: list[int]) -> None:
+        self.rows = list(rows)
+
+    def start(self, *values: int) -> Callable[[], list[int]]:
+        raise AssertionError("nobody votes here")
+
+    def gather(self, *values: int) -> list[list[int]]:
+        return self.rows
+
+
+def first_batches(folder: Path, *rows: list[int], **settings: Any) -> list[Any]:
+    votes, presented = Gathered(*rows), data(STREAM, data_ranks=len(rows), **settings)
+    job = Job(folder, len(rows))
+    return job.run(lambda rank, agreement: agreement.first_batches(presented, STREAM, votes, *rows[rank][1:]))
+
+
+def test_two_ranks_with_the_same_first_batches_are_named_by_all(tmp_path: Path) -> None:
+    errors = first_batches(tmp_path, [0, 11, 12], [1, 21, 22], [2, 11, 12])
+    assert {type(error) for error in errors} == {DatasetMismatchError}
+    assert {error.findings[0].ranks for error in errors} == {(0, 2)}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(([0, 11, 12], [1, 21, 22]), id="different"),
+        pytest.param(([0, 11, 12], [1, 11, 22]), id="only the first batch is the same"),
+        pytest.param(([0, 11, 11], [1, 11, 11]), id="batches that are all alike are made up"),
+        pytest.param(([0, 0, 12], [1, 0, 12]), id="no digest could be made"),
+        pytest.param(([0, 11, 12], [0, 11, 12]), id="tensor-parallel peers read the same"),
+    ],
+)
+def test_first_batches_that_say_nothing(tmp_path: Path, rows: tuple[list[int], ...]) -> None:
+    assert first_batches(tmp_path, *rows) == [None] * 2
+
+
+def test_the_same_first_batches_with_a_warning(tmp_path: Path) -> None:
+    assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch="warn") == [None] * 2
