@@ -22,10 +22,13 @@ class Replaced:
         iterate: Makes the iterator that the loader gives from now on, from a function that begins the loader's own.
         length: The length that the loader has from now on; None for its own.
         hides_length: Whether it has no length from now on.
+
+    Attributes:
+        loader: The loader.
     """
 
     def __init__(self, loader: Any, iterate: Iterate, *, length: int | None = None, hides_length: bool = False) -> None:
-        self._loader = loader
+        self.loader = loader
         self._type = type(loader)
         methods: dict[str, Any] = {"__iter__": _iter_method(self._type, iterate), "__reduce_ex__": _reduce(self._type)}
         if hides_length or length is not None:
@@ -34,7 +37,7 @@ class Replaced:
 
     def restore(self) -> None:
         """The loader is again what it was."""
-        self._loader.__class__ = self._type
+        self.loader.__class__ = self._type
 
 
 def replaceable(loader: Any) -> Any:

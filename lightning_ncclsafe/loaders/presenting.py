@@ -83,12 +83,15 @@ class Presenter:
         self._stage: Stage | None = None
         self._standins: list[StandIn] = []
         self._stop_signal = StopSignal(trainer, sigterm_error)
-        self._replaced: list[Replaced] = []
+        self._replaced: dict[str, list[Replaced]] = {}
         self._votes: _torch.VoteGroup | None = None
         self._is_off = False
 
     def attach(self) -> None:
         """Listens to what the loops' hooks give: how many loaders there are is not known otherwise."""
+        self._unharmed(self._attach)
+
+    def _attach(self) -> None:
         trainer = self._trainer
         loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -101,8 +104,8 @@ class Presenter:
         self._stop_signal.detach()
         while self._standins:
             self._standins.pop().remove()
-        while self._replaced:
-            self._replaced.pop().restore()
+        for stage in [*self._replaced]:
+            self._release(stage)
         votes, self._votes = self._votes, None
         if votes is not None:
             votes.close()
@@ -127,6 +130,9 @@ class Presenter:
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
+        # One and the same loader may be given again, for the next epochs or for another stage.
+        for stage in [*self._replaced]:
+            self._release(stage, loader)
         loader = replaceable(loader)
         self._unharmed(lambda: self._add(loader))
         return loader
@@ -140,6 +146,7 @@ class Presenter:
             self._compare(stage)
 
     def _compare(self, stage: Stage) -> None:
+        self._release(stage.name)
         with self._tracker.action(f"{AGREEMENT}{stage.name}"):
             data = self._data_or_none(stage)
             terms = self._agreement.compare(data)
@@ -211,7 +218,16 @@ class Presenter:
 
     def _apply(self, terms: LoaderTerms, loader: Any, facts: LoaderFacts, data: DataFacts) -> None:
         iterate = self._voting(facts, data) if terms.votes else self._counting(terms, facts, data)
-        self._replaced.append(Replaced(loader, iterate, length=terms.length, hides_length=terms.hides_length))
+        replaced = Replaced(loader, iterate, length=terms.length, hides_length=terms.hides_length)
+        self._replaced.setdefault(data.stage, []).append(replaced)
+
+    def _release(self, stage: str, loader: Any = None) -> None:
+        """Takes our hands off the loaders that a stage had before, or off one of them."""
+        for replaced in self._replaced.pop(stage, []):
+            if loader is None or replaced.loader is loader:
+                replaced.restore()
+            else:
+                self._replaced.setdefault(stage, []).append(replaced)
 
     def _voting(self, facts: LoaderFacts, data: DataFacts) -> Iterate:
         if self._votes is None:

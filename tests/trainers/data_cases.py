@@ -78,6 +78,9 @@ class OddLength(DataLoader[Any]):
         raise ValueError("nobody has counted")
 
 
+LOADERS = (DataLoader, OddLength)
+
+
 class Strided(Sampler[int]):
     """Splits the data among ranks, and says nothing about it."""
 
@@ -180,15 +183,16 @@ class Case:
             "trained": self.model.trained,
             "evaluated": self.model.evaluated,
             "types": [type(loader).__name__ for loader in self.loaders],
-            "left": what_is_left(trainer),
+            "left": what_is_left(trainer, self.loaders),
             "reports": sorted(path.parent.name for path in self.folder.glob("ncclsafe/*/report.json")),
         }
 
 
-def what_is_left(trainer: L.Trainer) -> list[str]:
-    """What we have not taken away: threads, process groups, and what stands in for Lightning's methods."""
+def what_is_left(trainer: L.Trainer, loaders: tuple[Any, ...]) -> list[str]:
+    """What we have not taken away: threads, groups, what stands in for Lightning's methods, classes of loaders."""
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
     left += [group.description for group in _torch.process_groups() if group.description == VOTE_GROUP]
+    left += [repr(loader) for loader in loaders if isinstance(loader, DataLoader) and type(loader) not in LOADERS]
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.predict_loop)
     owners = (trainer._signal_connector, trainer.fit_loop.epoch_loop, *(loop._data_source for loop in loops))
     return left + [str(value) for owner in owners for value in vars(owner).values() if isinstance(value, StandIn)]
@@ -372,6 +376,13 @@ def odd_loaders(case: Case) -> None:
     case.loaders = (Batches(values), [(batch for batch in values[:3]), torch.stack(values)])
 
 
+def same_object(case: Case) -> None:
+    """One loader for training and for validation, given again for every epoch."""
+    loader = stream(3)
+    case.trainer_args |= {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    case.loaders = (loader, loader)
+
+
 def odd_length(case: Case) -> None:
     case.loaders = (OddLength(Stream(4), batch_size=BATCH_SIZE),)
 
@@ -389,7 +400,7 @@ class BreakOurs(L.Callback):
     def setup(self, *_: Any, **__: Any) -> None:
         self.probe, presenting.loader_facts = presenting.loader_facts, self.fail
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         presenting.loader_facts = self.probe
 
     def fail(self, *_: Any, **__: Any) -> Any:
@@ -431,6 +442,7 @@ CASES: dict[str, Callable[[Case], None]] = {
     "test": lambda case: evaluation(case, "test"),
     "predict": lambda case: evaluation(case, "predict"),
     "odd-loaders": odd_loaders,
+    "same-object": same_object,
     "odd-length": odd_length,
     "blind-rank": blind_rank,
 }

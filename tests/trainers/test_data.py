@@ -222,6 +222,7 @@ def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
         "test",
         "predict",
         "odd-loaders",
+        "same-object",
     ],
 )
 def test_what_is_healthy_is_trained_on(outcomes: Outcomes, case: str) -> None:
