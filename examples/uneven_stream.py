@@ -1,12 +1,13 @@
 """Train on a stream of which every rank has a share of another length.
 
-The digits come in seven files, which are dealt to the ranks in turn: of two ranks, the first has four files (821
+The digits come in seven files, which are dealt to the ranks in turn: of two ranks, the first has four files (822
 digits, 26 batches) and the second has three (616 digits, 20 batches). A stream has no length that could be compared
 beforehand. The second rank comes to its end and waits in the validation, the first waits in its 21st backward.
+With SafeDDP the ranks agree before each batch that all of them have one; `--on-uneven` says what is to happen if not.
 
 python examples/uneven_stream.py --strategy ddp             # Application timeout caused pair closure
-python examples/uneven_stream.py --on-uneven raise          # an error on both ranks, which names the one that ended
-python examples/uneven_stream.py --on-uneven stop_together  # 20 steps: the first rank leaves 181 digits out
+python examples/uneven_stream.py --on-uneven raise          # UnevenDataError on both ranks, which names the second
+python examples/uneven_stream.py --on-uneven stop_together  # 20 steps: the first rank leaves 182 digits out
 python examples/uneven_stream.py --on-uneven repeat         # 26 steps: the second rank sees 192 digits again
 """
 
@@ -65,7 +66,8 @@ class Count(L.Callback):
         print(f"rank {trainer.global_rank}: {trainer.global_step} optimizer steps, {self.samples} samples", flush=True)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, module)
+        if self.samples:  # spawned or forked ranks end silently, and this is the process that started them
+            self.on_train_end(trainer, module)
 
 
 def main() -> None:

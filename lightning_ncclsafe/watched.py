@@ -28,6 +28,9 @@ from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings, Limits, r
 
 T = TypeVar("T")
 
+# How long ranks wait for one another's loaders after the guard has looked at what holds them up.
+_PRESENT_S = 30.0
+
 # What torchrun and SLURM call a start of a job, so that a restart on the same port is not taken for the one before.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
@@ -150,7 +153,7 @@ class WatchedCall:
                     progress=Progress(phase=Phase.INIT),
                 ),
                 report_dir=self._report_dir,
-                deadline_s=self._limits.timeout_s,
+                deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
                 say=say_on_stderr,
             ),
             settings=_agreement_settings(self._trainer),

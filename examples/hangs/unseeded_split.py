@@ -8,9 +8,9 @@ Lightning, or the fork itself, gives the main process's numpy state to every ran
 
 Stock, on one rank:  RuntimeError: Application timeout caused pair closure
        on the other: RuntimeError: ... Connection closed by peer ... GLHF!
-SafeDDP:             DatasetMismatchError on all ranks, before the first step: a table of their batches, samples and
-                     fingerprints, and the reason: numpy's random state differs between ranks, the split was probably
-                     drawn from numpy
+SafeDDP:             DatasetMismatchError on all ranks, before the first step: unequal-samples in the val_dataloader,
+                     "Numpy's random state differs between ranks and has been drawn from [...]: the split was probably
+                     drawn from numpy", and a table of every rank's batches, samples and fingerprint
 """
 
 from __future__ import annotations

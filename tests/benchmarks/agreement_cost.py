@@ -59,11 +59,11 @@ PER_HOST = 8
 DEVIATING = 0.6
 
 WORDS = {
-    "tensors": "TensorDataset, 50,000 x 32",
+    "tensors": "TensorDataset, 50,000",
     "subset": "Subset, 50,000 indices",
-    "images": "ImageFolder, 100,000 files",
-    "table": "Hugging Face, 100,000 rows",
-    "shuffled-table": "Hugging Face, 100,000 rows, shuffled",
+    "images": "ImageFolder, 100,000",
+    "table": "Hugging Face, 100,000",
+    "shuffled-table": "the same, shuffled",
 }
 
 
@@ -122,8 +122,8 @@ def long_rows(indices: int, repeats: int) -> Iterator[Row]:
         yield timed(
             lambda content=content: facts_of(loader, "train_dataloader", content),  # type: ignore[misc]
             repeats,
-            group="long data, one process",
-            name=f'Subset, {indices:,} indices, content="{content}"',
+            group=f"Subset of {indices:,} indices, one process",
+            name=f'content="{content}"',
             # The user has asked for all of them.
             allowed_ms=LONG_MS if content == "sample" else None,
         )
@@ -238,22 +238,25 @@ def timed(act: Callable[[], object], repeats: int, *, group: str, name: str, all
 
 
 def show(rows: Sequence[Row]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "median", "maximum", "first", "CPU", "DDPStrategy", "allowed", caption="milliseconds")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    group = ""
-    for row in rows:
-        if row.group != group:
-            table.add_section()
-            table.add_row(row.group, style="bold")
-            group = row.group
-        times = (row.median_ms, row.max_ms, row.first_ms, row.cpu_ms, row.stock_ms)
-        allowed = "" if row.allowed_ms is None else f"{row.allowed_ms:g}"
-        table.add_row(f"  {row.name}", *("" if ms is None else f"{ms:.2f}" for ms in times), allowed)
-    Console().print(table)
+    for group in dict.fromkeys(row.group for row in rows):
+        table = Table(title=f"{group} (milliseconds)", box=box.SIMPLE, title_justify="left")
+        table.add_column("", no_wrap=True)
+        for column in ("median", "maximum", "first", "CPU", "stock", "allowed"):
+            table.add_column(column, justify="right")
+        for row in rows:
+            if row.group == group:
+                table.add_row(row.name, *cells(row))
+        Console().print(table)
+
+
+def cells(row: Row) -> Iterator[str]:
+    for ms in (row.median_ms, row.max_ms, row.first_ms, row.cpu_ms, row.stock_ms):
+        yield "" if ms is None else f"{ms:.2f}"
+    yield "" if row.allowed_ms is None else f"{row.allowed_ms:g}"
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:

@@ -1,0 +1,55 @@
+"""The streams of unequal length, as a user trains on them: what each policy makes of the epoch."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from hit_rate import HANGS, ended
+
+SCRIPT = HANGS.parent / "uneven_stream.py"
+FILES_OF_RANK_0, FILES_OF_RANK_1 = 822, 616  # digits
+END = "uneven-end: The train_dataloader of rank 1 has ended after 20 batches, while rank 0 has had 21 and may have"
+_TRAINED = re.compile(r"^rank (\d): (\d+) optimizer steps, (\d+) samples$", re.MULTILINE)
+
+# Forked ranks need not import torch again, which is most of the time. The errors of all ranks are seen with popen only.
+FORK = ["--start-method", "fork"]
+
+
+def trained(output: str) -> dict[int, tuple[int, int]]:
+    """Optimizer steps and samples, by rank."""
+    return {int(rank): (int(steps), int(samples)) for rank, steps, samples in _TRAINED.findall(output)}
+
+
+def finding(folder: Path) -> dict[str, Any]:
+    """The one finding of the one report."""
+    [path] = folder.glob("ncclsafe/*/report.json")
+    [found] = json.loads(path.read_text())["findings"]
+    return found
+
+
+def test_raise_names_the_rank_that_ended_on_all_ranks(tmp_path: Path) -> None:
+    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "raise")
+    assert code == 1, output
+    assert all(f"[rank{rank}]: lightning_ncclsafe.errors.UnevenDataError: {END}" in output for rank in range(2))
+    assert trained(output) == {0: (19, 19 * 32), 1: (19, 19 * 32)}
+    found = finding(tmp_path)
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "error", [1])
+
+
+def test_stop_together_leaves_the_rest_of_the_longer_stream_out(tmp_path: Path) -> None:
+    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "stop_together", *FORK)
+    assert code == 0, output
+    assert trained(output) == {0: (20, FILES_OF_RANK_0 - 182), 1: (20, FILES_OF_RANK_1)}
+    assert output.count(f"[ncclsafe] {END}") == 1
+    found = finding(tmp_path)
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])
+
+
+def test_repeat_begins_the_shorter_stream_again(tmp_path: Path) -> None:
+    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "repeat", *FORK)
+    assert code == 0, output
+    assert trained(output) == {0: (26, FILES_OF_RANK_0), 1: (26, FILES_OF_RANK_1 + 192)}
+    assert output.count(f"[ncclsafe] {END}") == 1
+    found = finding(tmp_path)
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])
