@@ -7,6 +7,7 @@ with its data, and then they would wait in the next all-reduce anyway.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntFlag
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,14 +16,29 @@ from lightning_ncclsafe.loaders.endings import Begin
 from lightning_ncclsafe.settings import OnUneven
 
 
+class Flag(IntFlag):
+    """What a rank may say in a vote; the outcome is what any rank has said."""
+
+    ENDED = 1
+    """It has no next batch."""
+    GOES_ON = 2
+    """It has one that it has not read before in this pass."""
+    STOP = 4
+    """It has received SIGTERM."""
+
+
 class Votes(Protocol):
     """What ranks vote with; see :class:`lightning_ncclsafe._torch.VoteGroup`."""
 
-    def start(self, *values: int) -> Callable[[], list[int]]:
-        """Starts a vote; the function that is returned waits for it and gives the greatest of each value."""
+    def start(self, flags: int) -> Callable[[], int]:
+        """Starts a vote; the function that is returned waits for it and gives the flags that any rank has set."""
 
     def gather(self, *values: int) -> list[list[int]]:
         """The values of every rank, by rank."""
+
+
+# As plain numbers: they are used before every batch.
+_ENDED, _GOES_ON = int(Flag.ENDED), int(Flag.GOES_ON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +111,14 @@ class Lockstep:
             self._ahead, self._ended = None, True
         if self._compare is not None and self._ahead is not None:
             self._digests.append(self._digest(self._ahead[0]))
-        self._vote = self._votes.start(self._ended, not self._ended)
+        self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
 
     def _all_go_on(self) -> bool:
-        some_ended, some_go_on = self._vote()
-        if not some_ended:
+        outcome = self._vote()
+        if not outcome & _ENDED:
             self._compare_first_batches()
             return True
-        if not some_go_on:
+        if not outcome & _GOES_ON:
             return False
         error = self._tell_once()
         if self._on_uneven == "raise" and error is not None:

@@ -7,9 +7,10 @@ signal, wherever that strikes. Next to a vote that is one wait too many, so the 
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ncclsafe.loaders.lockstep import Votes
+from lightning_ncclsafe.loaders.lockstep import Flag, Votes
 from lightning_ncclsafe.loaders.standin import StandIn
 
+_STOP = int(Flag.STOP)
 _CHECK, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
 
 
@@ -67,19 +68,20 @@ class StopSignal:
 
 
 class _Carrier:
-    """Adds one more value to every vote."""
+    """Adds one more flag to every vote."""
 
     def __init__(self, signal: StopSignal, votes: Votes) -> None:
         self._signal = signal
         self._votes = votes
         self.gather = votes.gather
 
-    def start(self, *values: int) -> Callable[[], list[int]]:
-        wait = self._votes.start(*values, self._signal._received)
+    def start(self, flags: int) -> Callable[[], int]:
+        wait = self._votes.start(flags | _STOP if self._signal._received else flags)
 
-        def result() -> list[int]:
-            *outcome, received = wait()
-            self._signal._agreed = self._signal._agreed or bool(received)
+        def result() -> int:
+            outcome = wait()
+            if outcome & _STOP:
+                self._signal._agreed = True
             return outcome
 
         return result

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from lightning_ncclsafe.loaders.lockstep import Flag
 from lightning_ncclsafe.loaders.standin import StandIn
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
+
+GOES_ON = int(Flag.GOES_ON)
 
 
 class Stopped(SystemExit):
@@ -55,10 +58,10 @@ class Everybody:
     """Votes in which another rank says what ``others`` are."""
 
     def __init__(self) -> None:
-        self.others: tuple[int, ...] = (0, 1, 0)
+        self.others = GOES_ON
 
-    def start(self, *values: int) -> Callable[[], list[int]]:
-        return lambda: [max(mine, theirs) for mine, theirs in zip(values, self.others, strict=True)]
+    def start(self, flags: int) -> Callable[[], int]:
+        return lambda: flags | self.others
 
     def gather(self, *values: int) -> list[list[int]]:
         return [list(values)]
@@ -89,11 +92,11 @@ def test_the_signal_is_carried_by_the_next_vote_and_stops_before_the_batch_after
 ) -> None:
     stop.votes = True
     votes = stop.carried_by(Everybody())
-    first = votes.start(0, 1)
+    first = votes.start(GOES_ON)
     trainer.signal()
-    assert first() == [0, 1]
+    assert first() == GOES_ON
     trainer.loop._broadcast_sigterm_tensor()
-    assert votes.start(0, 1)() == [0, 1]
+    assert votes.start(GOES_ON)() & GOES_ON
     with pytest.raises(Stopped):
         trainer.loop._broadcast_sigterm_tensor()
     assert trainer._signal_connector.received_sigterm
@@ -105,8 +108,8 @@ def test_the_signal_of_another_rank_stops_this_one(trainer: Trainer, stop: StopS
     stop.votes = True
     everybody = Everybody()
     votes = stop.carried_by(everybody)
-    everybody.others = (0, 1, 1)
-    assert votes.start(0, 1)() == [0, 1]
+    everybody.others = GOES_ON | Flag.STOP
+    assert votes.start(GOES_ON)() & GOES_ON
     with pytest.raises(Stopped):
         trainer.loop._broadcast_sigterm_tensor()
 

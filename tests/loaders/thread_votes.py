@@ -4,6 +4,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,9 +31,9 @@ class ThreadVotes:
         self._rank = rank
         self.calls = 0
 
-    def start(self, *values: int) -> Callable[[], list[int]]:
-        call = self._cast(values)
-        return lambda: [max(column) for column in zip(*self._all(call), strict=True)]
+    def start(self, flags: int) -> Callable[[], int]:
+        call = self._cast((flags,))
+        return lambda: reduce(or_, (theirs for (theirs,) in self._all(call)))
 
     def gather(self, *values: int) -> list[list[int]]:
         return [list(row) for row in self._all(self._cast(values))]
