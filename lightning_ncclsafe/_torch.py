@@ -121,16 +121,26 @@ def hosts_store(rank: int) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
 
 
+# What ranks are given to connect for votes.
+_CONNECT_S = 30.0
+
+
 class VoteGroup:
     """A gloo process group of our own, on which ranks vote without waiting; made by all ranks at the same time.
 
     Args:
         description: The group's description.
         timeout_s: Seconds after which a vote that not all ranks take part in fails.
+
+    Raises:
+        RuntimeError: If ranks cannot connect within 30 s: gloo takes the network interface that the host's name
+            resolves to, or the one that ``GLOO_SOCKET_IFNAME`` names.
     """
 
     def __init__(self, description: str, timeout_s: float) -> None:
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=description)
+        connect = timedelta(seconds=min(_CONNECT_S, timeout_s))
+        self._group: Any = dist.new_group(backend="gloo", timeout=connect, group_desc=description)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), self._group)
         self._any = dist.AllreduceOptions()
         self._any.reduceOp = dist.ReduceOp.BOR  # type: ignore[assignment]
         self._works: deque[Any] = deque()

@@ -19,6 +19,7 @@ from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExc
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.presenting import Presenter
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
@@ -143,7 +144,13 @@ class WatchedCall:
             trainer=self._trainer,
             strategy=strategy,
             agreement=Agreement(
-                exchange=exchange,
+                meeting=Meeting(
+                    exchange=exchange,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
+                    say=say_on_stderr,
+                ),
                 world_size=place.world_size,
                 identity=RankFacts(
                     rank=place.rank,
@@ -153,7 +160,6 @@ class WatchedCall:
                     progress=Progress(phase=Phase.INIT),
                 ),
                 report_dir=self._report_dir,
-                deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
                 say=say_on_stderr,
             ),
             settings=_agreement_settings(self._trainer),

@@ -1,7 +1,9 @@
 """Gives a loader the end that ranks have agreed on: the same object, of the same type, iterated in our way."""
 
 import copyreg
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 # Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
@@ -19,7 +21,8 @@ class Replaced:
 
     Args:
         loader: The loader; see :func:`replaceable`.
-        iterate: Makes the iterator that the loader gives from now on, from a function that begins the loader's own.
+        iterate: Makes the iterator that Lightning's loops get from now on, from a function that begins the loader's
+            own; everybody else gets that.
         length: The length that the loader has from now on; None for its own.
         hides_length: Whether it has no length from now on.
 
@@ -42,13 +45,9 @@ class Replaced:
 
 def replaceable(loader: Any) -> Any:
     """The loader itself, or one around it where its class cannot be replaced: that of a list, a generator, a tensor."""
-    try:
-        if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
-            Replaced(loader, lambda begin: begin()).restore()
-            return loader
-    except (TypeError, AttributeError):
-        pass
-    return _Sized(loader) if hasattr(type(loader), "__len__") else _Plain(loader)
+    if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
+        return loader
+    return StandIn(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
 
 
 def _is_plain_python(cls: type) -> bool:
@@ -56,26 +55,30 @@ def _is_plain_python(cls: type) -> bool:
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
-class _Plain:
-    """Stands for an iterable of a built-in type."""
+class StandIn:
+    """Stands for an iterable of a built-in type.
+
+    Attributes:
+        stands_for: The iterable.
+    """
 
     def __init__(self, iterable: Any) -> None:
-        self._iterable = iterable
+        self.stands_for = iterable
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterable)
+        return iter(self.stands_for)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_iterable" not in vars(self):  # while it is being copied
+        if name.startswith("__") or "stands_for" not in vars(self):  # while it is being copied
             raise AttributeError(name)
-        return getattr(self._iterable, name)
+        return getattr(self.stands_for, name)
 
 
-class _Sized(_Plain):
+class _Sized(StandIn):
     """Stands for one that has a length."""
 
     def __len__(self) -> int:
-        return len(self._iterable)
+        return len(self.stands_for)
 
 
 def _subclass(parent: type, methods: dict[str, Any]) -> type:
@@ -87,9 +90,22 @@ def _subclass(parent: type, methods: dict[str, Any]) -> type:
 
 def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any]]:
     def __iter__(self: Any) -> Iterator[Any]:
-        return iterate(lambda: parent.__iter__(self))  # type: ignore[attr-defined]
+        def begin() -> Iterator[Any]:
+            return parent.__iter__(self)  # type: ignore[attr-defined, no-any-return]
+
+        # A user who looks at a batch, on one rank maybe, gets the loader's own.
+        return iterate(begin) if _asked_by_a_loop(sys._getframe(1)) else begin()
 
     return __iter__
+
+
+def _asked_by_a_loop(frame: FrameType | None) -> bool:
+    """Whether one of Lightning's loops begins to read: its fetcher has its ``CombinedLoader`` make the iterators."""
+    names = [str(frame.f_globals.get("__name__"))] if frame is not None else [""]
+    while frame is not None and names[-1].endswith(".utilities.combined_loader"):
+        frame = frame.f_back
+        names.append(str(frame.f_globals.get("__name__")) if frame is not None else "")
+    return len(names) > 1 and names[-1].endswith(".loops.fetchers")
 
 
 def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:

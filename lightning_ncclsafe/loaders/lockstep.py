@@ -11,7 +11,6 @@ from enum import IntFlag
 from itertools import islice
 from typing import Any, Protocol
 
-from lightning_ncclsafe.errors import UnevenDataError
 from lightning_ncclsafe.loaders.endings import Begin
 from lightning_ncclsafe.settings import OnUneven
 
@@ -65,6 +64,7 @@ class Lockstep:
             ``on_uneven`` is ``"raise"``.
         compare: Called on all ranks, once they have all got two batches, with a digest of each; None for nobody.
         digest: Makes the digest of a batch.
+        most: Number of batches after which nobody asks for more; None where that is not known.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Lockstep:
         tell: Callable[[list[Reading]], Exception],
         compare: Callable[[int, int], None] | None = None,
         digest: Callable[[Any], int] = hash,
+        most: int | None = None,
     ) -> None:
         self._begin = begin
         self._votes = votes
@@ -83,6 +84,8 @@ class Lockstep:
         self._compare = compare
         self._digest = digest
         self._digests: list[int] = []
+        self._most = most
+        self._error: Exception | None = None
         self._ended = False
         self._given = 0
         self._over = False
@@ -97,6 +100,8 @@ class Lockstep:
         if self._over or not self._all_go_on():
             self._over = True
             raise StopIteration
+        if self._error is not None:
+            raise self._error
         batch = self._start_over() if self._ahead is None else self._ahead[0]
         self._given += 1
         self._look_ahead()
@@ -104,14 +109,23 @@ class Lockstep:
 
     def _look_ahead(self) -> None:
         """Fetches the next batch of this rank, and starts the vote on it."""
-        try:
-            # In a tuple: the batch itself may be None.
-            self._ahead: tuple[Any] | None = (next(self._own),)
-        except StopIteration:
-            self._ahead, self._ended = None, True
+        if self._given == self._most:
+            self._over = True
+            return
+        self._ahead = self._fetch()
         if self._compare is not None and self._ahead is not None:
             self._digests.append(self._digest(self._ahead[0]))
         self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
+
+    def _fetch(self) -> tuple[Any] | None:
+        """The next batch, in a tuple, as the batch itself may be None; None where there is none."""
+        try:
+            return (next(self._own),)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:  # raised when this batch is due: it is not this rank's turn to fail yet
+            self._error = error
+        return None
 
     def _all_go_on(self) -> bool:
         outcome = self._vote()
@@ -182,8 +196,9 @@ def _until(
         raise error()
 
 
-def _nothing_to_repeat(given: int) -> UnevenDataError:
-    return UnevenDataError(
+def _nothing_to_repeat(given: int) -> RuntimeError:
+    # Not an UnevenDataError, which all ranks raise: this rank alone has failed.
+    return RuntimeError(
         f"This rank's data has ended after {given} batches and cannot start over, as on_uneven='repeat' asks: "
         "iterating it again gives nothing. Give the dataset an __iter__ that starts from the beginning, or use "
         "on_uneven='stop_together'."

@@ -4,6 +4,7 @@ The Trainer and its loops are used by duck type; Lightning is not imported here.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +14,9 @@ from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError
 from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, replaceable
+from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
-from lightning_ncclsafe.loaders.standin import StandIn
+from lightning_ncclsafe.loaders.methods import ReplacedMethod
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.phases import PhaseTracker
@@ -27,7 +28,6 @@ from lightning_ncclsafe.rules.activity import AGREEMENT
 from lightning_ncclsafe.settings import AgreementSettings
 
 _TRAIN = "train_dataloader"
-_WHAT = "the comparison of the ranks' data"
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Presenter:
         self._tracker = tracker
         self._timeout_s = timeout_s
         self._stage: Stage | None = None
-        self._standins: list[StandIn] = []
+        self._methods: list[ReplacedMethod] = []
         self._stop_signal = StopSignal(trainer, sigterm_error)
         self._replaced: dict[str, list[Replaced]] = {}
         self._votes: _torch.VoteGroup | None = None
@@ -92,23 +92,35 @@ class Presenter:
         self._unharmed(self._attach)
 
     def _attach(self) -> None:
-        trainer = self._trainer
-        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
-        for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            source = loop._data_source
-            self._standins.append(_Requests(self, source))
+        for loop in self._loops():
+            self._methods.append(_Requests(self, loop._data_source))
         self._stop_signal.attach()
 
     def detach(self) -> None:
         """Everything is as it was."""
         self._stop_signal.detach()
-        while self._standins:
-            self._standins.pop().remove()
+        while self._methods:
+            self._methods.pop().remove()
         for stage in [*self._replaced]:
             self._release(stage)
+        self._give_back()
         votes, self._votes = self._votes, None
         if votes is not None:
             votes.close()
+
+    def _give_back(self) -> None:
+        """Where something had to stand for a user's loader, that loader takes its place again."""
+        for combined in filter(None, (loop._combined_loader for loop in self._loops())):
+            loaders = combined.flattened
+            if any(isinstance(loader, StandIn) for loader in loaders):
+                combined.flattened = [
+                    loader.stands_for if isinstance(loader, StandIn) else loader for loader in loaders
+                ]
+
+    def _loops(self) -> tuple[Any, ...]:
+        trainer = self._trainer
+        fit = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
 
     def requested(self, name: str, loaders: Any) -> None:
         """One of the loops' hooks has given its loaders; Lightning will prepare them one by one."""
@@ -147,37 +159,44 @@ class Presenter:
 
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
-        with self._tracker.action(f"{AGREEMENT}{stage.name}"):
-            data = self._data_or_none(stage)
-            terms = self._agreement.compare(data)
-            if stage.name == _TRAIN:
-                self._stop_signal.votes = any(its_terms.votes for its_terms in terms)
-            for index, its_terms in enumerate(terms if data is not None else ()):
-                if data is not None and not its_terms.changes_nothing:
-                    self._apply(its_terms, stage.loaders[index], data.loaders[index], data)
-
-    def _data_or_none(self, stage: Stage) -> DataFacts | None:
-        """The others wait for this rank's word, and also have it where it could not find out anything."""
+        if stage.name == _TRAIN:
+            self._stop_signal.votes = False
         if self._is_off:
-            return None
+            return
+        with self._tracker.action(f"{AGREEMENT}{stage.name}"):
+            data = self._data(stage)
+            terms = self._agreement.compare(data)
+            can_vote = self._can_vote(any(its_terms.votes for its_terms in terms))
+            self._stop_signal.votes = self._stop_signal.votes or (can_vote and stage.name == _TRAIN)
+            for index, its_terms in enumerate(terms):
+                if not its_terms.changes_nothing and (can_vote or not its_terms.votes):
+                    self._apply(its_terms, stage, index, data)
+
+    def _can_vote(self, wanted: bool) -> bool:
+        """Makes the group that ranks vote on, where they have to; all of them can use it, or none does."""
+        if not wanted or self._votes is not None:
+            return wanted
+        error: Exception | None = None
         try:
-            return self._data(stage)
-        except Exception as error:
-            self._switch_off(error)
-            return None
+            self._votes = _torch.VoteGroup(VOTE_GROUP, self._timeout_s)
+        except Exception as failure:
+            error = failure
+            say_own_failure(error, what="the vote on a next batch")
+        if not self._agreement.all_can(error is None):
+            self._votes = None
+        return self._votes is not None
 
     def _unharmed(self, act: Callable[[], None]) -> None:
-        """Our own failure is said once, and there are no more comparisons; the training goes on."""
+        """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
         try:
             act()
         except DatasetMismatchError:
             raise
         except Exception as error:
-            self._switch_off(error)
-
-    def _switch_off(self, error: Exception) -> None:
-        self._is_off = True
-        say_own_failure(error, what=_WHAT)
+            self._is_off = True
+            say_own_failure(error, what="the comparison of the ranks' data")
+            with suppress(Exception):
+                self._agreement.withdraw()
 
     def _data(self, stage: Stage) -> DataFacts:
         loaders = tuple(self._facts(stage, index) for index in range(len(stage.loaders)))
@@ -197,12 +216,16 @@ class Presenter:
 
     def _facts(self, stage: Stage, index: int) -> LoaderFacts:
         name = stage.name if len(stage.loaders) == 1 else f"{stage.name}[{index}]"
-        limit = getattr(self._trainer, f"limit_{stage.name.partition('_')[0]}_batches", None)
-        return loader_facts(stage.loaders[index], name=name, limit=limit, content=self._settings.content)
+        limit, content = self._limit(stage), self._settings.content
+        return loader_facts(stage.loaders[index], name=name, limit=limit, content=content)
+
+    def _limit(self, stage: Stage) -> int | float | None:
+        limit: int | float | None = getattr(self._trainer, f"limit_{stage.name.partition('_')[0]}_batches", None)
+        return limit
 
     def _val_check_batch(self, stage: Stage, loaders: tuple[LoaderFacts, ...]) -> int | None:
         """As in Lightning's ``_FitLoop.setup_data``."""
-        interval = self._trainer.val_check_interval
+        interval = getattr(self._trainer, "val_check_interval", None)
         if getattr(self._trainer, "_val_check_time_interval", None) is not None:
             return None
         if isinstance(interval, int):
@@ -216,10 +239,17 @@ class Presenter:
     def _default_mode(self, name: str) -> str:
         return "max_size_cycle" if name == _TRAIN else "sequential"
 
-    def _apply(self, terms: LoaderTerms, loader: Any, facts: LoaderFacts, data: DataFacts) -> None:
-        iterate = self._voting(facts, data) if terms.votes else self._counting(terms, facts, data)
-        replaced = Replaced(loader, iterate, length=terms.length, hides_length=terms.hides_length)
-        self._replaced.setdefault(data.stage, []).append(replaced)
+    def _apply(self, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> None:
+        facts, most = data.loaders[index], self._most(stage)
+        iterate = self._voting(facts, data, most) if terms.votes else self._counting(terms, facts, data)
+        replaced = Replaced(stage.loaders[index], iterate, length=terms.length, hides_length=terms.hides_length)
+        self._replaced.setdefault(stage.name, []).append(replaced)
+
+    def _most(self, stage: Stage) -> int | None:
+        """After how many batches of a loader Lightning stops to ask, where that is one number for each loader."""
+        limit = self._limit(stage)
+        alone = len(stage.loaders) == 1 or stage.mode == "sequential"
+        return limit if alone and isinstance(limit, int) else None
 
     def _release(self, stage: str, loader: Any = None) -> None:
         """Takes our hands off the loaders that a stage had before, or off one of them."""
@@ -229,16 +259,15 @@ class Presenter:
             else:
                 self._replaced.setdefault(stage, []).append(replaced)
 
-    def _voting(self, facts: LoaderFacts, data: DataFacts) -> Iterate:
-        if self._votes is None:
-            self._votes = _torch.VoteGroup(VOTE_GROUP, self._timeout_s)
+    def _voting(self, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
+        assert self._votes is not None
         compares = data.stage == _TRAIN and data.content != "off"
         first = [partial(self._agreement.first_batches, data, facts, self._votes)] if compares else []
         votes, tell = self._stop_signal.carried_by(self._votes), partial(self._agreement.uneven, data, facts)
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
-            return Lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch)
+            return Lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch, most)
 
         return iterate
 
@@ -250,7 +279,7 @@ class Presenter:
         return partial(until, length=end, error=partial(self._agreement.uneven, data, facts, readings))
 
 
-class _Requests(StandIn):
+class _Requests(ReplacedMethod):
     """Stands for the ``dataloader`` of a loop's data source."""
 
     def __init__(self, presenter: Presenter, source: Any) -> None:

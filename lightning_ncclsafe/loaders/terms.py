@@ -7,15 +7,18 @@ from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.rules.presented import epoch_batches
 from lightning_ncclsafe.settings import OnUneven
 
+# Ranks predict each for itself, and may end when they like.
+_WITHOUT_COLLECTIVES = "predict_dataloader"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTerms:
     """What ranks have agreed on about one loader.
 
     Attributes:
-        votes: Whether ranks vote before each batch on whether all of them have one, as its length is not known, or
-            only claimed by an ``IterableDataset``.
-        hides_length: Whether the loader claims no length from now on, as only some ranks know one.
+        votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
+            ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
+        hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
         length: The number of batches it has on every rank from now on; None for as many as it says itself.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
         lengths: Its length on each rank, by rank, where it ends in an error.
@@ -45,25 +48,28 @@ def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:
     presented = list(ranks)
     if not presented or len({len(data.loaders) for data in presented}) != 1:
         return ()
-    if len({epoch_batches(data) for data in presented}) == 1 and not any(map(_is_unknown, presented[0].loaders)):
+    if presented[0].stage == _WITHOUT_COLLECTIVES or _ends_together(presented):
         return tuple(LoaderTerms() for _ in presented[0].loaders)
     on_uneven = presented[0].on_uneven
     return tuple(_terms(loaders, on_uneven) for loaders in zip(*(data.loaders for data in presented), strict=True))
 
 
-def _is_unknown(loader: LoaderFacts) -> bool:
-    return loader.iterable or loader.length is None
+def _ends_together(ranks: list[DataFacts]) -> bool:
+    """Whether all lengths are known and make epochs that are equally long on all ranks."""
+    known = all(loader.length is not None for data in ranks for loader in data.loaders)
+    return known and len({epoch_batches(data) for data in ranks}) == 1
 
 
 def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str) -> LoaderTerms:
-    if any(map(_is_unknown, loaders)):
-        return LoaderTerms(votes=True, hides_length=len({loader.length for loader in loaders}) > 1)
-    lengths = tuple(loader.length or 0 for loader in loaders)
-    if len(set(lengths)) == 1:
+    lengths = tuple(loader.length for loader in loaders)
+    known = tuple(length for length in lengths if length is not None)
+    if len(known) == len(lengths) and len(set(known)) == 1:
         return LoaderTerms()
-    if on_uneven == "repeat":
-        return LoaderTerms(length=max(lengths))
-    if on_uneven == "stop_together":
-        return LoaderTerms(length=min(lengths))
+    agreed = {"stop_together": min, "repeat": max}.get(on_uneven)
+    length = agreed(known) if agreed is not None and len(known) == len(lengths) else None
+    if any(loader.iterable for loader in loaders) or len(known) < len(lengths):
+        return LoaderTerms(votes=True, length=length, hides_length=length is None and bool(known))
+    if length is not None:
+        return LoaderTerms(length=length)
     # One more than the shortest rank has: in asking for that one all ranks meet the end.
-    return LoaderTerms(length=min(lengths) + 1, ends_at=min(lengths), lengths=lengths)
+    return LoaderTerms(length=min(known) + 1, ends_at=min(known), lengths=known)

@@ -12,6 +12,9 @@ from lightning_ncclsafe.facts import JobFacts
 T = TypeVar("T")
 X = TypeVar("X")
 
+TELLING = ("indices", "files", "batches", "values", "names", "counts")
+"""The kinds of fingerprints that are equal wherever the data is, also where another host keeps it elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Groups(Generic[T]):
@@ -60,12 +63,14 @@ class PresentedLoader:
 
     Attributes:
         index: The position, from 0.
+        data: What each rank presents.
         facts: What each rank presents there.
     """
 
-    def __init__(self, index: int, facts: dict[int, LoaderFacts]) -> None:
+    def __init__(self, index: int, data: dict[int, DataFacts]) -> None:
         self.index = index
-        self.facts = facts
+        self.data = data
+        self.facts = {rank: one.loaders[index] for rank, one in data.items()}
 
     def by(self, ask: Callable[[LoaderFacts], T]) -> Groups[T]:
         """Ranks by what this loader's facts answer."""
@@ -77,10 +82,41 @@ class PresentedLoader:
         return self.by(lambda facts: facts.name).parts[0][0] or f"loader {self.index}"
 
     @cached_property
-    def replicated(self) -> bool:
-        """Whether all ranks must hold the same data, as a sampler splits it among them; else each rank has its own."""
+    def split(self) -> bool:
+        """Whether a sampler splits the data among ranks."""
         samplers = (facts.sampler for facts in self.facts.values())
         return any(sampler is not None and (sampler.replicas or 1) > 1 for sampler in samplers)
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether all ranks must hold the same data, as a sampler splits it among them; else ranks have their own."""
+        return self.split and not self._split_in_groups
+
+    @cached_property
+    def split_among_fewer(self) -> bool:
+        """Whether samplers split the data among fewer replicas than there are ranks that read data."""
+        return all(0 < self._replicas(rank) < data.data_ranks for rank, data in self.data.items())
+
+    @cached_property
+    def _split_in_groups(self) -> bool:
+        """Whether groups of ranks, those of a host for instance, have data of their own and split it completely."""
+        if not self.split_among_fewer or not self.kinds:
+            return False
+        groups = self.by(self._told)
+        return groups.differ and all(self._takes_each_share_once(ranks) for _, ranks in groups.parts)
+
+    def _replicas(self, rank: int) -> int:
+        sampler = self.facts[rank].sampler
+        return (sampler.replicas or 0) if sampler is not None else 0
+
+    def _told(self, facts: LoaderFacts) -> tuple[object, ...]:
+        """What tells data apart; samples may differ by their augmentation and are asked where nothing else is known."""
+        kinds = [kind for kind in self.kinds if kind in TELLING] or [kind for kind in self.kinds if kind == "items"]
+        return facts.samples, *(facts.fingerprints[kind] for kind in kinds)
+
+    def _takes_each_share_once(self, ranks: tuple[int, ...]) -> bool:
+        taken = {(self.data[rank].data_rank, sampler.rank) for rank in ranks if (sampler := self.facts[rank].sampler)}
+        return sorted(share or 0 for _, share in taken) == list(range(self._replicas(ranks[0])))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -127,12 +163,14 @@ class Presented:
     Attributes:
         data: What each rank presents, in ascending order of rank.
         silent: Ranks that presented nothing while others did.
+        hosts: The host of each rank.
     """
 
     def __init__(self, job: JobFacts) -> None:
         several = job.ranks if job.world_size > 1 else ()
         self.data: dict[int, DataFacts] = {facts.rank: facts.data for facts in several if facts.data is not None}
         self.silent: tuple[int, ...] = job.silent if self.data else ()
+        self.hosts: dict[int, str] = {facts.rank: facts.host for facts in several}
 
     def by(self, ask: Callable[[DataFacts], T]) -> Groups[T]:
         """Ranks by what their data answers."""
@@ -154,7 +192,10 @@ class Presented:
         if self.stages.differ:
             return ()
         count = min((len(data.loaders) for data in self.data.values()), default=0)
-        return tuple(
-            PresentedLoader(index, {rank: data.loaders[index] for rank, data in self.data.items()})
-            for index in range(count)
-        )
+        return tuple(PresentedLoader(index, self.data) for index in range(count))
+
+    @cached_property
+    def policy(self) -> str:
+        """What the user has set for uneven data; that ranks raise where they do not agree on it."""
+        set_ = self.by(lambda data: data.on_uneven)
+        return "raise" if set_.differ else set_.parts[0][0]

@@ -13,8 +13,10 @@ from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.loaders import agreement as module
+from lightning_ncclsafe.loaders import meeting
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.lockstep import Reading
+from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.report.json import read_report
 
@@ -36,13 +38,14 @@ class Job:
         self.agreements = [self.agreement(rank, world_size, deadline_s) for rank in range(world_size)]
 
     def agreement(self, rank: int, world_size: int, deadline_s: float) -> Agreement:
+        exchange = MemoryExchange(self.shared)
+        say = self.said.append
         return Agreement(
-            exchange=MemoryExchange(self.shared),
+            meeting=Meeting(exchange=exchange, rank=rank, world_size=world_size, deadline_s=deadline_s, say=say),
             world_size=world_size,
             identity=RankFacts(rank=rank, host=f"node-{rank}", progress=Progress(phase=Phase.INIT)),
             report_dir=self.folder,
-            deadline_s=deadline_s,
-            say=self.said.append,
+            say=say,
         )
 
     def run(self, body: Callable[[int, Agreement], Any], ranks: Iterable[int] = ()) -> list[Any]:
@@ -56,7 +59,7 @@ class Job:
         with ThreadPoolExecutor(len(self.agreements)) as pool:
             return list(pool.map(one, chosen))
 
-    def compare(self, *presented: DataFacts | None, ranks: Iterable[int] = ()) -> list[Any]:
+    def compare(self, *presented: DataFacts, ranks: Iterable[int] = ()) -> list[Any]:
         return self.run(lambda rank, agreement: agreement.compare(presented[rank]), ranks)
 
 
@@ -109,6 +112,7 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     (said,) = job.said
     assert said.startswith("unequal-batches: ")
     assert "report: " in said
+    assert len(list(tmp_path.glob("*/report.json"))) == 1
 
 
 def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:
@@ -121,10 +125,21 @@ def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
     assert {type(error) for error in errors} == {DatasetMismatchError}
 
 
-def test_a_rank_that_could_not_look_at_its_loaders_keeps_nobody_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("withdrawn", [0, 1])
+def test_a_rank_that_has_withdrawn_keeps_nobody_waiting(tmp_path: Path, withdrawn: int) -> None:
     job = Job(tmp_path, 3)
-    assert job.compare(data(EQUAL), None, data(STREAM)) == [()] * 3
+    others = tuple({0, 1, 2} - {withdrawn})
     assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(LoaderTerms(),)] * 3
+    job.run(lambda rank, agreement: agreement.withdraw(), ranks=(withdrawn,))
+    for _ in range(3):
+        assert job.compare(data(EQUAL), data(STREAM), data(STREAM), ranks=others) == [(), ()]
+    assert job.said == []
+
+
+@pytest.mark.parametrize(("can", "all_can"), [((True, True, True), True), ((True, False, True), False)])
+def test_all_ranks_can_or_none_does(tmp_path: Path, can: tuple[bool, ...], all_can: bool) -> None:
+    job = Job(tmp_path, 3)
+    assert job.run(lambda rank, agreement: agreement.all_can(can[rank])) == [all_can] * 3
 
 
 def test_a_rank_that_never_comes_is_named_after_the_deadline_and_held_up_for(tmp_path: Path) -> None:
@@ -144,8 +159,8 @@ def test_who_comes_late_finds_the_verdict(tmp_path: Path) -> None:
 
 
 def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_VERDICT_S", 0.1)
-    monkeypatch.setattr(module, "_ABSENT_S", 0.1)
+    monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
+    monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
     job = Job(tmp_path, 2, deadline_s=0.2)
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(1,)) == [()]
     assert job.said == ["rank 1: rank 0 has not compared the ranks' data within 0.2 s; going on"]
@@ -155,7 +170,7 @@ def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, m
 def test_who_has_not_come_once_is_not_waited_for_again(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.3)
     job.compare(data(EQUAL), data(EQUAL), ranks=(0,))
-    job.agreements[0]._deadline_s = 60
+    job.agreements[0]._meeting._deadline_s = 60
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(0,)) == [()]
 
 
@@ -169,7 +184,7 @@ def test_rank_0_that_fails_lets_the_others_go(tmp_path: Path, monkeypatch: pytes
 def test_an_exchange_that_misses_a_deadline_is_asked_again(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for agreement in job.agreements:
-        agreement._exchange = Moody(agreement._exchange)  # type: ignore[arg-type]
+        agreement._meeting._exchange = Moody(agreement._meeting._exchange)  # type: ignore[arg-type]
     assert job.compare(data(EQUAL), data(EQUAL)) == [(LoaderTerms(),)] * 2
 
 
@@ -194,7 +209,7 @@ class Moody:
 
 def test_an_exchange_that_is_lost_ends_the_comparison_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
-    job.agreements[1]._exchange.close()
+    job.agreements[1]._meeting._exchange.close()
     (error,) = job.compare(data(EQUAL), data(EQUAL), ranks=(1,))
     assert isinstance(error, ExchangeError)
 

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
+from lightning_ncclsafe.loaders import endings
 from lightning_ncclsafe.loaders.endings import Begin, Replaced, replaceable
+
+
+@pytest.fixture
+def asked_by_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if one of Lightning's loops iterated, and not this test."""
+    monkeypatch.setattr(endings, "_asked_by_a_loop", lambda frame: True)
 
 
 class OwnLoader(DataLoader[Any]):
@@ -50,6 +59,7 @@ def loader() -> OwnLoader:
     return OwnLoader(torch.arange(8), batch_size=2)
 
 
+@pytest.mark.usefixtures("asked_by_a_loop")
 def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
     own = loader()
     Replaced(own, first_two, length=2)
@@ -73,12 +83,14 @@ def test_a_hidden_length_is_none_to_lightning() -> None:
     assert sized_len(own) is None
 
 
+@pytest.mark.usefixtures("asked_by_a_loop")
 def test_it_is_iterated_anew_every_time() -> None:
     own = loader()
     Replaced(own, first_two)
     assert [len(list(own)) for _ in range(3)] == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("asked_by_a_loop")
 def test_persistent_workers_are_kept() -> None:
     own = OwnLoader(torch.arange(8), batch_size=2, num_workers=1, persistent_workers=True)
     Replaced(own, lambda begin: begin())
@@ -126,6 +138,7 @@ def test_what_cannot_is_stood_for(own: Any) -> None:
     copy.copy(stand_in)
 
 
+@pytest.mark.usefixtures("asked_by_a_loop")
 def test_what_is_iterated_by_index() -> None:
     own = replaceable(Indexed())
     assert not isinstance(own, Indexed)
@@ -137,3 +150,46 @@ def test_attributes_of_what_is_stood_for_are_there() -> None:
     assert replaceable({1: 0}).get(1) == 0
     with pytest.raises(AttributeError):
         _ = replaceable([1]).nothing
+
+
+class Fetcher:
+    """Begins to read as Lightning's loops do."""
+
+    def __init__(self, loaders: Any, mode: str, fetcher: type = _PrefetchDataFetcher) -> None:
+        self.fetcher = fetcher()
+        self.fetcher.setup(CombinedLoader(loaders, mode))  # type: ignore[arg-type]
+        iter(self.fetcher)
+
+    def read(self) -> list[Any]:
+        return [batch for batch, _, _ in read_on(self.fetcher)]
+
+
+def read_on(fetcher: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(fetcher)
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+@pytest.mark.parametrize("fetcher", [_PrefetchDataFetcher, _DataFetcher])
+def test_lightnings_loops_get_what_was_agreed_on(mode: str, fetcher: type) -> None:
+    own = loader()
+    Replaced(own, first_two, length=2)
+    assert len(Fetcher([own], mode, fetcher).read()) == 2
+
+
+def test_a_loader_that_goes_round_ends_every_time_as_agreed() -> None:
+    short, long = loader(), OwnLoader(torch.arange(10), batch_size=2)
+    Replaced(short, first_two, length=2)
+    batches = Fetcher([short, long], "max_size_cycle").read()
+    assert [batch[0].tolist()[0] for batch in batches] == [0, 2, 0, 2, 0]
+
+
+def test_a_user_who_looks_gets_the_loaders_own() -> None:
+    own = loader()
+    Replaced(own, first_two, hides_length=True)
+    assert len(list(own)) == 4
+    assert len([*iter(own)]) == 4
+    assert len([batch for batch, _, _ in iter(CombinedLoader([own], "sequential"))]) == 4

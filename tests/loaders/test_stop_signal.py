@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.loaders.lockstep import Flag
-from lightning_ncclsafe.loaders.standin import StandIn
+from lightning_ncclsafe.loaders.methods import ReplacedMethod
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
 
 GOES_ON = int(Flag.GOES_ON)
@@ -43,6 +43,7 @@ class Trainer:
     def __init__(self) -> None:
         self.fit_loop = SimpleNamespace(epoch_loop=Loop())
         self._signal_connector = Connector()
+        self.training = True
         self.killed: list[int] = []
         self.strategy = SimpleNamespace(launcher=SimpleNamespace(kill=self.killed.append))
 
@@ -122,6 +123,29 @@ def test_this_rank_alone_does_not_stop(trainer: Trainer, stop: StopSignal) -> No
     assert not trainer._signal_connector.received_sigterm
 
 
+def test_validation_ends_after_its_batch(trainer: Trainer, stop: StopSignal) -> None:
+    """It may take long, and has no votes of its own."""
+    stop.votes, trainer.training = True, False
+    trainer.signal()
+    assert trainer._signal_connector.received_sigterm
+    assert trainer._signal_connector.handled == [], "there is nobody to broadcast to"
+
+
+def test_a_vote_of_validation_tells_it(trainer: Trainer, stop: StopSignal) -> None:
+    stop.votes, trainer.training = True, False
+    everybody = Everybody()
+    everybody.others = GOES_ON | Flag.STOP
+    stop.carried_by(everybody).start(GOES_ON)()
+    assert trainer._signal_connector.received_sigterm
+
+
+def test_what_came_too_late_for_a_vote_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+    stop.votes = True
+    trainer.signal()
+    stop.detach()
+    assert trainer._signal_connector.received_sigterm
+
+
 def test_launched_processes_are_told_once(trainer: Trainer, stop: StopSignal) -> None:
     stop.votes = True
     trainer.signal()
@@ -153,7 +177,7 @@ def test_a_lightning_that_does_not_broadcast_is_left_alone(trainer: Trainer) -> 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
 def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None:
     loop = Loop()
-    StandIn(loop, "_broadcast_sigterm_tensor", print)
+    ReplacedMethod(loop, "_broadcast_sigterm_tensor", print)
     other = copied(loop)
     other._broadcast_sigterm_tensor()
     assert (loop.broadcasts, other.broadcasts) == (0, 1)
@@ -162,5 +186,5 @@ def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None
 def test_what_stood_there_before_stands_there_again() -> None:
     loop = Loop()
     loop._broadcast_sigterm_tensor = (before := lambda: None)  # type: ignore[method-assign]
-    StandIn(loop, "_broadcast_sigterm_tensor", print).remove()
+    ReplacedMethod(loop, "_broadcast_sigterm_tensor", print).remove()
     assert loop._broadcast_sigterm_tensor is before

@@ -29,13 +29,26 @@ def test_unknown_lengths_are_voted_on() -> None:
     assert terms(LoaderFacts(), LoaderFacts()) == LoaderTerms(votes=True), "a batch sampler without a length"
 
 
-def test_a_length_that_an_iterable_claims_is_voted_on_all_the_same() -> None:
-    assert terms(SIZED_STREAM, SIZED_STREAM) == LoaderTerms(votes=True)
+def test_a_length_that_all_iterables_claim_is_believed() -> None:
+    assert terms(SIZED_STREAM, SIZED_STREAM) == LoaderTerms()
+
+
+def test_different_claims_are_voted_on() -> None:
+    other = LoaderFacts(iterable=True, length=6, batches=6)
+    assert terms(SIZED_STREAM, other) == LoaderTerms(votes=True, hides_length=True)
+    assert terms(SIZED_STREAM, other, on_uneven="stop_together") == LoaderTerms(votes=True, length=4)
+    assert terms(SIZED_STREAM, other, on_uneven="repeat") == LoaderTerms(votes=True, length=6)
 
 
 def test_a_length_that_only_some_ranks_know_is_hidden() -> None:
-    assert terms(SIZED_STREAM, STREAM) == LoaderTerms(votes=True, hides_length=True)
-    assert terms(LISTED, STREAM) == LoaderTerms(votes=True, hides_length=True)
+    for on_uneven in ("raise", "stop_together", "repeat"):
+        assert terms(SIZED_STREAM, STREAM, on_uneven=on_uneven) == LoaderTerms(votes=True, hides_length=True)
+        assert terms(LISTED, STREAM, on_uneven=on_uneven) == LoaderTerms(votes=True, hides_length=True)
+
+
+def test_ranks_predict_each_for_itself() -> None:
+    ranks = [DataFacts(stage="predict_dataloader", loaders=(of(count), STREAM)) for count in (3, 5)]
+    assert terms_of(ranks) == (LoaderTerms(), LoaderTerms())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
 from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders import presenting
-from lightning_ncclsafe.loaders.standin import StandIn
+from lightning_ncclsafe.loaders.methods import ReplacedMethod
 
 RANK = int(os.environ["LOCAL_RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
@@ -195,7 +195,9 @@ def what_is_left(trainer: L.Trainer, loaders: tuple[Any, ...]) -> list[str]:
     left += [repr(loader) for loader in loaders if isinstance(loader, DataLoader) and type(loader) not in LOADERS]
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.predict_loop)
     owners = (trainer._signal_connector, trainer.fit_loop.epoch_loop, *(loop._data_source for loop in loops))
-    return left + [str(value) for owner in owners for value in vars(owner).values() if isinstance(value, StandIn)]
+    return left + [
+        str(value) for owner in owners for value in vars(owner).values() if isinstance(value, ReplacedMethod)
+    ]
 
 
 def stream(batches: int, **keywords: Any) -> DataLoader[Any]:
@@ -248,9 +250,36 @@ def uneven_combined(case: Case) -> None:
     case.loaders = (CombinedLoader({"a": stream(UNEVEN[RANK]), "b": listed((4, 2, 5)[RANK])}, "max_size_cycle"),)
 
 
-def lying_length(case: Case) -> None:
+def claimed_lengths(case: Case) -> None:
+    """Streams that claim what they have, and that is different; a share of them is wanted."""
     case.agreement = {"on_uneven": "stop_together"}
-    case.loaders = (DataLoader(SizedStream(UNEVEN[RANK] * BATCH_SIZE, claimed=10), batch_size=BATCH_SIZE),)
+    case.trainer_args |= {"limit_train_batches": 0.7}
+    claimed = SizedStream(UNEVEN[RANK] * BATCH_SIZE, claimed=UNEVEN[RANK] * BATCH_SIZE)
+    case.loaders = (DataLoader(claimed, batch_size=BATCH_SIZE),)
+
+
+def user_looks(case: Case) -> None:
+    """Rank 0 reads some batches by itself, before and in the middle of training, from loaders that ranks vote on."""
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if RANK == 0:
+                next(iter(trainer.train_dataloader))
+
+        def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if RANK == 0:
+                list(trainer.val_dataloaders)
+
+        on_train_epoch_end = on_train_start
+
+    case.callbacks = [Look()]
+    case.trainer_args |= {"max_epochs": 2}
+    case.loaders = (stream(3), stream(2))
+
+
+def predict_shards(case: Case) -> None:
+    case.call = "predict"
+    case.loaders = ([listed(UNEVEN[RANK]), stream(UNEVEN[RANK])],)
 
 
 def half_sized(case: Case, **agreement: str) -> None:
@@ -420,7 +449,9 @@ CASES: dict[str, Callable[[Case], None]] = {
     "known-repeat": lambda case: uneven_known(case, on_uneven="repeat"),
     "known-warn": lambda case: uneven_known(case, on_mismatch="warn"),
     "combined": uneven_combined,
-    "lying-length": lying_length,
+    "claimed-lengths": claimed_lengths,
+    "user-looks": user_looks,
+    "predict-shards": predict_shards,
     "half-sized": half_sized,
     "half-sized-warn": lambda case: half_sized(case, on_mismatch="warn", on_uneven="stop_together"),
     "unseeded-split": unseeded_split,

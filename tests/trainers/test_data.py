@@ -120,9 +120,15 @@ def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) 
         assert outcome["evaluated"] == batches(rank, 0, 1, 0, 1), "the first whole, of the second all but one"
 
 
-def test_a_length_that_is_not_true_does_no_harm(outcomes: Outcomes) -> None:
-    for rank, outcome in enumerate(outcomes["lying-length"]):
-        assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
+def test_different_claims_are_cut_to_the_least(outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes["claimed-lengths"]):
+        assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1)), "0.7 of 3"
+
+
+def test_ranks_predict_each_its_own_shard_to_the_end(outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes["predict-shards"]):
+        assert outcome["raised"] == ""
+        assert outcome["evaluated"] == batches(rank, *range((5, 3, 4)[rank])) * 2
 
 
 def test_loaders_that_are_read_side_by_side_end_together(outcomes: Outcomes) -> None:
@@ -223,6 +229,7 @@ def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
         "predict",
         "odd-loaders",
         "same-object",
+        "user-looks",
     ],
 )
 def test_what_is_healthy_is_trained_on(outcomes: Outcomes, case: str) -> None:

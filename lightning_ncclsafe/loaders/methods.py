@@ -1,10 +1,10 @@
-"""Something that stands for a method of one object for a while."""
+"""A method of one object, replaced for a while."""
 
 from collections.abc import Callable
 from typing import Any
 
 
-class StandIn:
+class ReplacedMethod:
     """Stands for a method, as an attribute of the object that has it, until it is removed.
 
     A copy of the object has its own method again: Trainers are copied and sent to other processes.
