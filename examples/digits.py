@@ -27,7 +27,7 @@ Batch = list[Tensor]  # images of 1 x 8 x 8 pixels, labels
 
 
 class DigitsData(L.LightningDataModule):
-    """1,797 handwritten digits: 1,437 to train on, 360 to validate on, the same split on every rank."""
+    """1,797 handwritten digits: 1,438 to train on, 359 to validate on, the same split on every rank."""
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
         super().__init__()

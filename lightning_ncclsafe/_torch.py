@@ -121,10 +121,6 @@ def hosts_store(rank: int) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
 
 
-# What ranks are given to connect for votes.
-_CONNECT_S = 30.0
-
-
 class VoteGroup:
     """A gloo process group of our own, on which ranks vote without waiting; made by all ranks at the same time.
 
@@ -132,13 +128,15 @@ class VoteGroup:
         description: The group's description.
         timeout_s: Seconds after which a vote that not all ranks take part in fails.
 
+        connect_s: Seconds that ranks are given to connect.
+
     Raises:
-        RuntimeError: If ranks cannot connect within 30 s: gloo takes the network interface that the host's name
-            resolves to, or the one that ``GLOO_SOCKET_IFNAME`` names.
+        RuntimeError: If they cannot: gloo takes the network interface that the host's name resolves to, or the one
+            that ``GLOO_SOCKET_IFNAME`` names.
     """
 
-    def __init__(self, description: str, timeout_s: float) -> None:
-        connect = timedelta(seconds=min(_CONNECT_S, timeout_s))
+    def __init__(self, description: str, *, timeout_s: float, connect_s: float) -> None:
+        connect = timedelta(seconds=connect_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=connect, group_desc=description)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), self._group)
         self._any = dist.AllreduceOptions()

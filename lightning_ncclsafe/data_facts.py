@@ -16,8 +16,9 @@ class SamplerFacts:
         shuffle: Whether it shuffles; None where it does not say.
         drop_last: Whether it drops the tail that does not divide evenly among ranks; None where it does not say.
         order: How one that does not split goes through the data: ``"sequential"``, the same on every rank that calls
-            it; ``"random"``, drawn from torch's random state; ``"listed"``, its batches are a list that is made
-            beforehand and part of the fingerprints; ``""`` where its class is not one of PyTorch's.
+            it; ``"random"``, drawn from torch's global random state; ``"listed"``, its batches are a list that is made
+            beforehand and part of the fingerprints; ``""`` where that is not known, as of classes of the user's own,
+            of those with a generator of their own, and of those with weights or indices.
     """
 
     name: str
@@ -51,9 +52,15 @@ class LoaderFacts:
         sampler: What decides which samples are read; None for data that is just iterated.
         shards: Files or shards that the dataset reads; None where it does not say.
         fingerprints: What the data is, by kind, each a short hash: ``"indices"`` (of Subsets and Hugging Face
-            selections), ``"files"`` (names), ``"batches"`` (a list of batches), ``"values"`` (data in memory),
-            ``"shapes"`` (types, keys and shapes of samples), ``"items"`` (samples as the dataset gives them). Only
-            what could be had without drawing a random number, iterating, or changing anything.
+            selections), ``"files"`` (the last part of each file's name, and classes), ``"paths"`` (whole absolute
+            names, and classes), ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the
+            same where absolute paths are in it, of which only the last part counts), ``"counts"`` (the same where it
+            is one list of whole numbers, which may only count steps), ``"shapes"`` (types, keys and shapes of
+            samples), ``"items"`` (samples as the dataset gives them). Only what could be had without drawing a random
+            number, iterating, or changing anything. All but ``"paths"`` must be equal where a sampler splits the
+            data, as each host or rank may keep its copy elsewhere. That two ranks read the same is told from
+            ``"indices"``, ``"batches"``, ``"values"``, and from ``"paths"`` between ranks of one host; never from
+            ``"files"``, ``"names"`` or ``"counts"``, which shards of different data may share.
         problems: What could not be found out, one sentence each.
         read: Batches that this rank had had when the data of some rank ended; None before that.
         ended: Whether it was this rank's data that ended.

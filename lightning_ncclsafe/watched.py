@@ -25,7 +25,7 @@ from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
-from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings, Limits, report_folder
+from lightning_ncclsafe.settings import AgreementSettings, Limits, report_folder
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class WatchedCall:
             combined=self._combined,
             sigterm_error=self._sigterm_error,
             tracker=self.tracker,
-            timeout_s=self._limits.timeout_s + BACKSTOP_S,
+            timeout_s=self._limits.timeout_s,
         )
 
     def _store(self) -> Exchange:

@@ -23,9 +23,9 @@ STALL_AT_IMAGE = 200
 
 
 class StallingStorage(Dataset[Any]):
-    """The training images, with a pipe that each worker has to read at its 200th image."""
+    """The training images, with a pipe, on one rank, that each worker has to read at its 200th image."""
 
-    def __init__(self, images: Any, pipe: Path) -> None:
+    def __init__(self, images: Any, pipe: Path | None) -> None:
         self.images, self.pipe, self.reads = images, pipe, 0
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class StallingStorage(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
-        if self.reads == STALL_AT_IMAGE:
+        if self.pipe is not None and self.reads == STALL_AT_IMAGE:
             self.pipe.read_bytes()  # <- the workers of rank 1 are here
         return self.images[index]
 
@@ -46,12 +46,13 @@ class LoaderStall(DigitsData):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         assert self.trainer is not None
+        pipe: Path | None = None
         if self.trainer.global_rank == 1:
             pipe = Path(self.trainer.default_root_dir) / f"images-{os.getpid()}"
             pipe.parent.mkdir(parents=True, exist_ok=True)
             os.mkfifo(pipe)
-            self.train = StallingStorage(self.train, pipe)
             threading.Thread(target=self.answer_late, args=(pipe,), daemon=True).start()
+        self.train = StallingStorage(self.train, pipe)
 
     def answer_late(self, pipe: Path) -> None:
         """Hold the pipe open for the length of the stall: should this rank die first, its workers are freed."""

@@ -25,9 +25,10 @@ from lightning_ncclsafe.probes.loaders import loader_facts
 from lightning_ncclsafe.probes.random_state import random_states
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.rules.activity import AGREEMENT
-from lightning_ncclsafe.settings import AgreementSettings
+from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
 
 _TRAIN = "train_dataloader"
+_CONNECT_S = 30.0
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Presenter:
         settings: What the user has set.
         combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
         tracker: What Lightning is doing.
-        timeout_s: Seconds after which a vote fails that not all ranks take part in.
+        timeout_s: The run's hard limit, seconds.
         sigterm_error: Lightning's ``SIGTERMException``.
     """
 
@@ -110,8 +111,8 @@ class Presenter:
 
     def _give_back(self) -> None:
         """Where something had to stand for a user's loader, that loader takes its place again."""
-        for combined in filter(None, (loop._combined_loader for loop in self._loops())):
-            loaders = combined.flattened
+        for combined in (loop._combined_loader for loop in self._loops()):
+            loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, StandIn) for loader in loaders):
                 combined.flattened = [
                     loader.stands_for if isinstance(loader, StandIn) else loader for loader in loaders
@@ -178,7 +179,12 @@ class Presenter:
             return wanted
         error: Exception | None = None
         try:
-            self._votes = _torch.VoteGroup(VOTE_GROUP, self._timeout_s)
+            self._votes = _torch.VoteGroup(
+                VOTE_GROUP,
+                timeout_s=self._timeout_s + BACKSTOP_S,
+                # Well before the guard would end the run: without votes it can go on.
+                connect_s=min(_CONNECT_S, self._timeout_s / 2),
+            )
         except Exception as failure:
             error = failure
             say_own_failure(error, what="the vote on a next batch")

@@ -28,9 +28,23 @@ def is_array(value: Any) -> bool:
     return str(value.dtype.kind) in _ARRAY_KINDS
 
 
+def is_whole(value: Any) -> bool:
+    """Whether the elements of a tensor or array are whole numbers or truth values."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return value.dtype.kind in "biu"
+
+
+def is_text(value: Any) -> bool:
+    """Whether the elements of a tensor or array are text."""
+    return not isinstance(value, torch.Tensor) and value.dtype.kind == "U"
+
+
 def kind_of(value: Any) -> str:
     """Class, type of the elements and shape."""
-    return f"{type(value).__name__} {value.dtype} {_shape(value)}"
+    # The type of text has the length of the longest in it, which may be a path on this host.
+    kind = "text" if is_text(value) else value.dtype
+    return f"{type(value).__name__} {kind} {_shape(value)}"
 
 
 def size_of(value: Any) -> int:

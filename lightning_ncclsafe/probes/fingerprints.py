@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.probes.arrays import is_array
 from lightning_ncclsafe.probes.dataset_chain import chain, hugging_face, is_iterable
-from lightning_ncclsafe.probes.in_memory import values_digest
+from lightning_ncclsafe.probes.in_memory import values_digests
 from lightning_ncclsafe.probes.items import ItemsTakeTooLongError, item_fingerprints
-from lightning_ncclsafe.probes.plain_values import SAMPLE, ValueDigest, short_path
+from lightning_ncclsafe.probes.plain_values import SAMPLE, ValueDigest, base_name, is_counter
 from lightning_ncclsafe.probes.reading import Reader, stored
 from lightning_ncclsafe.probes.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
 
@@ -40,20 +40,28 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
     datasets = reader.attempt("Reading the dataset", lambda: chain(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
         "indices": lambda: _of_all(datasets, lambda one: _indices(one, content)),
-        "files": lambda: _of_all(datasets, lambda one: _files(one, content)),
+        "files": lambda: _of_all(datasets, lambda one: _files(one, content, base_name)),
+        "paths": lambda: _of_all(datasets, lambda one: _files(one, content, _whole_path)),
         "batches": lambda: None if batches is None else digest(batches_as_bytes(batches, content)),
-        "values": lambda: values_digest(datasets, content),
     }
     found = {kind: reader.attempt(f'The fingerprint "{kind}"', make) for kind, make in kinds.items()}
+    found |= reader.attempt('The fingerprint "values"', lambda: values_digests(datasets, content)) or {}
     if content == "full" and items:
         found |= reader.attempt(_READING, lambda: _items(dataset, reader)) or {}
     return Fingerprints({kind: text for kind, text in found.items() if text}, tuple(reader.problems))
 
 
 def digest_of_batch(batch: Any) -> int:
-    """A hash of a batch as a positive number of 63 bits; 0 for a batch that holds something unknown."""
-    hashed = ValueDigest(SAMPLE)
+    """A hash of a batch as a positive number of 63 bits; 0 for a batch that holds something unknown.
+
+    So it is for one that holds nothing but a few whole numbers: where a loader counts steps and samples are drawn
+    elsewhere, these are the same on all ranks.
+    """
+    # Batches are compared to find those that are the same, and files of one name in two folders are not.
+    hashed = ValueDigest(SAMPLE, whole_paths=True)
     try:
+        if is_counter(batch):
+            return 0
         hashed.value(batch)
     except Exception:
         return 0
@@ -109,12 +117,14 @@ def _is_flat_array(value: Any) -> bool:
     return is_array(value) and len(value.shape) == 1
 
 
-def _files(dataset: Any, content: str) -> bytes | None:
+def _files(dataset: Any, content: str, told: Callable[[str], str]) -> bytes | None:
+    """The files as they are told; None where the dataset lists none, or one of them cannot be told."""
     names = file_names(dataset)
-    if names is None:
+    entries = [] if names is None else pick(names, content)
+    if names is None or not all(map(_is_file, entries)):
         return None
-    told = [_name(entry) for entry in pick(names, content)]
-    return repr((len(names), told)).encode("utf-8", "surrogatepass")
+    rows = [(told(os.fsdecode(file)), *classes) for file, *classes in map(_parts, entries)]
+    return repr((len(names), rows)).encode("utf-8", "surrogatepass") if all(row[0] for row in rows) else None
 
 
 def _is_file(entry: Any) -> bool:
@@ -122,11 +132,17 @@ def _is_file(entry: Any) -> bool:
     return isinstance(first, (str, os.PathLike))
 
 
-def _name(entry: Any) -> tuple[str, ...]:
-    """The file's short name, and the class that is listed with it."""
+def _parts(entry: Any) -> list[Any]:
+    """The file, and the class that is listed with it."""
     if type(entry) in (list, tuple):
-        return (*_name(entry[0]), *(str(part) for part in entry[1:] if isinstance(part, (str, int))))
-    return (short_path(os.fsdecode(entry)),)
+        return [entry[0], *(str(part) for part in entry[1:] if isinstance(part, (str, int)))]
+    return [entry]
+
+
+def _whole_path(path: str) -> str:
+    """A path or address that says where on this host a file is; empty where that depends on something else."""
+    path = path.partition("?")[0]
+    return path if os.path.isabs(path) or "://" in path else ""
 
 
 def _items(dataset: Any, reader: Reader) -> dict[str, str]:

@@ -1,19 +1,20 @@
 """Hashes of data that lies in memory or in a table, without the transforms that a dataset applies to it."""
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 from lightning_ncclsafe.probes.arrays import is_array
 from lightning_ncclsafe.probes.dataset_chain import hugging_face
-from lightning_ncclsafe.probes.plain_values import FULL, SAMPLE, Limits, UnknownValueError, ValueDigest
+from lightning_ncclsafe.probes.plain_values import FULL, SAMPLE, Limits, UnknownValueError, ValueDigest, is_counter
 from lightning_ncclsafe.probes.reading import stored
 from lightning_ncclsafe.probes.sampling import digest, positions
 
 _TABLE_ROWS = 16
 
 
-def values_digest(datasets: list[Any], content: str) -> str | None:
-    """One hash of those datasets whose values lie open; None where none does.
+def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
+    """By kind, one hash of those datasets whose values lie open: ``"values"``, ``"names"`` or ``"counts"``.
 
     Args:
         datasets: A dataset and those below it.
@@ -21,15 +22,19 @@ def values_digest(datasets: list[Any], content: str) -> str | None:
     """
     known = [dataset for dataset in datasets if _is_known(dataset)]
     limits = (FULL if content == "full" else SAMPLE).shared(max(1, len(known)))
-    hashes = [found for dataset in known if (found := _digest(dataset, limits))]
-    return digest(*hashes) if hashes else None
+    hashes: dict[str, list[bytes]] = defaultdict(list)
+    for dataset in known:
+        kind, found = _digest(dataset, limits)
+        hashes[kind] += [found] if found else []
+    return {kind: digest(*parts) for kind, parts in hashes.items() if parts}
 
 
 def _is_known(dataset: Any) -> bool:
     return type(dataset) in (list, tuple, range) or is_array(dataset) or bool(_tensors(dataset)) or _is_table(dataset)
 
 
-def _digest(dataset: Any, limits: Limits) -> bytes:
+def _digest(dataset: Any, limits: Limits) -> tuple[str, bytes]:
+    """The kind and the hash of one; no hash where something in it is unknown."""
     hashed = ValueDigest(limits)
     try:
         if _is_table(dataset):
@@ -37,8 +42,16 @@ def _digest(dataset: Any, limits: Limits) -> bytes:
         for rows in () if _is_table(dataset) else _tensors(dataset) or (dataset,):
             hashed.rows(rows)
     except UnknownValueError:
-        return b""
-    return hashed.hexdigest().encode()
+        return "", b""
+    if _is_counter(dataset):
+        return "counts", hashed.hexdigest().encode()
+    return "names" if hashed.names_files else "values", hashed.hexdigest().encode()
+
+
+def _is_counter(dataset: Any) -> bool:
+    """Whether a dataset is a list of numbers that may count steps; of two lists one tells something of the other."""
+    rows = _tensors(dataset) or (dataset,)
+    return len(rows) == 1 and is_counter(rows[0], dimensions=1)
 
 
 def _is_table(dataset: Any) -> bool:

@@ -6,10 +6,11 @@ import hashlib
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.arrays import bytes_of, head_of, is_array, kind_of, size_of
+from lightning_ncclsafe.probes.arrays import bytes_of, head_of, is_array, is_text, is_whole, kind_of, size_of
 from lightning_ncclsafe.probes.sampling import positions
 
 _MOST_LEVELS = 8
+_LONGEST_PATH = 4_096
 # What one more value takes in time, as the bytes that are hashed meanwhile: long lists of numbers must end too.
 _BYTES_PER_VALUE = 128
 # Those whose repr() is their value, on every machine.
@@ -43,9 +44,19 @@ FULL = Limits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
 
 
 class ValueDigest:
-    """Takes values one after the other; two with the same hash were given the same."""
+    """Takes values one after the other; two with the same hash were given the same.
 
-    def __init__(self, limits: Limits) -> None:
+    Attributes:
+        names_files: Whether the path of a file was among them.
+
+    Args:
+        limits: How much is hashed of long ones.
+        whole_paths: Whether more than the last part of a path counts.
+    """
+
+    def __init__(self, limits: Limits, *, whole_paths: bool = False) -> None:
+        self._whole_paths = whole_paths
+        self.names_files = False
         self._hash = hashlib.blake2b(digest_size=8)
         self._limits = limits
         self._taken = 0
@@ -99,7 +110,10 @@ class ValueDigest:
             self._write("dict", len(value).to_bytes(8, "little"))
             for key, item in sorted(value.items(), key=lambda pair: (type(pair[0]).__name__, str(pair[0]))):
                 self.value(key, level + 1)
-                self.value(short_path(item) if key == "path" and type(item) is str else item, level + 1)
+                if key == "path" and type(item) is str:
+                    self._path(item)
+                else:
+                    self.value(item, level + 1)
         elif type(value) in (list, tuple, range) or _is_named_tuple(value):
             self._sequence(value, level + 1)
         else:
@@ -113,12 +127,24 @@ class ValueDigest:
             self.value(rows[position], level)
 
     def _text(self, text: str) -> None:
-        # Where each host has its own copy of the data, absolute paths differ and the data does not.
-        text = short_path(text) if text.startswith("/") else text
+        if _is_absolute_path(text):
+            return self._path(text)
+        self._string(text)
+
+    def _path(self, text: str) -> None:
+        # Where each host or rank has its own copy of the data, paths differ and the data does not.
+        self.names_files = self.names_files or "/" in text
+        self._string(text if self._whole_paths else base_name(text))
+
+    def _string(self, text: str) -> None:
         told = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
         self._write("str", len(text).to_bytes(8, "little"), told)
 
     def _array(self, value: Any) -> None:
+        if is_text(value):
+            flat = value.reshape(-1)
+            self._write("texts", kind_of(value).encode())
+            return self._sequence(flat[positions(len(flat), self._limits.rows)].tolist(), 0)
         self._write("array", kind_of(value).encode(), bytes_of(head_of(value, self._limits.element_bytes)))
 
     def _write(self, kind: str, *parts: bytes) -> None:
@@ -129,9 +155,32 @@ class ValueDigest:
             self._taken += len(part)
 
 
-def short_path(path: str) -> str:
-    """The last two parts of a file's name or address, without what an address may carry after a question mark."""
-    return "/".join(path.replace("\\", "/").partition("?")[0].rstrip("/").split("/")[-2:])
+def base_name(path: str) -> str:
+    """The last part of a file's name or address, without what an address may carry after a question mark."""
+    return path.replace("\\", "/").partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def is_counter(value: Any, dimensions: int = _MOST_LEVELS) -> bool:
+    """Whether a value is nothing but whole numbers, which may count steps rather than be data.
+
+    Args:
+        value: A batch, or a dataset in memory.
+        dimensions: How deep lists may be nested. An array of two dimensions is never a counter.
+    """
+    if is_array(value):
+        return is_whole(value) and len(value.shape) <= min(dimensions, 1)
+    if type(value) is dict:
+        return all(is_counter(item, dimensions - 1) for item in value.values())
+    if type(value) in (list, tuple) or _is_named_tuple(value):
+        return dimensions > 0 and all(
+            is_counter(value[position], dimensions - 1) for position in positions(len(value), SAMPLE.rows)
+        )
+    return type(value) in (int, bool, type(None)) or (type(value) is range and dimensions > 0)
+
+
+def _is_absolute_path(text: str) -> bool:
+    # Not "/", "/s" or a text of several lines.
+    return text.startswith("/") and text.count("/") > 1 and len(text) < _LONGEST_PATH and "\n" not in text
 
 
 def _is_named_tuple(value: Any) -> bool:

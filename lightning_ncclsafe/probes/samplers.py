@@ -2,19 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lightning_ncclsafe.data_facts import SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, hugging_face
 from lightning_ncclsafe.probes.fingerprints import is_listed
 from lightning_ncclsafe.probes.reading import Reader, class_name, stored, whole_number
 
-_ORDERS: dict[type, str] = {
-    SequentialSampler: "sequential",
-    RandomSampler: "random",
-    SubsetRandomSampler: "random",
-    WeightedRandomSampler: "random",
-}
 # Lightning's, around the batch sampler of a loader to predict with.
 _WRAPPER = "_IndexBatchSamplerWrapper"
 
@@ -86,5 +80,15 @@ def _facts(sampler: Any, reader: Reader) -> SamplerFacts:
         shuffle=reader.flag(sampler, "shuffle", "sampler"),
         # Of one that does not split it is about the last batch.
         drop_last=reader.flag(sampler, "drop_last", "sampler") if splits else None,
-        order="listed" if is_listed(sampler) else _ORDERS.get(type(sampler), ""),
+        order=_order(sampler),
     )
+
+
+def _order(sampler: Any) -> str:
+    if is_listed(sampler):
+        return "listed"
+    if type(sampler) is RandomSampler:
+        # With a generator of its own torch's random state does not tell the order. Of PyTorch's others neither indices
+        # nor weights are compared.
+        return "random" if sampler.generator is None else ""
+    return "sequential" if type(sampler) is SequentialSampler else ""

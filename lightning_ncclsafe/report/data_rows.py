@@ -29,9 +29,15 @@ def table_rows(loader: PresentedLoader, hosts: dict[int, str]) -> tuple[list[Row
         hosts: The host of each rank.
     """
     answers = _answers(loader)
-    titles = [title for title in answers if title in _SHOWN or answers[title].differ]
+    # Of data that is iterated there may be nothing else to tell.
+    iterated = any(facts.iterable for facts in loader.facts.values())
+    titles = [
+        title
+        for title, groups in answers.items()
+        if title in _SHOWN or groups.differ or (title == "dataset" and iterated)
+    ]
     alike = _alike(loader, answers, titles)
-    deviating = {title: set(groups.deviating) for title, groups in answers.items()}
+    deviating = _deviating(loader, answers)
     rows = [
         (
             ranks_words(ranks).partition(" ")[2],
@@ -67,6 +73,13 @@ def _answers(loader: PresentedLoader) -> Differences:
     return {
         title: grouped({rank: ask(facts) for rank, facts in loader.facts.items()}) for title, ask in questions.items()
     }
+
+
+def _deviating(loader: PresentedLoader, answers: Differences) -> dict[str, set[int]]:
+    deviating = {title: set(groups.deviating) for title, groups in answers.items()}
+    ended = {rank for rank, facts in loader.facts.items() if facts.ended}
+    # Data that has ended is what is wrong, also where it has on most ranks.
+    return deviating | ({"batches": ended} if ended and len(ended) < len(loader.facts) else {})
 
 
 def _read_words(facts: LoaderFacts) -> str:

@@ -12,6 +12,12 @@ from lightning_ncclsafe.facts import JobFacts
 T = TypeVar("T")
 X = TypeVar("X")
 
+PREDICT = "predict_dataloader"
+"""The stage in which there is no collective per batch, so that ranks may have different numbers of them."""
+
+CONTENTS = {"paths", "values", "items"}
+"""The kinds of fingerprints that are equal only where the data is; ``"paths"`` between ranks of one host."""
+
 TELLING = ("indices", "files", "batches", "values", "names", "counts")
 """The kinds of fingerprints that are equal wherever the data is, also where another host keeps it elsewhere."""
 
@@ -100,7 +106,7 @@ class PresentedLoader:
     @cached_property
     def _split_in_groups(self) -> bool:
         """Whether groups of ranks, those of a host for instance, have data of their own and split it completely."""
-        if not self.split_among_fewer or not self.kinds:
+        if not self.split_among_fewer:
             return False
         groups = self.by(self._told)
         return groups.differ and all(self._takes_each_share_once(ranks) for _, ranks in groups.parts)

@@ -11,8 +11,10 @@ from lightning_ncclsafe.rules.agreement.words import deviating, spread, told
 from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, grouped
 from lightning_ncclsafe.rules.wording import joined
 
-# What comes out of a loader is a rank's own share, also where the data is the same on all ranks.
-_OWN = ("first batches",)
+# What comes out of a loader is a rank's own share, also where the data is the same on all ranks; so is the place where
+# it keeps its copy.
+_OWN = ("first batches", "paths")
+_SOURCES = ("files", "names", "values")
 _REMEDY = (
     "Let every rank hold the same data in the same order: call seed_everything(seed) before any split, give a split's "
     f"own generator a fixed seed, and sort lists of files. {OWN_SHARDS}"
@@ -49,7 +51,7 @@ def different_data(job: JobFacts) -> Iterable[Finding]:
 def _differing(loader: PresentedLoader) -> Differences:
     """The kinds that differ. Items of one and the same data differ only by what is done to them after reading."""
     all_kinds = {kind: grouped(_prints(loader, kind)) for kind in loader.kinds if kind not in _OWN}
-    same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in ("files", "values"))
+    same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in _SOURCES)
     found: Differences = {kind: groups for kind, groups in all_kinds.items() if groups.differ}
     return {} if same_source and set(found) == {"items"} else found
 

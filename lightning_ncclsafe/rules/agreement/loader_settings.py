@@ -6,7 +6,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
+from lightning_ncclsafe.rules.presented import PREDICT, Differences, Presented, PresentedLoader, Questions, differences
 from lightning_ncclsafe.rules.wording import joined
 
 _QUESTIONS: Questions[LoaderFacts] = {
@@ -37,13 +37,29 @@ def loader_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         The sizes of batches that a batch sampler of the user's own makes.
     """
-    for loader in Presented(job).loaders:
-        found = setting_differences(loader)
+    view = Presented(job)
+    for loader in view.loaders:
+        found = _differing(loader)
         if found:
-            yield _finding(loader, found)
+            severity = Severity.ERROR if setting_errors(view, loader) else Severity.WARNING
+            yield _finding(loader, found, severity)
 
 
-def setting_differences(loader: PresentedLoader) -> Differences:
+def setting_errors(view: Presented, loader: PresentedLoader) -> Differences:
+    """The settings that are not the same on all ranks and let these have different numbers of batches."""
+    return {name: groups for name, groups in _differing(loader).items() if not _may_differ(view, loader, name)}
+
+
+def _may_differ(view: Presented, loader: PresentedLoader, name: str) -> bool:
+    if view.stage == PREDICT:
+        return True  # no rank waits for another one there
+    if name == "batch_size":
+        # Ranks with different GPUs, each with as much data as it needs for as many batches.
+        return not loader.batches.differ and loader.batches.parts[0][0] is not None
+    return name == "num_workers" and view.policy != "raise"
+
+
+def _differing(loader: PresentedLoader) -> Differences:
     """The settings that decide how samples become batches and are not the same on all ranks."""
     # Where only some ranks iterate their data, that is the finding, and not how many workers they have for it.
     asked = dict(_QUESTIONS)
@@ -52,11 +68,11 @@ def setting_differences(loader: PresentedLoader) -> Differences:
     return differences(loader.facts, asked)
 
 
-def _finding(loader: PresentedLoader, found: Differences) -> Finding:
+def _finding(loader: PresentedLoader, found: Differences, severity: Severity) -> Finding:
     text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
     return Finding(
         rule="loader-settings",
-        severity=Severity.ERROR,
+        severity=severity,
         confidence=Confidence.CERTAIN,
         summary=joined((text, batches_words(loader))),
         ranks=deviating(found.values()),

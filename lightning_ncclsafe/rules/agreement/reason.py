@@ -8,6 +8,8 @@ from lightning_ncclsafe.rules.wording import capitalised, joined
 
 _OWNERS = {"python": "Python's", "numpy": "numpy's", "torch": "torch's"}
 _AGREE = "The ranks' global random states agree"
+# Classes that hold a selection of samples, PyTorch's and Hugging Face's.
+_SELECTIONS = {"Subset", "Dataset"}
 _NOT_DRAWN = "No global random state that differs between ranks has been drawn from"
 
 
@@ -25,7 +27,7 @@ def _shards(loader: PresentedLoader) -> str:
 
 def _tail(loader: PresentedLoader) -> str:
     """Whether only the incomplete last batch tells ranks apart that have shards of their own."""
-    if loader.replicated:
+    if loader.split:
         return ""
     whole = loader.by(lambda facts: _whole_batches(facts.samples, facts.batch_size, facts.drop_last))
     count = whole.parts[0][0]
@@ -39,13 +41,20 @@ def _whole_batches(samples: int | None, batch_size: int | None, drop_last: bool 
 
 def _random(view: Presented, loader: PresentedLoader) -> str:
     states = dict(_states(view))
-    if not states:
+    if not states or not _may_be_drawn(loader):
         return ""
     differ = [name for name, groups in states.items() if groups.differ]
     drawn = [name for name in differ if _is_drawn(view, name)]
     if drawn:
         return _drawn_words(drawn, [name for name in states if name not in differ], loader.replicated)
     return f"{_NOT_DRAWN if differ else _AGREE}, so {_source(loader)}."
+
+
+def _may_be_drawn(loader: PresentedLoader) -> bool:
+    """Whether the data may be a random part of some other: shards and streams that are uneven are not to be seeded."""
+    if loader.replicated or "indices" in loader.kinds:
+        return True
+    return any(name.partition(" ")[0] in _SELECTIONS for facts in loader.facts.values() for name in facts.datasets)
 
 
 def _states(view: Presented) -> Iterator[tuple[str, Groups[str]]]:

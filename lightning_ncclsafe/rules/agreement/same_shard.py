@@ -10,7 +10,8 @@ from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
 
 # An index says which sample of a dataset, not which dataset: that may be each rank's own.
 _POSITIONS = ("indices", "batches")
-_CONTENTS = ("files", "values")
+# Base names and counters are left out: shards of one name, or the numbers of steps, may well be the same on all ranks.
+_CONTENTS = ("paths", "values")
 # What a rank has really read, whatever was to split the data.
 _READ = "first batches"
 _LISTED = 4
@@ -59,7 +60,10 @@ def _keys(view: Presented, loader: PresentedLoader) -> dict[int, _Key | None]:
         return {rank: (facts.fingerprints[_READ],) for rank, facts in loader.facts.items()}
     if loader.replicated or not set(loader.kinds) & {*_POSITIONS, *_CONTENTS}:
         return {}
-    return {rank: _key(view.data[rank], facts, loader.kinds) for rank, facts in loader.facts.items()}
+    # What has the same path on two hosts may be two shards.
+    hosts = view.hosts if "paths" in loader.kinds else {}
+    keys = {rank: _key(view.data[rank], facts, loader.kinds) for rank, facts in loader.facts.items()}
+    return {rank: key and (hosts.get(rank), *key) for rank, key in keys.items()}
 
 
 def _shared(view: Presented, keys: dict[int, _Key | None]) -> Iterator[tuple[int, ...]]:

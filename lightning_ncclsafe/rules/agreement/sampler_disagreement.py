@@ -1,12 +1,21 @@
 """The cause sampler-disagreement: the samplers that split the data among ranks do not fit together."""
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from lightning_ncclsafe.data_facts import SamplerFacts
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences, grouped
+from lightning_ncclsafe.rules.presented import (
+    CONTENTS,
+    Differences,
+    Presented,
+    PresentedLoader,
+    Questions,
+    differences,
+    grouped,
+)
 from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
 
 _QUESTIONS: Questions[SamplerFacts] = {
@@ -19,6 +28,15 @@ _OF_SHUFFLING: Questions[SamplerFacts] = {
     "seed": lambda sampler: sampler.seed,
     "epoch": lambda sampler: sampler.epoch,
 }
+# What a sampler of the user's own may well have different on purpose, to draw with replacement for instance.
+_OF_CHOICE = {"shuffle", *_OF_SHUFFLING}
+# PyTorch's, Lightning's wrappers of it: one permutation is drawn on all ranks, and each takes a part of it.
+_OF_TORCH = {
+    "DistributedSampler",
+    "DistributedSamplerWrapper",
+    "UnrepeatedDistributedSampler",
+    "UnrepeatedDistributedSamplerWrapper",
+}
 _NO_SAMPLER = SamplerFacts(name="")
 _LISTED = 4
 _REMEDY = (
@@ -26,7 +44,13 @@ _REMEDY = (
     "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
 )
 
-_Wrong = tuple[str, tuple[int, ...]]
+
+class _Wrong(NamedTuple):
+    """Something that is wrong with replicas and shares, in words."""
+
+    text: str
+    ranks: tuple[int, ...]
+    certain: bool = True
 
 
 def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
@@ -46,14 +70,24 @@ def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
     """
     view = Presented(job)
     for loader in view.loaders:
-        found = sampler_differences(loader)
+        found = _differing(loader)
         wrong = tuple(_wrong(view, loader, found))
         if found or wrong:
             yield _finding(loader, found, wrong)
 
 
-def sampler_differences(loader: PresentedLoader) -> Differences:
-    """The settings in which samplers differ that split the data; the seed is one only where it is used."""
+def sampler_errors(loader: PresentedLoader) -> Differences:
+    """The settings in which samplers differ that split the data, unless it may be meant so."""
+    found = _differing(loader)
+    return {} if set(found) <= _OF_CHOICE and not _is_of_torch(loader) else found
+
+
+def _is_of_torch(loader: PresentedLoader) -> bool:
+    return any(sampler.name in _OF_TORCH for sampler in _samplers(loader).values())
+
+
+def _differing(loader: PresentedLoader) -> Differences:
+    """The settings in which samplers differ; the seed is one only where it is used."""
     if not loader.replicated:
         return {}
     samplers = _samplers(loader)
@@ -71,28 +105,43 @@ def _wrong(view: Presented, loader: PresentedLoader, found: Differences) -> Iter
         return
     samplers = _samplers(loader)
     if "replicas" not in found:
-        yield from _replicas(view, samplers)
-        yield from _shares(view, samplers)
+        certain = not loader.split_among_fewer or _is_read_twice(view, loader)
+        yield from _replicas(view, samplers, certain)
+        yield from _shares(view, samplers, certain)
     outside = tuple(rank for rank, sampler in samplers.items() if _is_outside(sampler))
     if outside:
-        yield f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside
+        yield _Wrong(f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside)
 
 
-def _replicas(view: Presented, samplers: dict[int, SamplerFacts]) -> Iterator[_Wrong]:
+def _is_read_twice(view: Presented, loader: PresentedLoader) -> bool:
+    """Whether ranks that take the same share are seen to have the same data, and not only data of the same size."""
+    samplers = _samplers(loader)
+    for kind in set(loader.kinds) & CONTENTS:
+        seen = {
+            rank: (samplers[rank].rank, facts.fingerprints[kind], view.hosts[rank] if kind == "paths" else "")
+            for rank, facts in loader.facts.items()
+        }
+        if any(_several(view, ranks) for _, ranks in grouped(seen).parts):
+            return True
+    return False
+
+
+def _replicas(view: Presented, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
     """Only asked where all ranks have the same number of replicas."""
     ranks = tuple(rank for rank, sampler in samplers.items() if sampler.replicas != view.data[rank].data_ranks)
     if ranks:
         replicas, expected = samplers[ranks[0]].replicas, view.data[ranks[0]].data_ranks
-        yield f"it splits the data among {replicas} replicas where {expected} ranks read data", ranks
+        yield _Wrong(f"it splits the data among {replicas} replicas where {expected} ranks read data", ranks, certain)
 
 
-def _shares(view: Presented, samplers: dict[int, SamplerFacts]) -> Iterator[_Wrong]:
+def _shares(view: Presented, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
     shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
     doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
     if doubled:
         listed = [f"{ranks_words(ranks)} {verb(ranks, 'takes', 'take')} share {share}" for share, ranks in doubled]
         more = [f"{len(doubled) - _LISTED:,} more shares are taken twice"] if len(doubled) > _LISTED else []
-        yield ", ".join([*listed[:_LISTED], *more]), tuple(rank for _, ranks in doubled for rank in ranks)
+        doubling = tuple(rank for _, ranks in doubled for rank in ranks)
+        yield _Wrong(", ".join([*listed[:_LISTED], *more]), doubling, certain)
 
 
 def _several(view: Presented, ranks: tuple[int, ...]) -> bool:
@@ -105,17 +154,18 @@ def _is_outside(sampler: SamplerFacts) -> bool:
 
 
 def _finding(loader: PresentedLoader, found: Differences, wrong: tuple[_Wrong, ...]) -> Finding:
-    listed = "; ".join([*([differing_words(found)] if found else []), *(text for text, _ in wrong)])
+    is_error = bool(sampler_errors(loader)) or any(one.certain for one in wrong)
+    listed = "; ".join([*([differing_words(found)] if found else []), *(one.text for one in wrong)])
     text = f"The samplers that split the {loader.name} among ranks do not fit together: {listed}."
     return Finding(
         rule="sampler-disagreement",
-        severity=Severity.ERROR,
+        severity=Severity.ERROR if is_error else Severity.WARNING,
         confidence=Confidence.CERTAIN,
         summary=joined((text, batches_words(loader))),
-        ranks=tuple(sorted({*deviating(found.values()), *(rank for _, ranks in wrong for rank in ranks)})),
+        ranks=tuple(sorted({*deviating(found.values()), *(rank for one in wrong for rank in one.ranks)})),
         evidence=(
             *differing_evidence(found),
-            *(Evidence(source="loader", text=f"{capitalised(text)}.") for text, _ in wrong),
+            *(Evidence(source="loader", text=f"{capitalised(one.text)}.") for one in wrong),
         ),
         remedy=_REMEDY,
     )

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
-from lightning_ncclsafe.rules.agreement.loader_settings import setting_differences
+from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
-from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_differences
+from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
 from lightning_ncclsafe.rules.agreement.words import counted, spread, told
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, epoch_batches
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.rules.presented import PREDICT, Presented, PresentedLoader, epoch_batches
+from lightning_ncclsafe.rules.wording import joined, ranks_words, verb
 
 _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
@@ -39,8 +39,8 @@ def unequal_batches(job: JobFacts) -> Iterable[Finding]:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
     view = Presented(job)
-    for loader in view.loaders:
-        if is_uneven(loader) and not _explained(loader):
+    for loader in view.loaders if view.stage != PREDICT else ():
+        if is_uneven(loader) and not _explained(view, loader):
             yield _finding(view, loader)
 
 
@@ -49,24 +49,22 @@ def is_uneven(loader: PresentedLoader) -> bool:
     return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
 
 
-def policy(view: Presented) -> str:
-    """What the user has set for uneven data; that ranks raise where they do not agree on it."""
-    set_ = view.by(lambda data: data.on_uneven)
-    return "raise" if set_.differ else set_.parts[0][0]
-
-
-def _explained(loader: PresentedLoader) -> bool:
-    """Whether another finding names the cause, and these numbers with it."""
+def _explained(view: Presented, loader: PresentedLoader) -> bool:
+    """Whether another error names the cause, and these numbers with it."""
     if unlike(loader) or loader.unequal_samples:
         return True
-    return not loader.samples.differ and bool(setting_differences(loader) or sampler_differences(loader))
+    return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
+
+
+def _empty(view: Presented, loader: PresentedLoader) -> tuple[int, ...]:
+    """The ranks that cannot begin their data again, as there is none."""
+    return tuple(rank for rank, facts in loader.facts.items() if view.policy == "repeat" and not facts.batches)
 
 
 def _finding(view: Presented, loader: PresentedLoader) -> Finding:
     words = counted("batch")
-    then = _POLICIES.get(policy(view), "")
-    counts = [count for count, _ in loader.batches.parts if count is not None]
-    harmless = bool(then) or not view.by(epoch_batches).differ
+    empty = _empty(view, loader)
+    harmless = not empty and (view.policy in _POLICIES or not view.by(epoch_batches).differ)
     return Finding(
         rule="unequal-batches",
         severity=Severity.WARNING if harmless else Severity.ERROR,
@@ -74,7 +72,7 @@ def _finding(view: Presented, loader: PresentedLoader) -> Finding:
         summary=joined(
             (
                 f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
-                then.format(least=min(counts), most=max(counts)) or (_harmless(view) if harmless else ""),
+                _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
                 reason(view, loader),
             )
         ),
@@ -84,7 +82,14 @@ def _finding(view: Presented, loader: PresentedLoader) -> Finding:
     )
 
 
-def _harmless(view: Presented) -> str:
+def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
+    return f"With on_uneven='repeat' {ranks_words(empty)} {verb(empty, 'has', 'have')} nothing to repeat."
+
+
+def _harmless(view: Presented, loader: PresentedLoader) -> str:
+    if view.policy in _POLICIES:
+        counts = [count for count, _ in loader.batches.parts if count is not None]
+        return _POLICIES[view.policy].format(least=min(counts), most=max(counts))
     return (
         f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks end together all the same."
     )

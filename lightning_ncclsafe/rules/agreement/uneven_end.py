@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.unequal_batches import policy
 from lightning_ncclsafe.rules.presented import Presented, PresentedLoader
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.rules.wording import joined, ranks_words, verb
 
 _LISTED = 8
 _POLICIES = {
@@ -46,17 +45,15 @@ def uneven_end(job: JobFacts) -> Iterable[Finding]:
 
 def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in loader.facts if rank not in set(ended))
-    set_ = policy(view)
     text = (
-        f"the {loader.name} of {ranks_words(ended)} {verb(ended, 'has', 'have')} ended after "
-        f"{_counts(loader, ended)} batches, while {ranks_words(others)} {verb(others, 'has', 'have')} had "
-        f"{_counts(loader, others)} and may have more"
+        f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
+        f"{ranks_words(others)} {verb(others, 'has', 'have')} had {_counts(loader, others)} and may have more."
     )
     return Finding(
         rule="uneven-end",
-        severity=Severity.ERROR if set_ == "raise" else Severity.WARNING,
+        severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
         confidence=Confidence.CERTAIN,
-        summary=joined((f"{capitalised(text)}.", _POLICIES.get(set_, ""))),
+        summary=joined((text, _POLICIES.get(view.policy, ""))),
         ranks=ended,
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
         remedy=_REMEDY,

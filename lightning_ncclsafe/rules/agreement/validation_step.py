@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import DataFacts
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.unequal_batches import policy
 from lightning_ncclsafe.rules.agreement.words import counted, spread, told
 from lightning_ncclsafe.rules.presented import Groups, Presented
 
@@ -40,14 +38,9 @@ def _follows(view: Presented) -> bool:
     """Whether the steps differ only because the loaders do, which other findings say."""
     if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
         return True
-    if not any(loader.batches.differ for loader in view.loaders):
-        return False
-    # With a policy for uneven data the run goes on; then only validation at the end of an epoch goes along with it.
-    return policy(view) == "raise" or all(map(_at_the_end, view.data.values()))
-
-
-def _at_the_end(data: DataFacts) -> bool:
-    return data.val_check_batch in [loader.batches for loader in data.loaders]
+    # With a policy for uneven data the run goes on, with a length that ranks agree on, and Lightning works out the step
+    # from that one.
+    return any(loader.batches.differ for loader in view.loaders)
 
 
 def _finding(steps: Groups[int | None]) -> Finding:
