@@ -132,6 +132,8 @@ _GUARDED_LAUNCHERS: dict[type, type] = {
 class SafeDDP(_GuardedStrategy, DDPStrategy):
     """:class:`~lightning.pytorch.strategies.DDPStrategy` that says why ranks wait, and ends a run that cannot go on.
 
+    Ranks that disagree about their data do not start; see :class:`~lightning_ncclsafe.DatasetAgreement`.
+
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
             report is written: a ``timedelta``, or seconds. Training is left alone. None means 60 s, or half of

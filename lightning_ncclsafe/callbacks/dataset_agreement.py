@@ -24,8 +24,8 @@ class DatasetAgreement(Callback):
         on_uneven: What happens where the data of one rank ends before that of another. ``"raise"``: all ranks raise
             :class:`~lightning_ncclsafe.UnevenDataError` at the first end. ``"stop_together"``: the epoch ends for all
             ranks with the shortest; no batch is trained on by only some of them. ``"repeat"``: ranks whose data has
-            ended start over until the longest has ended. Where all ranks know their lengths beforehand, ``"raise"``
-            is a mismatch and raised before the first batch.
+            ended start over until the longest has ended. Where all ranks know their lengths beforehand, unequal ones
+            are a mismatch with ``"raise"``, and one common length otherwise. Ranks predict each for itself.
 
     Raises:
         ValueError: If an argument is not one of these words.

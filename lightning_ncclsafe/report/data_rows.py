@@ -61,7 +61,7 @@ def _answers(loader: PresentedLoader) -> Differences:
     questions: Questions[LoaderFacts] = {
         "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
         "samples": lambda facts: facts.samples,
-        "fingerprint": lambda facts: "its own" if own_prints else _prints(facts),
+        "fingerprint": lambda facts: "its own" if own_prints else _prints(loader, facts),
         "sampler": lambda facts: facts.sampler and replace(facts.sampler, rank=None),
         "loader": lambda facts: facts.loader,
         "dataset": lambda facts: facts.datasets or (facts.dataset,),
@@ -100,23 +100,21 @@ def _alike(
 
 def _some_share(loader: PresentedLoader) -> bool:
     """Whether some ranks have the same fingerprints, so that these tell ranks apart that have data of their own."""
-    prints = [_prints(facts) for facts in loader.facts.values()]
+    prints = [_prints(loader, facts) for facts in loader.facts.values()]
     return len(set(prints)) < len(prints)
 
 
-def _prints(facts: LoaderFacts) -> tuple[str, ...]:
-    return tuple(f"{kind}:{text}" for kind, text in sorted(facts.fingerprints.items()))
-
-
-def _short_prints(facts: LoaderFacts) -> str:
-    return " ".join(f"{kind}:{text[:8]}" for kind, text in sorted(facts.fingerprints.items())) or "none"
+def _prints(loader: PresentedLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
+    # Where each rank keeps its copy is no difference between them.
+    told = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
+    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in told)
 
 
 def _cell(loader: PresentedLoader, title: str, value: object, ranks: tuple[int, ...]) -> str:
     if title == "sampler":
         return _sampler_words(loader, ranks)
     if title == "fingerprint" and isinstance(value, tuple):
-        return _short_prints(loader.facts[ranks[0]])
+        return " ".join(_prints(loader, loader.facts[ranks[0]], most=8)) or "none"
     return f"{value:,}" if title in ("batches", "samples") and isinstance(value, int) else value_words(value)
 
 

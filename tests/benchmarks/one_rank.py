@@ -45,10 +45,11 @@ class Stream(IterableDataset[torch.Tensor]):
     """Batches of which nobody knows how many come; their last digits differ from rank to rank, as real data do."""
 
     def __init__(self, batches: int, batch_size: int) -> None:
-        self.batches = torch.rand(batches, batch_size, WIDTH) + int(os.environ["LOCAL_RANK"])
+        self.count = batches
+        self.batches = torch.rand(min(batches, 16), batch_size, WIDTH) + int(os.environ["LOCAL_RANK"])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.batches)
+        return itertools.islice(itertools.cycle(self.batches), self.count)
 
 
 class StepTimer(L.Callback):

@@ -9,7 +9,7 @@ strategy has processes of its own.
 
 python tests/benchmarks/step_overhead.py
 python tests/benchmarks/step_overhead.py --blocks 60 --json
-python tests/benchmarks/step_overhead.py --data stream --batch-size 2048
+python tests/benchmarks/step_overhead.py --data stream --batch-size 8192
 """
 
 import argparse
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument(
         "--data", choices=["known", "stream"], default="known", help="stream: of unknown length, so that ranks vote"
     )
-    parser.add_argument("--batch-size", type=int, default=16, help="16: a step of about 3 ms; 2048: about 20 ms")
+    parser.add_argument("--batch-size", type=int, default=16, help="16: a step of about 3 ms; 8192: about 20 ms")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
     training = Training(steps=options.steps, ranks=options.ranks, data=options.data, batch_size=options.batch_size)

@@ -142,14 +142,32 @@ class TestFiles:
         here, there, other = (
             [f"{root}/cat/{n}.png" for n in names] for root, names in (("/a/b", "12"), ("/c", "12"), ("/a/b", "13"))
         )
-        assert set(found(holding(**{name: here}))) == {"files"}
-        assert found(holding(**{name: here})) == found(holding(**{name: list(map(Path, there))}))
-        assert found(holding(**{name: here})) == found(holding(**{name: np.array(there)}))
-        assert found(holding(**{name: here})) != found(holding(**{name: other}))
-        assert found(holding(**{name: here})) != found(holding(**{name: here[::-1]}))
+        prints = found(holding(**{name: here}))
+        assert set(prints) == {"files", "paths"}
+        assert prints == found(holding(**{name: list(map(Path, here))})) == found(holding(**{name: np.array(here)}))
+        elsewhere = found(holding(**{name: there}))
+        assert prints["files"] == elsewhere["files"] and prints["paths"] != elsewhere["paths"]
+        for names in (other, here[::-1]):
+            assert not set(prints.values()) & set(found(holding(**{name: names})).values())
 
     def test_the_class_beside_a_name_counts(self) -> None:
         assert found(holding(samples=[("a/1.png", 0)])) != found(holding(samples=[("a/1.png", 1)]))
+
+    @pytest.mark.parametrize(
+        "folders", [("/tmp/tmpab12", "/tmp/tmpcd34"), ("/local/node3", "/local/node4"), ("a", "b")]
+    )
+    def test_the_folder_of_a_rank_does_not(self, folders: tuple[str, str]) -> None:
+        one, other = (found(holding(files=[f"{folder}/shard0.npy"])) for folder in folders)
+        assert one["files"] == other["files"]
+        assert "paths" not in one or one["paths"] != other["paths"]
+
+    @pytest.mark.parametrize("names", [["part.npy"], ["a/b.png", "/c/d.png"]], ids=str)
+    def test_where_a_relative_name_leads_to_is_not_known(self, names: list[str]) -> None:
+        assert set(found(holding(files=names))) == {"files"}
+
+    @pytest.mark.parametrize("strange", [None, 5, [None], ["a", "b", 0][:0], [1, "a"]], ids=str)
+    def test_a_list_in_which_not_all_are_files_has_none(self, strange: Any) -> None:
+        assert found(holding(files=["a/b.png", strange])) == {}
 
     def test_a_key_in_an_address_does_not_count(self) -> None:
         assert found(Forbidden(urls="s3://b/d/{0..9}.tar?key=1")) == found(Forbidden(urls="s3://b/d/{0..9}.tar?key=2"))
@@ -219,12 +237,75 @@ PAIRS: list[tuple[Any, Any]] = [
 ]
 
 
+COUNTERS: list[Any] = [
+    range(6),
+    [0, 1, 2],
+    (3, 1),
+    [],
+    torch.arange(6),
+    torch.arange(6, dtype=torch.uint8),
+    np.arange(6),
+    [torch.tensor(1), np.int64(2)],
+    [{"step": 0}, {"step": 1}],
+    TensorDataset(torch.arange(6)),
+]
+CONTENTS: list[Any] = [
+    [0.0, 1.0],
+    [[1, 2], [3]],
+    [torch.arange(3)],
+    [{"ids": [1, 2]}],
+    ["0", "1"],
+    [b"0"],
+    torch.arange(6.0),
+    torch.arange(6).reshape(2, 3),
+    np.arange(6).reshape(6, 1),
+    np.array(["a"]),
+    TensorDataset(torch.arange(6), torch.arange(6)),
+]
+
+
 class TestValues:
     @pytest.mark.parametrize(("one", "other"), PAIRS)
     @pytest.mark.parametrize("content", ["sample", "full"])
     def test_other_values_are_different(self, one: Any, other: Any, content: str) -> None:
-        assert found(one, content, items=False)["values"] == found(one, content, items=False)["values"]
-        assert found(one, content, items=False)["values"] != found(other, content, items=False)["values"]
+        (same,) = found(one, content, items=False).values()
+        assert [same] == list(found(one, content, items=False).values())
+        assert [same] != list(found(other, content, items=False).values())
+
+    @pytest.mark.parametrize("made", COUNTERS, ids=str)
+    def test_what_may_count_steps_is_told_apart(self, made: Any) -> None:
+        assert set(found(made)) == {"counts"}
+
+    @pytest.mark.parametrize("made", CONTENTS, ids=str)
+    def test_what_is_more_than_a_counter_is_data(self, made: Any) -> None:
+        assert set(found(made)) == {"values"}
+
+    def test_a_counter_beside_data_is_told_by_itself(self) -> None:
+        assert set(found(ConcatDataset([range(3), TensorDataset(torch.zeros(2))]))) == {"counts", "values"}
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda path: [path],
+            lambda path: [Path(path)],
+            lambda path: [{"image": path, "x": 1.5}],
+            lambda path: [{"path": path.lstrip("/")}],
+            lambda path: np.array([path]),
+            lambda path: [np.str_(path)],
+        ],
+        ids=["text", "path", "record", "relative path", "array", "array's text"],
+    )
+    def test_of_paths_the_last_part_counts(self, make: Callable[[str], Any]) -> None:
+        one, elsewhere, other = (
+            found(make(path)) for path in ("/a/rank0/i.pt", "/local/node-17/i.pt", "/a/rank0/j.pt")
+        )
+        assert set(one) == {"names"}
+        assert one == elsewhere != other
+
+    @pytest.mark.parametrize("text", ["/", "/imagine a cat", "and/or", "/a\n/b", "/a" * 5_000, "rank0/a.png"], ids=len)
+    def test_other_text_with_a_slash_is_text(self, text: str) -> None:
+        assert set(found([text])) == {"values"}
+        assert found([text]) != found([f"x{text}"])
 
     def test_what_holds_the_same_is_the_same(self) -> None:
         strided = torch.arange(12).reshape(3, 4)
@@ -462,12 +543,41 @@ def test_a_batch_has_a_number_for_what_it_holds() -> None:
         {"x": torch.zeros(2), "y": [1]},
         {"x": torch.ones(2), "y": [1]},
         {"x": torch.zeros(2), "y": [2]},
-        [1],
-        (2,),
+        [1.0],
+        torch.ones(1, 1, dtype=torch.int64),
+        ["a"],
+        b"a",
+        {"path": "/rank0/a.npy"},
+        {"path": "/rank1/a.npy"},
     ]
     digests = [digest_of_batch(batch) for batch in batches]
     assert digests == [digest_of_batch(batch) for batch in batches]
     assert len(set(digests)) == len(batches)
     assert all(0 < digest < 2**63 for digest in digests)
     assert digest_of_batch({"x": object()}) == 0
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        3,
+        [1, 2],
+        (1, [2]),
+        torch.tensor(4),
+        torch.arange(3),
+        np.arange(3),
+        {"step": 1, "ids": [torch.arange(3)]},
+        [],
+        {},
+    ],
+    ids=str,
+)
+def test_a_batch_of_nothing_but_counters_has_none(batch: Any) -> None:
+    assert digest_of_batch(batch) == 0
+
+
+def test_a_batch_that_cannot_be_told_has_none() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert digest_of_batch(endless) == 0
     assert digest_of_batch(10**5_000) == 0

@@ -119,6 +119,36 @@ def test_data_of_a_rank_s_own_is_no_difference() -> None:
     assert len(sizes) == 5 and not any("samples" in line for line in sizes[2:])
 
 
+def test_where_a_copy_of_the_data_is_kept_is_no_difference() -> None:
+    prints = lambda rank: {"fingerprints": {"files": "a", "paths": str(rank)}}  # noqa: E731
+    assert len(list(data_table(job(4, lambda rank: (shared(rank, **prints(rank)),))))) == 3
+    assert "paths:1" in list(data_table(job(4, lambda rank: (own(rank, **prints(rank // 2)),))))[3]
+
+
+def ending(*counts: int) -> JobFacts:
+    last = min(counts)
+    unknown = {"batches": None, "length": None, "samples": None, "fingerprints": {}, "datasets": ("Stream",)}
+    return job(
+        len(counts),
+        lambda rank: (own(rank, **unknown, iterable=True, read=counts[rank], ended=counts[rank] == last),),
+    )
+
+
+def test_data_that_has_ended_is_marked_also_where_it_has_on_most_ranks() -> None:
+    assert list(data_table(ending(40, 41, 40))) == [
+        "train_dataloader",
+        "  rank  host    batches    dataset  differs",
+        "  0, 2  node-0  40, ended  Stream   batches",
+        "  1     node-0  41 so far  Stream",
+    ]
+
+
+def test_the_class_of_what_is_iterated_is_shown() -> None:
+    unknown = {"batches": None, "samples": None, "fingerprints": {}, "datasets": ("Chain", "Stream")}
+    lines = list(data_table(job(2, lambda rank: (own(rank, **unknown, iterable=True),))))
+    assert lines[1:] == ["  rank  host    dataset", "  0-1   node-0  Chain of Stream"]
+
+
 def test_ranks_that_share_their_own_data_are_seen() -> None:
     lines = list(data_table(job(4, lambda rank: (own(rank // 2),))))
     assert [line.split()[0] for line in lines[2:]] == ["0-1", "2-3"]

@@ -27,6 +27,7 @@ RANDOM = SamplerFacts(name="RandomSampler", order="random")
 LISTED = SamplerFacts(name="list", order="listed")
 OWN = {"sampler": SamplerFacts(name="SequentialSampler", order="sequential")}
 SAME = {"files": "same", "values": "same"}
+PREDICTION = {"stage": "predict_dataloader", "val_check_batch": None, "mode": "sequential"}
 VALIDATION = {"stage": "val_dataloader", "val_check_batch": None, "mode": "sequential"}
 
 
@@ -73,6 +74,16 @@ def indices(rank: int) -> dict[str, str]:
     return {"indices": f"{rank:012x}"}
 
 
+def on_hosts(job: JobFacts, size: int) -> JobFacts:
+    """The same on hosts of so many ranks each."""
+    return replace(job, ranks=tuple(replace(facts, host=f"node-{facts.rank // size}") for facts in job.ranks))
+
+
+def halves(rank: Callable[[int], int] = lambda rank: rank % 2, **more: object) -> JobFacts:
+    """Four ranks with samplers for two."""
+    return with_loader(with_sampler(SHARED, replicas=2, rank=rank), **more)
+
+
 def ended(*counts: int, shortest: int, on_uneven: str = "raise") -> JobFacts:
     """How far each rank has come when the first one has no more."""
     job = with_data(presenting(len(counts), stream_loader), *range(len(counts)), on_uneven=on_uneven)
@@ -87,14 +98,14 @@ SCENES = (
         ended(41, 41, 40, shortest=40),
         "uneven-end",
         (2,),
-        ("The train_dataloader of rank 2 has ended after 40 batches, while ranks 0-1 have had 41 and may have more.",),
+        ("The train_dataloader has ended on rank 2 after 40 batches, while ranks 0-1 have had 41 and may have more.",),
     ),
     Scene(
         "all streams but one have ended, and that is allowed",
         ended(7, 7, 8, shortest=7, on_uneven="repeat"),
         "uneven-end",
         (0, 1),
-        ("of ranks 0-1 have ended after 7 batches", "the short ones begin their data again"),
+        ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8", "the short ones begin their data again"),
         WARNING,
     ),
     Scene(
@@ -256,10 +267,89 @@ SCENES = (
     Scene("a negative share", with_sampler(SHARED, 0, rank=-1), "sampler-disagreement", (0,), ("does not exist",)),
     Scene(
         "replicas of two among four",
-        with_sampler(SHARED, replicas=2, rank=lambda rank: rank // 2),
+        halves(rank=lambda rank: rank // 2, fingerprints={"values": "same"}),
         "sampler-disagreement",
         (0, 1, 2, 3),
         ("it splits the data among 2 replicas where 4 ranks read data", "ranks 0-1 take share 0, ranks 2-3 take"),
+    ),
+    Scene(
+        "replicas of two among four of one host that have the same files",
+        halves(fingerprints={"paths": "same"}),
+        "sampler-disagreement",
+        (0, 1, 2, 3),
+    ),
+    Scene(
+        "replicas of two among four, each with files of the same names on its host",
+        on_hosts(halves(fingerprints={"paths": "same", "files": "same"}), 2),
+        "sampler-disagreement",
+        (0, 1, 2, 3),
+        severity=WARNING,
+    ),
+    Scene(
+        "replicas of two among four that cannot be compared",
+        halves(fingerprints={}),
+        "sampler-disagreement",
+        (0, 1, 2, 3),
+        severity=WARNING,
+    ),
+    Scene(
+        "a share that does not exist among replicas of two",
+        with_sampler(halves(fingerprints={}), rank=lambda rank: rank % 2 if rank else 2),
+        "sampler-disagreement",
+        (0, 1, 2, 3),
+    ),
+    Scene(
+        "another seed of a sampler of the user's own",
+        with_sampler(with_sampler(SHARED, name="Mine"), 2, seed=1_234),
+        "sampler-disagreement",
+        (2,),
+        severity=WARNING,
+    ),
+    Scene(
+        "another class below a seed of its own",
+        with_sampler(with_sampler(SHARED, name="Mine"), 2, name="Other", seed=1_234),
+        "sampler-disagreement",
+        (2,),
+    ),
+    Scene(
+        "a batch size of its own with as many batches",
+        with_loader(SHARED, 3, batch_size=16),
+        "loader-settings",
+        (3,),
+        severity=WARNING,
+    ),
+    Scene(
+        "a batch size of its own and an unknown number of batches",
+        with_loader(STREAMED, 3, batch_size=16, batches=None),
+        "loader-settings",
+        (3,),
+    ),
+    Scene(
+        "another batch size to predict with",
+        uneven(with_loader(presenting(4, split_loader, **PREDICTION), 3, batch_size=16), 3, count=40),
+        "loader-settings",
+        (3,),
+        severity=WARNING,
+    ),
+    Scene(
+        "more workers on a stream that stops together",
+        with_loader(with_data(STREAMED, on_uneven="stop_together"), 2, num_workers=3),
+        "loader-settings",
+        (2,),
+        severity=WARNING,
+    ),
+    Scene(
+        "nothing to repeat",
+        with_loader(with_data(OWNED, on_uneven="repeat"), 2, samples=0, length=0, batches=0),
+        "unequal-batches",
+        (2,),
+        ("With on_uneven='repeat' rank 2 has nothing to repeat.",),
+    ),
+    Scene(
+        "sized to predict with on some ranks",
+        with_loader(presenting(4, own_loader, **PREDICTION), 1, length=None, batches=None),
+        "sized-and-unsized",
+        (1,),
     ),
     Scene(
         "two ranks take one share",
@@ -363,7 +453,7 @@ SCENES = (
     ),
     Scene(
         "two pairs read the same",
-        with_loader(OWNED, fingerprints=lambda rank: {"files": str(rank // 2)}),
+        with_loader(OWNED, fingerprints=lambda rank: {"paths": str(rank // 2)}),
         "same-shard",
         (0, 1, 2, 3),
         ("Ranks 0-1, as well as ranks 2-3 each read the same data",),
@@ -382,6 +472,12 @@ SCENES = (
         (0, 1, 2, 3),
         ("Every rank evaluates the same data of the val_dataloader",),
         WARNING,
+    ),
+    Scene(
+        "the same files on one of two hosts",
+        on_hosts(with_loader(OWNED, fingerprints=lambda rank: {"files": "same", "paths": str(rank // 3)}), 2),
+        "same-shard",
+        (0, 1),
     ),
     Scene("the same values", with_loader(OWNED, fingerprints={"values": "same"}), "same-shard", (0, 1, 2, 3)),
     Scene(
@@ -472,6 +568,30 @@ def test_rules_explain_themselves(rule: object) -> None:
 
 
 SILENT = {
+    "uneven shares to predict with": uneven(presenting(3, split_loader, **PREDICTION), 0, count=5),
+    "the same counters on every rank": with_loader(OWNED, fingerprints={"counts": "same"}),
+    "files of the same names in folders of each rank": with_loader(
+        OWNED, fingerprints=lambda rank: {"files": "same", "names": "same", "paths": str(rank)}
+    ),
+    "the same paths on each host": on_hosts(with_loader(OWNED, fingerprints={"files": "same", "paths": "same"}), 1),
+    "a copy of the data on each rank": with_loader(
+        SHARED, fingerprints=lambda rank: {"files": "same", "paths": str(rank)}
+    ),
+    "data of each host that its ranks split": halves(fingerprints=lambda rank: {"values": str(rank // 2)}),
+    "items of each host that its ranks split": halves(fingerprints=lambda rank: {"items": str(rank // 2)}),
+    "augmented data of each host that its ranks split": halves(
+        fingerprints=lambda rank: {"values": str(rank // 2), "items": str(rank), "paths": str(rank)}
+    ),
+    "data of each host of its own size": halves(samples=lambda rank: 640 + rank // 2),
+    "peers that split the data of their host": with_data(
+        with_sampler(
+            with_loader(presenting(8, split_loader), fingerprints=lambda rank: {"values": str(rank // 4)}),
+            replicas=2,
+            rank=lambda rank: rank // 2 % 2,
+        ),
+        data_rank=lambda rank: rank // 2,
+        data_ranks=4,
+    ),
     "equal lengths, shuffled": SHARED,
     "shards of equal size": OWNED,
     "streams": STREAMED,
@@ -715,15 +835,48 @@ def test_an_unequal_step_of_validation_is_no_news_beside_its_cause() -> None:
     assert {finding.rule for finding in found(other)} == {"loader-count"}
 
 
-def test_with_a_policy_validation_has_to_fit() -> None:
-    stopping = with_data(uneven(OWNED, 1, samples=700), on_uneven="stop_together")
-    assert {finding.rule for finding in found(stopping)} == {"unequal-batches"}
-    earlier = with_data(stopping, val_check_batch=lambda rank: 11 if rank == 1 else 10)
-    for job in (earlier, with_data(stopping, 0, val_check_batch=10)):
-        assert [(finding.rule, finding.severity) for finding in found(job)] == [
-            ("validation-step", ERROR),
-            ("unequal-batches", WARNING),
-        ]
+@pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
+def test_with_a_policy_the_step_of_validation_is_agreed_on(on_uneven: str) -> None:
+    uneven_job = with_data(uneven(OWNED, 1, samples=700), on_uneven=on_uneven)
+    earlier = with_data(uneven_job, val_check_batch=lambda rank: 11 if rank == 1 else 10)
+    for job in (uneven_job, earlier, with_data(uneven_job, 0, val_check_batch=10)):
+        assert [(finding.rule, finding.severity) for finding in found(job)] == [("unequal-batches", WARNING)]
+    even = with_data(OWNED, on_uneven=on_uneven)
+    assert [finding.rule for finding in found(with_data(even, 0, val_check_batch=10))] == ["validation-step"]
+
+
+def test_data_of_hosts_that_their_ranks_do_not_split_alike_is_different() -> None:
+    unseeded = halves(fingerprints=lambda rank: {"values": str(rank)})
+    assert {finding.rule for finding in found(unseeded)} == {"different-data", "sampler-disagreement"}
+
+
+def test_a_seed_that_may_be_meant_explains_no_unequal_batches() -> None:
+    job = uneven(with_sampler(with_sampler(SHARED, name="Mine"), 2, seed=1_234), 2)
+    assert [(finding.rule, finding.severity) for finding in found(job)] == [
+        ("sampler-disagreement", WARNING),
+        ("unequal-batches", ERROR),
+    ]
+
+
+def test_more_workers_do_not_explain_that_there_is_nothing_to_repeat() -> None:
+    job = with_loader(with_data(STREAMED, on_uneven="repeat"), 2, num_workers=3, length=0, batches=0)
+    assert [(finding.rule, finding.severity) for finding in found(job)] == [
+        ("loader-settings", WARNING),
+        ("unequal-batches", ERROR),
+    ]
+
+
+def test_uneven_shards_are_not_to_be_seeded() -> None:
+    drawn = with_data(uneven(OWNED, 3, samples=700), random=lambda rank: states(rank, drawn="numpy"))
+    shards = with_loader(drawn, dataset="Mine", datasets=("Mine",))
+    assert "random" not in summary(shards)
+    assert "random" not in summary(uneven(with_data(STREAMED, random=drawn.ranks[0].data.random), 3))  # type: ignore[union-attr]
+    for selected in (
+        drawn,
+        with_loader(shards, datasets=("Dataset \N{MULTIPLICATION SIGN}2",)),
+        with_loader(shards, fingerprints=indices),
+    ):
+        assert "call seed_everything(seed)" in summary(selected)
 
 
 def test_a_step_of_validation_counts_in_training_only() -> None:
@@ -831,7 +984,7 @@ def test_one_rank_of_many_is_named(world: int) -> None:
 
 
 def test_ranks_that_read_the_same_are_cut() -> None:
-    job = with_loader(presenting(1_024, own_loader), fingerprints=lambda rank: {"files": str(rank // 2)})
+    job = with_loader(presenting(1_024, own_loader), fingerprints=lambda rank: {"values": str(rank // 2)})
     finding = found(job)[0]
     assert "508 more groups of ranks each read the same data" in finding.summary
     assert len(finding.ranks) == 1_024 and len(finding.evidence) == 8
