@@ -53,7 +53,7 @@ class LoaderFacts:
         shards: Files or shards that the dataset reads; None where it does not say.
         fingerprints: What the data is, by kind, each a short hash: ``"indices"`` (of Subsets and Hugging Face
             selections), ``"files"`` (the last part of each file's name, and classes), ``"paths"`` (whole absolute
-            names, and classes), ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the
+            names), ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the
             same where absolute paths are in it, of which only the last part counts), ``"counts"`` (the same where it
             is one list of whole numbers, which may only count steps), ``"shapes"`` (types, keys and shapes of
             samples), ``"items"`` (samples as the dataset gives them). Only what could be had without drawing a random

@@ -40,8 +40,8 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
     datasets = reader.attempt("Reading the dataset", lambda: chain(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
         "indices": lambda: _of_all(datasets, lambda one: _indices(one, content)),
-        "files": lambda: _of_all(datasets, lambda one: _files(one, content, base_name)),
-        "paths": lambda: _of_all(datasets, lambda one: _files(one, content, _whole_path)),
+        "files": lambda: _of_all(datasets, lambda one: _files(one, content)),
+        "paths": lambda: _of_all(datasets, lambda one: _paths(one, content)),
         "batches": lambda: None if batches is None else digest(batches_as_bytes(batches, content)),
     }
     found = {kind: reader.attempt(f'The fingerprint "{kind}"', make) for kind, make in kinds.items()}
@@ -117,14 +117,27 @@ def _is_flat_array(value: Any) -> bool:
     return is_array(value) and len(value.shape) == 1
 
 
-def _files(dataset: Any, content: str, told: Callable[[str], str]) -> bytes | None:
-    """The files as they are told; None where the dataset lists none, or one of them cannot be told."""
+def _files(dataset: Any, content: str) -> bytes | None:
+    """The last parts of the files' names, with what is listed beside them."""
+    entries = _picked_files(dataset, content)
+    return _as_bytes(dataset, [(base_name(os.fsdecode(_file_of(one))), *_classes(one)) for one in entries])
+
+
+def _paths(dataset: Any, content: str) -> bytes | None:
+    """The files' whole names; None where these do not say by themselves which files of this host they are."""
+    paths = [os.fsdecode(_file_of(one)).partition("?")[0] for one in _picked_files(dataset, content)]
+    return _as_bytes(dataset, paths) if all(os.path.isabs(path) or "://" in path for path in paths) else None
+
+
+def _picked_files(dataset: Any, content: str) -> list[Any]:
+    """Entries of the dataset's list of files; none where it has no such list, or one with other things in it."""
     names = file_names(dataset)
     entries = [] if names is None else pick(names, content)
-    if names is None or not all(map(_is_file, entries)):
-        return None
-    rows = [(told(os.fsdecode(file)), *classes) for file, *classes in map(_parts, entries)]
-    return repr((len(names), rows)).encode("utf-8", "surrogatepass") if all(row[0] for row in rows) else None
+    return entries if all(map(_is_file, entries)) else []
+
+
+def _as_bytes(dataset: Any, told: list[Any]) -> bytes | None:
+    return repr((len(file_names(dataset)), told)).encode("utf-8", "surrogatepass") if told else None
 
 
 def _is_file(entry: Any) -> bool:
@@ -132,17 +145,14 @@ def _is_file(entry: Any) -> bool:
     return isinstance(first, (str, os.PathLike))
 
 
-def _parts(entry: Any) -> list[Any]:
-    """The file, and the class that is listed with it."""
-    if type(entry) in (list, tuple):
-        return [entry[0], *(str(part) for part in entry[1:] if isinstance(part, (str, int)))]
-    return [entry]
+def _file_of(entry: Any) -> Any:
+    return entry[0] if type(entry) in (list, tuple) else entry
 
 
-def _whole_path(path: str) -> str:
-    """A path or address that says where on this host a file is; empty where that depends on something else."""
-    path = path.partition("?")[0]
-    return path if os.path.isabs(path) or "://" in path else ""
+def _classes(entry: Any) -> tuple[str, ...]:
+    """What is listed with a file: its class, or the name of another file, such as that of its mask."""
+    beside = entry[1:] if type(entry) in (list, tuple) else ()
+    return tuple(base_name(str(part)) for part in beside if isinstance(part, (str, int)))
 
 
 def _items(dataset: Any, reader: Reader) -> dict[str, str]:

@@ -42,7 +42,8 @@ from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.loaders.agreement import Agreement, Presented
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.meeting import Meeting, Presented
 from lightning_ncclsafe.loaders.terms import terms_of
 from lightning_ncclsafe.probes.loaders import loader_facts
 from lightning_ncclsafe.probes.random_state import random_states
@@ -164,16 +165,17 @@ def compare(presented: Sequence[Presented], messages: Sequence[bytes], folder: P
     exchange = MemoryExchange()
     for rank, message in enumerate(messages[1:], start=1):
         exchange.set(f"data/{rank}", message)
+    data, say = presented[0].facts.data, lambda _: None
+    assert data is not None
     agreement = Agreement(
-        exchange=exchange,
+        meeting=Meeting(exchange=exchange, rank=0, world_size=len(messages), deadline_s=60.0, say=say),
         world_size=len(messages),
         identity=replace(presented[0].facts, data=None),
         report_dir=folder,
-        deadline_s=60.0,
-        say=lambda _: None,
+        say=say,
     )
     with suppress(DatasetMismatchError):
-        agreement.compare(presented[0].facts.data)
+        agreement.compare(data)
 
 
 def cards(ranks: int, deviating: Sequence[int]) -> list[Presented]:

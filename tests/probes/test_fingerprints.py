@@ -161,6 +161,13 @@ class TestFiles:
         assert one["files"] == other["files"]
         assert "paths" not in one or one["paths"] != other["paths"]
 
+    def test_the_folder_of_a_file_beside_it_does_not(self) -> None:
+        one, elsewhere, other = (
+            found(holding(samples=[(f"/{root}/1.png", f"/{root}/mask_{n}.png")]))["files"]
+            for root, n in (("a", 1), ("b", 1), ("a", 2))
+        )
+        assert one == elsewhere != other
+
     @pytest.mark.parametrize("names", [["part.npy"], ["a/b.png", "/c/d.png"]], ids=str)
     def test_where_a_relative_name_leads_to_is_not_known(self, names: list[str]) -> None:
         assert set(found(holding(files=names))) == {"files"}
@@ -268,9 +275,10 @@ class TestValues:
     @pytest.mark.parametrize(("one", "other"), PAIRS)
     @pytest.mark.parametrize("content", ["sample", "full"])
     def test_other_values_are_different(self, one: Any, other: Any, content: str) -> None:
-        (same,) = found(one, content, items=False).values()
-        assert [same] == list(found(one, content, items=False).values())
-        assert [same] != list(found(other, content, items=False).values())
+        told = found(one, content, items=False)
+        assert told == found(one, content, items=False)
+        others = found(other, content, items=False)
+        assert [told.get(kind) for kind in ("values", "counts")] != [others.get(kind) for kind in ("values", "counts")]
 
     @pytest.mark.parametrize("made", COUNTERS, ids=str)
     def test_what_may_count_steps_is_told_apart(self, made: Any) -> None:
