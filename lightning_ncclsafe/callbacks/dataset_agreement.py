@@ -17,8 +17,8 @@ class DatasetAgreement(Callback):
             :class:`~lightning_ncclsafe.DatasetMismatchError` before their workers start. ``"warn"``: the same is
             printed once, and training goes on; what cannot be gone on with (different numbers of loaders) raises all
             the same.
-        content: How much of the data's content is compared. ``"sample"``: up to 65,536 indices and file names in
-            full and 1,024 of longer lists, and some rows of what is in memory. ``"full"``: all indices and file
+        content: How much of the data's content is compared. ``"sample"``: up to 65,536 indices and 4,096 file
+            names in full, 1,024 of longer lists, and some rows of what is in memory. ``"full"``: all indices and file
             names, and up to 8 samples as the dataset gives them, each read twice; one that is different the second
             time is taken for randomly augmented. ``"off"``: only sizes and settings.
         on_uneven: What happens where the data of one rank ends before that of another. ``"raise"``: all ranks raise

@@ -14,6 +14,8 @@ from lightning_ncclsafe.probes.reading import Reader, stored
 from lightning_ncclsafe.probes.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
+# A name takes as long as so many numbers: 4,096 names are hashed whole.
+_NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
 
 
@@ -132,7 +134,7 @@ def _paths(dataset: Any, content: str) -> bytes | None:
 def _picked_files(dataset: Any, content: str) -> list[Any]:
     """Entries of the dataset's list of files; none where it has no such list, or one with other things in it."""
     names = file_names(dataset)
-    entries = [] if names is None else pick(names, content)
+    entries = [] if names is None else pick(names, content, width=_NAME_WIDTH)
     return entries if all(map(_is_file, entries)) else []
 
 

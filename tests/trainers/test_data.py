@@ -83,7 +83,7 @@ def assert_healthy(outcome: list[dict[str, Any]]) -> None:
 
 def test_raise_stops_all_ranks_before_the_same_batch_and_names_the_short_one(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["raise"], "UnevenDataError", "uneven-end")
-    assert "The train_dataloader of rank 1 has ended after 3 batches, while ranks 0, 2 have had 4" in text
+    assert "The train_dataloader has ended on rank 1 after 3 batches, while ranks 0, 2 have had 4" in text
     for rank, outcome in enumerate(outcomes["raise"]):
         assert outcome["trained"] == batches(rank, 0, 1), "the vote is one batch ahead of Lightning, which is one ahead"
 
@@ -114,7 +114,7 @@ def test_gradient_accumulation_steps_alike_and_validation_ends_alike(outcomes: O
 
 def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["uneven-validation"], "UnevenDataError", "uneven-end")
-    assert "The val_dataloader[1] of rank 1 has ended after 3 batches" in text
+    assert "The val_dataloader[1] has ended on rank 1 after 3 batches" in text
     for rank, outcome in enumerate(outcomes["uneven-validation"]):
         assert outcome["steps"] == 2
         assert outcome["evaluated"] == batches(rank, 0, 1, 0, 1), "the first whole, of the second all but one"
@@ -155,7 +155,7 @@ def test_unequal_known_lengths_are_trained_on_as_the_policy_says(outcomes: Outco
 
 def test_who_was_only_warned_is_stopped_at_the_first_end(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["known-warn"], "UnevenDataError", "uneven-end")
-    assert "rank 1 has ended after 3 batches" in text
+    assert "has ended on rank 1 after 3 batches" in text
     for rank, outcome in enumerate(outcomes["known-warn"]):
         assert outcome["trained"] == batches(rank, 0, 1, 2)
     assert "[ncclsafe] unequal-batches: " in outcomes["printed"][0]["text"]

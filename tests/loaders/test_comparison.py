@@ -228,7 +228,7 @@ def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: 
     errors = job.run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings))
     assert {type(error) for error in errors} == {UnevenDataError}
     assert len({str(error).partition("\nThe report is in ")[0] for error in errors}) == 1
-    assert "rank 1 has ended after 8 batches, while ranks 0, 2 have had 9" in " ".join(str(errors[0]).split())
+    assert "has ended on rank 1 after 8 batches, while ranks 0, 2 have had 9" in " ".join(str(errors[0]).split())
     assert len(list(tmp_path.glob("*/report.json"))) == 1
     assert job.said == []
 
@@ -241,7 +241,7 @@ def test_an_uneven_end_that_is_allowed_is_said_once(tmp_path: Path, on_uneven: s
     for _ in range(3):
         job.run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings))
     (said,) = job.said
-    assert said.startswith("uneven-end: The train_dataloader of rank 0 has ended after 3 batches")
+    assert said.startswith("uneven-end: The train_dataloader has ended on rank 0 after 3 batches")
 
 
 class Gathered:
