@@ -122,7 +122,8 @@ class Guard:
         """Goes over to another exchange, with a log of its own: the process group, and so the job's store, is there."""
         # The watchdog may be in the middle of a round about this very delay; it is dropped, nobody waits for it.
         self._next_exchange = exchange
-        exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
+        with suppress(ExchangeError):  # what only helps its peers when this rank cannot speak
+            exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
         self._watchdog.wake()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:

@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, TcpStoreExchange
+from lightning_ncclsafe.exchange import (
+    DirectoryExchange,
+    Exchange,
+    ExchangeError,
+    FallbackExchange,
+    MemoryExchange,
+    TcpStoreExchange,
+)
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.loaders.agreement import Agreement
@@ -171,9 +178,7 @@ class WatchedCall:
 
     def _store(self) -> Exchange:
         store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
-        # A name that no other job, nor an earlier start of this one, has used.
-        run = store.set_if_absent("run", uuid.uuid4().hex[:12].encode()).decode()
-        return FallbackExchange(store, self._files(run))
+        return FallbackExchange(store, self._files(_name_of_run(store)))
 
     def _files(self, name: str) -> DirectoryExchange:
         return DirectoryExchange(self._report_dir / f".exchange-{name}")
@@ -204,6 +209,18 @@ class WatchedCall:
                 with suppress(Exception):
                     guard.close()
             return None
+
+
+def _name_of_run(store: Exchange) -> str:
+    """A name that no other job, nor an earlier start of this one, has used."""
+    mine = uuid.uuid4().hex[:12].encode()
+    while True:
+        try:
+            return store.set_if_absent("run", mine).decode()
+        except ExchangeError:
+            # One missed deadline is no reason to go without a guard; after some the store is lost.
+            if store.lost:
+                raise
 
 
 def _agreement_settings(trainer: Any) -> AgreementSettings:

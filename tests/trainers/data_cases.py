@@ -159,7 +159,7 @@ class Case:
         trainer = L.Trainer(
             accelerator="cpu",
             devices=WORLD_SIZE,
-            strategy=SafeDDP(suspect_after=8, timeout=timedelta(seconds=20)),
+            strategy=SafeDDP(suspect_after=20, timeout=timedelta(seconds=60)),
             callbacks=[*self.callbacks, *([DatasetAgreement(**self.agreement)] if self.agreement else [])],
             default_root_dir=self.folder,
             logger=False,
