@@ -143,7 +143,9 @@ class Lockstep:
     def _compare_first_batches(self) -> None:
         if self._compare is not None and self._given == 1:
             compare, self._compare = self._compare, None
-            compare(*self._digests)
+            # A batch that could not be read has none; its error is raised in a moment.
+            first, second = (*self._digests, 0, 0)[:2]
+            compare(first, second)
 
     def _tell_once(self) -> Exception | None:
         if self._told:

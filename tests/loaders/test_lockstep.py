@@ -198,6 +198,22 @@ def test_the_first_two_batches_are_compared_once_all_ranks_have_them() -> None:
     assert sorted(compared) == [(0, 1), (10, 11)]
 
 
+def test_a_batch_that_could_not_be_read_is_compared_as_nothing() -> None:
+    compared: list[tuple[int, ...]] = []
+
+    def begin() -> Iterator[int]:
+        yield 7
+        raise OSError("the disk is gone")
+
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        own = begin if rank else lambda: iter([1, 2, 3])
+        iterator = Lockstep(own, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
+        return list(islice(iterator, 2))
+
+    assert [type(outcome) for outcome in as_ranks(2, body)] == [list, OSError]
+    assert sorted(compared) == [(1, 2), (7, 0)]
+
+
 def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
     compared: list[tuple[int, ...]] = []
 
