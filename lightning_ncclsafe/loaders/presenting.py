@@ -105,9 +105,7 @@ class Presenter:
         for stage in [*self._replaced]:
             self._release(stage)
         self._give_back()
-        votes, self._votes = self._votes, None
-        if votes is not None:
-            votes.close()
+        self._close_votes()
 
     def _give_back(self) -> None:
         """Where something had to stand for a user's loader, that loader takes its place again."""
@@ -188,9 +186,15 @@ class Presenter:
         except Exception as failure:
             error = failure
             say_own_failure(error, what="the vote on a next batch")
-        if not self._agreement.all_can(error is None):
-            self._votes = None
-        return self._votes is not None
+        can = self._agreement.all_can(error is None)
+        if not can:
+            self._close_votes()
+        return can
+
+    def _close_votes(self) -> None:
+        votes, self._votes = self._votes, None
+        if votes is not None:
+            votes.close()
 
     def _unharmed(self, act: Callable[[], None]) -> None:
         """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
