@@ -101,11 +101,14 @@ def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any
 
 def _asked_by_a_loop(frame: FrameType | None) -> bool:
     """Whether one of Lightning's loops begins to read: its fetcher has its ``CombinedLoader`` make the iterators."""
-    names = [str(frame.f_globals.get("__name__"))] if frame is not None else [""]
-    while frame is not None and names[-1].endswith(".utilities.combined_loader"):
+    asked = _module(frame)
+    while frame is not None and _module(frame).endswith(".utilities.combined_loader"):
         frame = frame.f_back
-        names.append(str(frame.f_globals.get("__name__")) if frame is not None else "")
-    return len(names) > 1 and names[-1].endswith(".loops.fetchers")
+    return _module(frame) != asked and _module(frame).endswith(".loops.fetchers")
+
+
+def _module(frame: FrameType | None) -> str:
+    return str(frame.f_globals.get("__name__")) if frame is not None else ""
 
 
 def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:

@@ -5,7 +5,6 @@ The Trainer and its loops are used by duck type; Lightning is not imported here.
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,35 +16,16 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
 from lightning_ncclsafe.loaders.methods import ReplacedMethod
+from lightning_ncclsafe.loaders.stage import TRAIN, Stage
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
-from lightning_ncclsafe.probes.loaders import loader_facts
-from lightning_ncclsafe.probes.random_state import random_states
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.rules.activity import AGREEMENT
 from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
 
-_TRAIN = "train_dataloader"
 _CONNECT_S = 30.0
-
-
-@dataclass
-class Stage:
-    """The loaders that one of Lightning's hooks has given.
-
-    Attributes:
-        name: Name of the hook, ``"train_dataloader"``.
-        mode: How Lightning combines the loaders.
-        expected: Number of loaders.
-        loaders: Those that Lightning has prepared so far.
-    """
-
-    name: str
-    mode: str
-    expected: int
-    loaders: list[Any]
 
 
 class Presenter:
@@ -128,8 +108,8 @@ class Presenter:
     def _open(self, name: str, loaders: Any) -> None:
         is_combined = isinstance(loaders, self._combined)
         combined = loaders if is_combined else self._combined(loaders, self._default_mode(name))
-        self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened), loaders=[])
-        if self._stage.expected == 0:
+        self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened))
+        if self._stage.is_complete:
             self._compare(self._stage)
 
     def prepared(self, loader: Any) -> Any:
@@ -150,23 +130,23 @@ class Presenter:
 
     def _add(self, loader: Any) -> None:
         # A loop that Lightning's own hooks know nothing of has each loader for itself.
-        stage = self._stage or Stage(name="dataloader", mode="", expected=1, loaders=[])
+        stage = self._stage or Stage(name="dataloader")
         stage.loaders.append(loader)
-        if len(stage.loaders) >= stage.expected:
+        if stage.is_complete:
             self._stage = None
             self._compare(stage)
 
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
-        if stage.name == _TRAIN:
+        if stage.name == TRAIN:
             self._stop_signal.votes = False
         if self._is_off:
             return
         with self._tracker.action(f"{AGREEMENT}{stage.name}"):
-            data = self._data(stage)
+            data = stage.facts(self._trainer, self._strategy, self._settings)
             terms = self._agreement.compare(data)
             can_vote = self._can_vote(any(its_terms.votes for its_terms in terms))
-            self._stop_signal.votes = self._stop_signal.votes or (can_vote and stage.name == _TRAIN)
+            self._stop_signal.votes = self._stop_signal.votes or (can_vote and stage.name == TRAIN)
             for index, its_terms in enumerate(terms):
                 if not its_terms.changes_nothing and (can_vote or not its_terms.votes):
                     self._apply(its_terms, stage, index, data)
@@ -208,58 +188,14 @@ class Presenter:
             with suppress(Exception):
                 self._agreement.withdraw()
 
-    def _data(self, stage: Stage) -> DataFacts:
-        loaders = tuple(self._facts(stage, index) for index in range(len(stage.loaders)))
-        share = getattr(self._strategy, "distributed_sampler_kwargs", None) or {}
-        return DataFacts(
-            stage=stage.name,
-            mode=stage.mode,
-            loaders=loaders,
-            val_check_batch=self._val_check_batch(stage, loaders) if stage.name == _TRAIN else None,
-            data_rank=int(share.get("rank", self._strategy.global_rank)),
-            data_ranks=int(share.get("num_replicas", self._strategy.world_size)),
-            random=random_states(),
-            on_mismatch=self._settings.on_mismatch,
-            content=self._settings.content,
-            on_uneven=self._settings.on_uneven,
-        )
-
-    def _facts(self, stage: Stage, index: int) -> LoaderFacts:
-        name = stage.name if len(stage.loaders) == 1 else f"{stage.name}[{index}]"
-        limit, content = self._limit(stage), self._settings.content
-        return loader_facts(stage.loaders[index], name=name, limit=limit, content=content)
-
-    def _limit(self, stage: Stage) -> int | float | None:
-        limit: int | float | None = getattr(self._trainer, f"limit_{stage.name.partition('_')[0]}_batches", None)
-        return limit
-
-    def _val_check_batch(self, stage: Stage, loaders: tuple[LoaderFacts, ...]) -> int | None:
-        """As in Lightning's ``_FitLoop.setup_data``."""
-        interval = getattr(self._trainer, "val_check_interval", None)
-        if getattr(self._trainer, "_val_check_time_interval", None) is not None:
-            return None
-        if isinstance(interval, int):
-            return interval
-        known = [loader.batches for loader in loaders if loader.batches is not None]
-        if not known or len(known) < len(loaders) or not isinstance(interval, float):
-            return None
-        batches = min(known) if stage.mode == "min_size" else max(known)
-        return max(1, int(batches * interval))
-
     def _default_mode(self, name: str) -> str:
-        return "max_size_cycle" if name == _TRAIN else "sequential"
+        return "max_size_cycle" if name == TRAIN else "sequential"
 
     def _apply(self, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> None:
-        facts, most = data.loaders[index], self._most(stage)
+        facts, most = data.loaders[index], stage.most_batches(self._trainer)
         iterate = self._voting(facts, data, most) if terms.votes else self._counting(terms, facts, data)
         replaced = Replaced(stage.loaders[index], iterate, length=terms.length, hides_length=terms.hides_length)
         self._replaced.setdefault(stage.name, []).append(replaced)
-
-    def _most(self, stage: Stage) -> int | None:
-        """After how many batches of a loader Lightning stops to ask, where that is one number for each loader."""
-        limit = self._limit(stage)
-        alone = len(stage.loaders) == 1 or stage.mode == "sequential"
-        return limit if alone and isinstance(limit, int) else None
 
     def _release(self, stage: str, loader: Any = None) -> None:
         """Takes our hands off the loaders that a stage had before, or off one of them."""
@@ -271,7 +207,7 @@ class Presenter:
 
     def _voting(self, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
         assert self._votes is not None
-        compares = data.stage == _TRAIN and data.content != "off"
+        compares = data.stage == TRAIN and data.content != "off"
         first = [partial(self._agreement.first_batches, data, facts, self._votes)] if compares else []
         votes, tell = self._stop_signal.carried_by(self._votes), partial(self._agreement.uneven, data, facts)
 

@@ -4,11 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.rules.presented import epoch_batches
+from lightning_ncclsafe.rules.presented import PREDICT, epoch_batches
 from lightning_ncclsafe.settings import OnUneven
-
-# Ranks predict each for itself, and may end when they like.
-_WITHOUT_COLLECTIVES = "predict_dataloader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,8 @@ def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:
     presented = list(ranks)
     if not presented or len({len(data.loaders) for data in presented}) != 1:
         return ()
-    if presented[0].stage == _WITHOUT_COLLECTIVES or _ends_together(presented):
+    # Ranks predict each for itself, and may end when they like.
+    if presented[0].stage == PREDICT or _ends_together(presented):
         return tuple(LoaderTerms() for _ in presented[0].loaders)
     on_uneven = presented[0].on_uneven
     return tuple(_terms(loaders, on_uneven) for loaders in zip(*(data.loaders for data in presented), strict=True))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
 from lightning_ncclsafe.facts import VOTE_GROUP
-from lightning_ncclsafe.loaders import presenting
+from lightning_ncclsafe.loaders import stage
 from lightning_ncclsafe.loaders.methods import ReplacedMethod
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -427,10 +427,10 @@ class BreakOurs(L.Callback):
     """Makes our probe of loaders fail for the length of one training."""
 
     def setup(self, *_: Any, **__: Any) -> None:
-        self.probe, presenting.loader_facts = presenting.loader_facts, self.fail
+        self.probe, stage.loader_facts = stage.loader_facts, self.fail
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        presenting.loader_facts = self.probe
+        stage.loader_facts = self.probe
 
     def fail(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("our own fault")
