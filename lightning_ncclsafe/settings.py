@@ -9,6 +9,7 @@ OnTimeout = Literal["abort", "report"]
 OnMismatch = Literal["raise", "warn"]
 Content = Literal["sample", "full", "off"]
 OnUneven = Literal["raise", "stop_together", "repeat"]
+Overflow = Literal["thin", "drop_oldest", "block"]
 
 # Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short beside half an hour.
 DEFAULT_SUSPECT_AFTER_S = 60.0
@@ -18,6 +19,10 @@ DEFAULT_TIMEOUT_S = 1800.0
 _LONGEST_S = 1e9
 # How much longer the process groups' own timeout is than the user's, so that the report always comes first.
 BACKSTOP_S = 15.0
+# A queue shorter than this would drop what one validation logs.
+_LEAST_LIMIT_BYTES = 1 << 20
+# One point of a tag in ten minutes; of each window three are kept.
+_LEAST_RATE = 1 / 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,39 @@ class AgreementSettings:
         _check_choice("on_uneven", self.on_uneven, OnUneven)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSettings:
+    """How loggers are taken off the training thread; see :class:`~lightning_ncclsafe.LoggerOffload`.
+
+    Attributes:
+        max_points_per_s: Most points of a tag in a second; None for no such limit.
+        overflow: What happens over a limit.
+        block_s: How long a call waits for room with ``"block"``, seconds.
+        memory_limit_bytes: Most bytes of a logger that wait in memory.
+        disk_limit_bytes: Most bytes of a logger that wait in local staging.
+        finalize_s: How long the end of a run waits for storage, seconds.
+        staging_dir: The folder of local staging.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+
+    max_points_per_s: float | None
+    overflow: Overflow
+    block_s: float
+    memory_limit_bytes: int
+    disk_limit_bytes: int
+    finalize_s: float
+    staging_dir: Path
+
+    def __post_init__(self) -> None:
+        _check_choice("overflow", self.overflow, Overflow)
+        _check_amount("memory_limit_bytes", self.memory_limit_bytes, _LEAST_LIMIT_BYTES)
+        _check_amount("disk_limit_bytes", self.disk_limit_bytes, _LEAST_LIMIT_BYTES)
+        if self.max_points_per_s is not None:
+            _check_amount("max_points_per_second", self.max_points_per_s, _LEAST_RATE)
+
+
 def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str) -> Limits:
     """Checks what the user has set.
 
@@ -69,11 +107,11 @@ def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | f
     Raises:
         ValueError: Naming the argument, the value and what is allowed.
     """
-    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else _seconds("timeout", timeout)
+    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds("timeout", timeout)
     if suspect_after is None:
         suspect_after_s = min(DEFAULT_SUSPECT_AFTER_S, timeout_s / 2)
     else:
-        suspect_after_s = _seconds("suspect_after", suspect_after)
+        suspect_after_s = seconds("suspect_after", suspect_after)
     if suspect_after_s >= timeout_s:
         raise ValueError(
             f"suspect_after={suspect_after!r} is {suspect_after_s:g} s, but it must be less than timeout={timeout!r}"
@@ -100,13 +138,28 @@ def _check_choice(name: str, value: object, choices: Any) -> None:
         raise ValueError(f"{name}={value!r} is unknown; it must be {words}.")
 
 
-def _seconds(name: str, value: timedelta | float) -> float:
+def _check_amount(name: str, value: object, least: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r} must be a number of at least {least:.6g}.")
+
+
+def seconds(name: str, value: timedelta | float) -> float:
+    """A duration in seconds.
+
+    Args:
+        name: The argument's name, for the error.
+        value: A duration, or seconds.
+
+    Raises:
+        ValueError: If it is neither, or not longer than 0 and at most 1e9 s.
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(value, timedelta) and not is_number:
         raise ValueError(
             f"{name}={value!r} is a {type(value).__name__}; it must be a timedelta or a number of seconds."
         )
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not 0 < seconds <= _LONGEST_S:
+    found = value.total_seconds() if isinstance(value, timedelta) else value
+    if not 0 < found <= _LONGEST_S:
         raise ValueError(f"{name}={value!r} must be longer than 0 s and at most {_LONGEST_S:g} s.")
-    return float(seconds)
+    return float(found)

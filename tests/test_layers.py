@@ -18,7 +18,7 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("data_facts", "_torch"),
+    ("data_facts", "logger_facts", "methods", "_torch"),
     ("facts",),
     ("findings", "codec"),
     ("errors", "settings", "phases", "watchdog"),
@@ -26,15 +26,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report", "exchange", "probes"),
     ("patience", "reporter", "rounds", "ending"),
     ("gathering",),
-    ("guard", "loaders"),
+    ("guard", "loaders", "loggers"),
     ("watched",),
     ("strategies",),
     ("callbacks",),
     (PACKAGE,),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
-IMPORTS_TORCH = {"_torch", "probes.arrays", "probes.dataset_chain", "probes.random_state", "probes.samplers"}
-IMPORTS_LIGHTNING = {"strategies", "callbacks.dataset_agreement"}
+IMPORTS_TORCH = {
+    "_torch",
+    "loggers.copies",
+    "loggers.events",
+    "loggers.starting",
+    "loggers.tensorboard_backend",
+    "probes.arrays",
+    "probes.dataset_chain",
+    "probes.random_state",
+    "probes.samplers",
+}
+IMPORTS_LIGHTNING = {"strategies", "callbacks.dataset_agreement", "callbacks.logger_offload", "loggers.starting"}
 
 Sources = dict[str, str]
 

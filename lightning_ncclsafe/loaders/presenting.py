@@ -15,10 +15,10 @@ from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
-from lightning_ncclsafe.loaders.methods import ReplacedMethod
 from lightning_ncclsafe.loaders.stage import TRAIN, Stage
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
 from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
 from lightning_ncclsafe.reporter import say_own_failure

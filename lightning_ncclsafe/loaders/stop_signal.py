@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_ncclsafe.loaders.lockstep import Flag, Votes
-from lightning_ncclsafe.loaders.methods import ReplacedMethod
+from lightning_ncclsafe.methods import ReplacedMethod
 
 _STOP = int(Flag.STOP)
 _CHECK, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.loaders.lockstep import Flag
-from lightning_ncclsafe.loaders.methods import ReplacedMethod
 from lightning_ncclsafe.loaders.stop_signal import StopSignal
+from lightning_ncclsafe.methods import ReplacedMethod
 
 GOES_ON = int(Flag.GOES_ON)
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
 from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders import stage
-from lightning_ncclsafe.loaders.methods import ReplacedMethod
+from lightning_ncclsafe.methods import ReplacedMethod
 
 RANK = int(os.environ["LOCAL_RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])

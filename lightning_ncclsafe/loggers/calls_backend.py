@@ -1,0 +1,228 @@
+"""Any other logger: its own methods are called, in order, by the thread that delivers."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from numbers import Real
+from typing import Any
+
+from lightning_ncclsafe.loggers.copies import Copied
+from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.methods import ReplacedMethod
+
+LOG_METRICS = "log_metrics"
+
+# Methods of experiments that return nothing, by the class of the experiment; everything else goes through at once.
+_QUEUED = {
+    "wandb": ("log",),
+    "mlflow": ("log_batch", "log_metric", "log_param", "set_tag"),
+    "comet_ml": ("log_metric", "log_metrics", "log_parameter", "log_parameters", "log_other"),
+}
+# Of MLFlow's, those that must never be dropped, and whose arguments say so for a batch.
+_KEPT = {"log_param", "log_parameter", "log_parameters", "set_tag", "log_other", "log_hyperparams"}
+# An error that trying again does not mend is tried so often all the same: servers, too, answer nonsense for a while.
+_ATTEMPTS = 3
+_PERMANENT = (TypeError, ValueError, KeyError, AttributeError, AssertionError)
+
+
+class CallsBackend:
+    """Takes a logger of any class off the training thread.
+
+    Args:
+        logger: The logger.
+        experiment: Its experiment, if it is one whose methods are known; None otherwise.
+        limit_bytes: Most memory that arguments may hold that cannot be written down.
+    """
+
+    def __init__(self, logger: Any, experiment: Any, limit_bytes: int) -> None:
+        self._logger = logger
+        self._experiment = experiment
+        self._limit_bytes = limit_bytes
+        self._numbers = count(1)
+        self._delivered = 0
+        self._attempts = 0
+        # Calls whose arguments cannot be written down, by number.
+        self._objects: dict[int, Call] = {}
+        self._lock = threading.Lock()
+        self._replaced: list[ReplacedMethod] = []
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self._save_is_asked = False
+        self.path = str(getattr(logger, "save_dir", None) or "")
+
+    @property
+    def sink(self) -> "CallsBackend":
+        """Itself."""
+        return self
+
+    def attach(self, offload: Offload) -> None:
+        """Replaces the logger's methods, and of its experiment those that return nothing."""
+        self._offload = offload
+        logger, experiment = self._logger, self._experiment
+        self._methods = {name: getattr(logger, name) for name in (LOG_METRICS, "save")}
+        self._replaced = [
+            ReplacedMethod(logger, LOG_METRICS, self._log_metrics),
+            ReplacedMethod(logger, "save", self._ask_save),
+            ReplacedMethod(logger, "finalize", offload.finalize),
+        ]
+        if experiment is None:
+            self._queue_method(logger, "log_hyperparams")
+            return
+        for name in _QUEUED[_package(experiment)]:
+            if hasattr(experiment, name):
+                self._queue_method(experiment, name)
+
+    def detach(self) -> None:
+        """The logger is as it was."""
+        for replaced in reversed(self._replaced):
+            replaced.remove()
+
+    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+        """One call each, written down in full."""
+        return [
+            Frame(
+                kind="call",
+                file=LOG_METRICS,
+                body=json.dumps({"step": one.step, "values": one.values, "created": one.created}).encode(),
+                points=len(one.values),
+                details={"number": next(self._numbers)},
+            )
+            for one in scalars
+        ]
+
+    def call(self, call: Call) -> list[Frame]:
+        """A call, written down if that can be done, and held in memory otherwise."""
+        number = next(self._numbers)
+        body = b""
+        try:
+            body = json.dumps({"args": call.args, "kwargs": call.kwargs}).encode()
+        except (TypeError, ValueError):
+            self._hold(number, call)
+        details = {"number": number}
+        return [Frame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
+
+    def deliver(self, frames: Sequence[Frame]) -> None:
+        """Makes the calls, in order, each once.
+
+        Raises:
+            Exception: What the logger raised, unless trying again would not help.
+        """
+        for frame in frames:
+            if _number(frame) > self._delivered:
+                self._attempt(partial(self._make, frame), frame)
+                self._done([frame])
+        if self._save_is_asked:
+            self._save_is_asked = False
+            self._methods["save"]()
+
+    def replay(self, frames: Sequence[Frame]) -> None:
+        """Makes the calls that an earlier process has written down.
+
+        Raises:
+            Exception: What the logger raised, unless trying again would not help.
+        """
+        for frame in frames:
+            self._attempt(partial(self._make_from_text, frame), frame)
+
+    def finalize(self, status: str) -> None:
+        """The logger's own."""
+        type(self._logger).finalize(self._logger, status)
+
+    def _done(self, frames: Sequence[Frame]) -> None:
+        self._delivered = _number(frames[-1])
+        with self._lock:
+            for frame in frames:
+                self._objects.pop(_number(frame), None)
+
+    def _attempt(self, act: Callable[[], None], frame: Frame) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._attempts += 1
+            is_permanent = isinstance(error, _PERMANENT) or str(getattr(error, "error_code", "")).startswith("INVALID")
+            if not is_permanent or self._attempts < _ATTEMPTS:
+                raise
+            self._offload.lose(frame.file, error)
+        self._attempts = 0
+
+    def _make(self, frame: Frame) -> None:
+        call = self._objects.get(_number(frame))
+        if call is None:
+            self._make_from_text(frame)
+        else:
+            self._methods[call.name](*call.args, **call.kwargs)
+
+    def _make_from_text(self, frame: Frame) -> None:
+        if not frame.body or frame.file not in self._methods:
+            return
+        said = json.loads(frame.body)
+        if "values" in said:
+            self._methods[LOG_METRICS](said["values"], said["step"])
+        else:
+            self._methods[frame.file](*said["args"], **said["kwargs"])
+
+    def _hold(self, number: int, call: Call) -> None:
+        with self._lock:
+            self._objects[number] = call
+            held = sum(one.data_bytes for one in self._objects.values())
+            for old in [old for old, one in self._objects.items() if not one.keep]:
+                if held <= self._limit_bytes:
+                    break
+                held -= self._objects.pop(old).data_bytes
+                self._offload.count_dropped()
+
+    def _log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if self._offload.is_own_thread:
+            self._methods[LOG_METRICS](metrics, step)
+        elif isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values()):
+            values = {str(tag): _plain(value) for tag, value in metrics.items()}
+            self._offload.put(Scalars(step=step, values=values, created=time.time()))
+        else:
+            self._queue(LOG_METRICS, False, metrics, step)
+
+    def _ask_save(self) -> None:
+        self._save_is_asked = True
+
+    def _queue_method(self, owner: Any, name: str) -> None:
+        self._methods[name] = getattr(owner, name)
+        self._replaced.append(ReplacedMethod(owner, name, partial(self._queue, name, name in _KEPT)))
+
+    def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        # What MLFlow is asked to do on its own threads returns a future.
+        if self._offload.is_own_thread or kwargs.get("synchronous") is False:
+            return self._methods[name](*args, **kwargs)
+        copied = Copied()
+        call = Call(
+            name=name,
+            args=copied.copy(args),
+            kwargs=copied.copy(kwargs),
+            created=time.time(),
+            data_bytes=copied.data_bytes,
+            keep=keep or bool(kwargs.get("params")),
+            events=tuple(copied.events),
+        )
+        self._offload.put(call)
+        return None
+
+
+def experiment_is_known(experiment: Any) -> bool:
+    """Whether it is known which methods of an experiment return nothing."""
+    return _package(experiment) in _QUEUED
+
+
+def _number(frame: Frame) -> int:
+    return int(frame.details.get("number", 0))
+
+
+def _package(experiment: Any) -> str:
+    return type(experiment).__module__.partition(".")[0]
+
+
+def _plain(value: Any) -> Any:
+    """A number that JSON knows."""
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,109 @@
+"""CSV: rows are staged as JSON and become rows of ``metrics.csv`` as Lightning writes them."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from lightning_ncclsafe.loggers.collecting import Collecting
+from lightning_ncclsafe.loggers.destination import open_destination
+from lightning_ncclsafe.loggers.files import FilesSink
+from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.store import Store
+from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.methods import ReplacedMethod
+
+_ROW = "log_metrics"
+_HPARAMS = "hparams.yaml"
+
+
+class CSVBackend:
+    """Takes a ``CSVLogger`` and its ``ExperimentWriter`` off the training thread.
+
+    Args:
+        logger: The logger; its experiment exists.
+        store: Local staging.
+        to_yaml: Makes the text of ``hparams.yaml``.
+    """
+
+    def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
+        self._logger = logger
+        self._writer = logger.experiment
+        self._store = store
+        self._to_yaml = to_yaml
+        self._file = os.path.basename(str(self._writer.metrics_file_path))
+        self._collecting = Collecting()
+        self._replaced: list[ReplacedMethod] = []
+        self.path = str(self._writer.log_dir)
+        self.sink = FilesSink(open_destination(self.path), store.anchors, store.note)
+
+    def attach(self, offload: Offload) -> None:
+        """Replaces the writer's methods; what it has not saved yet, it saves first."""
+        self._offload = offload
+        self._writer.save()
+        logger, writer = self._logger, self._writer
+        self._replaced = [
+            ReplacedMethod(writer, "log_metrics", self._log_row),
+            ReplacedMethod(writer, "log_hparams", self._log_hparams),
+            # Lightning counts on the rows that are not saved yet where it is given no step.
+            ReplacedMethod(writer, "save", lambda: writer.metrics.clear()),
+            ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, logger.log_metrics)),
+            ReplacedMethod(logger, "finalize", offload.finalize),
+        ]
+
+    def detach(self) -> None:
+        """The logger is as it was, and knows the columns that the file has by now."""
+        for replaced in reversed(self._replaced):
+            replaced.remove()
+        self._writer.metrics.clear()
+        header = self._store.anchors.get(self._file, {}).get("header")
+        if header:
+            self._writer.metrics_keys = list(header)
+
+    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+        """One row for each call."""
+        rows = [_json({**one.values, "step": one.step}) for one in scalars]
+        points = sum(len(one.values) for one in scalars)
+        return [Frame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
+
+    def call(self, call: Call) -> list[Frame]:
+        """A row that is not to be thinned, or hyperparameters."""
+        if call.name == _HPARAMS:
+            return [Frame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
+        (row,) = call.args
+        return [Frame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
+
+    def finalize(self, status: str) -> None:
+        """The logger's own."""
+        type(self._logger).finalize(self._logger, status)
+
+    def _log_metrics(self, log_metrics: Callable[..., Any], metrics: Any, step: int | None = None) -> None:
+        with self._collecting.scalars() as collected:
+            log_metrics(metrics, step)
+        for scalars in collected:
+            self._offload.put(scalars)
+
+    def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
+        step = len(self._writer.metrics) if step is None else step
+        row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics_dict.items()}
+        self._writer.metrics.append({**row, "step": step})
+        if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
+            for name, value in row.items():
+                self._collecting.add(name, value, step, time.time())
+        else:
+            self._offload.put(Call(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
+
+    def _log_hparams(self, params: dict[str, Any]) -> None:
+        self._writer.hparams.update(params)
+        hparams = dict(self._writer.hparams)
+        self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    # What JSON does not know, csv would write as its text, too.
+    return json.dumps(row, default=str).encode()

@@ -1,0 +1,167 @@
+"""Where a logger's files belong: a directory on a mounted file system, or below an fsspec URL."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Destination(Protocol):
+    """A directory of files. Names are relative, with ``/``. All calls may block for as long as the storage does.
+
+    Attributes:
+        path: The directory, as the user knows it.
+    """
+
+    path: str
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends; makes the file and its directory if need be.
+
+        Raises:
+            OSError: If the storage refuses. A part may have been written.
+        """
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file; readers see the old or the new one."""
+
+
+class LocalDestination:
+    """A directory of a mounted file system.
+
+    Args:
+        path: The directory.
+        device: Number of the device it was on when the run began. A directory that has been removed is made again,
+            but not on the disk below a mount that is gone.
+    """
+
+    def __init__(self, path: str, device: int | None = None) -> None:
+        self.path = path
+        self._folder = Path(path)
+        self._device = device if device is not None else _device_of(self._folder)
+
+    @property
+    def device(self) -> int:
+        """Number of the device of the directory, or of what exists above it."""
+        return self._device
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        try:
+            return (self._folder / file).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends in one call of the system, so that readers see whole records."""
+        handle = self._open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        finally:
+            os.close(handle)
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+        try:
+            with open(self._folder / file, "rb") as opened:
+                opened.seek(start)
+                return opened.read()
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes beside the file, then renames."""
+        path = self._folder / file
+        temporary = path.with_name(f".{path.name}.ncclsafe")
+        handle = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            with open(handle, "wb") as opened:
+                opened.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if _device_of(path.parent) != self._device:
+                raise OSError(f"the file system that {self.path} was on is not mounted any more") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags, 0o666)
+
+
+class RemoteDestination:
+    """A directory of an fsspec file system. Where it cannot append, each append is a file of its own, numbered.
+
+    Args:
+        path: The directory's URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.path = path
+        self._fs: Any
+        self._fs, self._root = url_to_fs(path)
+        self._appends = True
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        try:
+            return int(self._fs.size(self._name(file)))
+        except FileNotFoundError:
+            return None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends, or writes the next numbered file."""
+        if self._appends:
+            try:
+                self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+                with self._fs.open(self._name(file), "ab") as opened:
+                    opened.write(data)
+                return
+            except (NotImplementedError, ValueError):
+                self._appends = False
+        number = 1
+        while self._fs.exists(self._name(f"{file}.{number}")):
+            number += 1
+        self._fs.pipe_file(self._name(f"{file}.{number}"), data)
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+        try:
+            return bytes(self._fs.cat_file(self._name(file), start=start or None))
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file: object stores show the old one until it is there."""
+        self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(self._name(file), data)
+
+    def _name(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def open_destination(path: str, device: int | None = None) -> Destination:
+    """The destination at a path or a URL (``"s3://…"``)."""
+    return RemoteDestination(path) if "://" in path else LocalDestination(path, device)
+
+
+def _device_of(path: Path) -> int:
+    """The device that a path is on, or would be if it were made."""
+    for there in (path.absolute(), *path.absolute().parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return there.stat().st_dev
+    return -1

@@ -1,0 +1,139 @@
+"""TensorBoard's events, made by torch's own SummaryWriter but caught before they are written."""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import google_crc32c
+from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
+
+from lightning_ncclsafe.loggers.thinning import Scalars
+
+# TensorFlow's constant for checksums of data that holds checksums (tensorflow/core/lib/hash/crc32c.h).
+_MASK = 0xA282EAD8
+
+_files = count()
+
+
+class CaughtFile(FileWriter):
+    """torch's writer of one event file, which hands on its events instead of writing them.
+
+    Args:
+        logdir: The directory that the file would be in.
+        take: Is given the directory and each event, serialised.
+        now: Wall-clock time of events that bring none, seconds since the epoch.
+    """
+
+    def __init__(self, logdir: str, take: Callable[[str, bytes], None], now: Callable[[], float] = time.time) -> None:
+        self._logdir = logdir
+        self._take = take
+        self._now = now
+
+    def get_logdir(self) -> str:
+        """The directory that the file would be in."""
+        return self._logdir
+
+    def add_event(self, event: Any, step: Any = None, walltime: float | None = None) -> None:
+        """Hands an event on."""
+        event.wall_time = self._now() if walltime is None else walltime
+        if step is not None:
+            event.step = int(step)
+        self._take(self._logdir, event.SerializeToString())
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def reopen(self) -> None:
+        """There is nothing to open."""
+
+
+class _CaughtFiles(dict[str, CaughtFile]):
+    """``SummaryWriter.all_writers``, which has a writer for whatever directory is asked for."""
+
+    def __init__(self, make: Callable[[str], CaughtFile]) -> None:
+        self._make = make
+
+    def __contains__(self, logdir: object) -> bool:
+        return True
+
+    def __missing__(self, logdir: str) -> CaughtFile:
+        return self._make(logdir)
+
+
+class EventMaker(SummaryWriter):
+    """Makes the events of ``add_…`` calls. Belongs to one thread.
+
+    Args:
+        logdir: The logger's directory.
+        settings: Attributes of the SummaryWriter whose calls are made here, such as its bins for histograms.
+    """
+
+    def __init__(self, logdir: str, **settings: Any) -> None:
+        self._made: list[tuple[str, bytes]] = []
+        self._created = 0.0
+        self._files = _CaughtFiles(self._file)
+        super().__init__(logdir)
+        vars(self).update(settings)
+
+    def make(self, name: str, args: Any, kwargs: Any, created: float) -> list[tuple[str, bytes]]:
+        """The events of one call, each with the directory it belongs to.
+
+        Args:
+            name: The method, ``"add_image"`` for instance.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            created: When it was called, seconds since the epoch.
+        """
+        self._made, self._created = [], created
+        getattr(self, name)(*args, **kwargs)
+        return self._made
+
+    def _get_file_writer(self) -> CaughtFile:
+        self.all_writers: Any = self._files
+        self.file_writer: Any = self._files[str(self.log_dir)]
+        return self._files[str(self.log_dir)]
+
+    def _file(self, logdir: str) -> CaughtFile:
+        return CaughtFile(logdir, lambda there, event: self._made.append((there, event)), lambda: self._created)
+
+
+def scalar_event(scalars: Scalars) -> bytes:
+    """One event for all scalars of a call."""
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.values.items()]
+    event = Event(wall_time=scalars.created, summary=Summary(value=values))
+    if scalars.step is not None:
+        event.step = int(scalars.step)
+    return bytes(event.SerializeToString())
+
+
+def first_event() -> bytes:
+    """What an event file begins with."""
+    source = SourceMetadata(writer="lightning_ncclsafe")
+    event = Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source)
+    return bytes(event.SerializeToString())
+
+
+def file_name(suffix: str = "") -> str:
+    """A name for a new event file, as TensorBoard makes them, not used by any other of this process."""
+    return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.n{next(_files)}{suffix}"
+
+
+def record(event: bytes) -> bytes:
+    """An event as a TFRecord: length, its checksum, the event, its checksum."""
+    length = struct.pack("<Q", len(event))
+    return b"".join((length, _checksum(length), event, _checksum(event)))
+
+
+def _checksum(data: bytes) -> bytes:
+    # TensorBoard's own is a loop in Python: 0.1 s for a megabyte, all of it with the GIL held.
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF)

@@ -1,0 +1,127 @@
+"""A process that encodes media: an image of 512 x 512 takes 0.1 s, much of it with the GIL held."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+# Smaller arguments are encoded faster than they are handed over.
+LARGE_BYTES = 1 << 16
+
+_END_S = 5.0
+
+
+class MediaProcess:
+    """Encodes the large calls of one thread in a process of low priority, which is started for the first of them.
+
+    Args:
+        logdir: The logger's directory.
+        settings: See :class:`~lightning_ncclsafe.loggers.events.EventMaker`.
+    """
+
+    def __init__(self, logdir: str, settings: dict[str, Any]) -> None:
+        self._begins = (logdir, settings)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def make(self, name: str, args: Any, kwargs: Any, created: float) -> list[tuple[str, bytes]]:
+        """The events of one call; see :meth:`~lightning_ncclsafe.loggers.events.EventMaker.make`.
+
+        Raises:
+            OSError: If the process has died.
+            Exception: What the call raised.
+        """
+        # Pickle is safe here: both ends of the pipe are ours. What cannot be pickled fails before anything is sent.
+        request = pickle.dumps((name, args, kwargs, created), protocol=5)
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _send(process.stdin, request)
+            made: list[tuple[str, bytes]] | Exception = pickle.loads(_receive(process.stdout))
+        except (OSError, EOFError) as error:
+            self.close()
+            raise OSError(f"the process that encodes media has ended: {error!r}") from error
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        with self._lock:
+            if self._process is None:
+                # On one core, without the job's GPUs, and without what a script of the user may have named like ours.
+                environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, **environment},
+                )
+                assert self._process.stdin is not None
+                _send(self._process.stdin, pickle.dumps(self._begins))
+            return self._process
+
+
+def _send(pipe: BinaryIO | Any, data: bytes) -> None:
+    pipe.write(len(data).to_bytes(8, "little"))
+    pipe.write(data)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO | Any) -> bytes:
+    length = int.from_bytes(_exactly(pipe, 8), "little")
+    return _exactly(pipe, length)
+
+
+def _exactly(pipe: BinaryIO | Any, length: int) -> bytes:
+    data = pipe.read(length)
+    if len(data) < length:
+        raise EOFError("the other side is gone")
+    return bytes(data)
+
+
+def _serve() -> None:
+    """The process: answers requests until nobody can send any."""
+    # Ctrl-C and a scheduler's SIGTERM reach it, too; what was accepted before is still to be written.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    os.nice(10)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    # What a library prints must not come between.
+    os.dup2(2, 1)
+    from lightning_ncclsafe.loggers.events import EventMaker
+
+    logdir, settings = pickle.loads(_receive(requests))
+    maker = EventMaker(logdir, **settings)
+    while True:
+        name, args, kwargs, created = pickle.loads(_receive(requests))
+        made: list[tuple[str, bytes]] | Exception
+        try:
+            made = maker.make(name, args, kwargs, created)
+        except Exception as error:
+            made = type(error)(*error.args) if type(error).__module__ == "builtins" else RuntimeError(repr(error))
+        _send(answers, pickle.dumps(made))
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, BrokenPipeError):
+        _serve()

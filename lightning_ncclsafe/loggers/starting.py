@@ -1,0 +1,101 @@
+"""Starts the offload of a logger: which backend Lightning's kinds of loggers need, and where they are staged."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.core.saving import save_hparams_to_yaml
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from lightning_ncclsafe.loggers.calls_backend import CallsBackend, experiment_is_known
+from lightning_ncclsafe.loggers.csv_backend import CSVBackend
+from lightning_ncclsafe.loggers.mlflow_backend import MLFlowBackend
+from lightning_ncclsafe.loggers.offload import Backend, Offload
+from lightning_ncclsafe.loggers.recovery import Manifest, leftovers, make_staging, recover
+from lightning_ncclsafe.loggers.store import Store
+from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
+from lightning_ncclsafe.reporter import say_on_stderr
+from lightning_ncclsafe.settings import OffloadSettings
+
+# Experiments of these may be asked for: Lightning itself has made them by now.
+_WITH_EXPERIMENT = (MLFlowLogger, WandbLogger, CometLogger)
+
+
+def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
+    """Puts an offload between a logger and its callers.
+
+    Args:
+        logger: The logger; its experiment exists.
+        settings: Limits and policies.
+
+    Raises:
+        OSError: If there can be no local staging.
+    """
+    name = type(logger).__name__
+    manifest = Manifest(
+        logger=name,
+        kind="files" if _writes_files(logger) else "calls",
+        destination=str(getattr(logger, "log_dir", None) or logger.save_dir or ""),
+        root=str(logger.save_dir or ""),
+        identity=f"{logger.name}/{logger.version}",
+    )
+    folder, claim = make_staging(settings.staging_dir, manifest)
+    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim)
+    backend = _backend(logger, store, settings)
+    offload = Offload(backend, name=name, settings=settings, store=store, say=say_on_stderr)
+    offload.start()
+    offload.run_on_delivery(partial(_recover_leftovers, settings.staging_dir, manifest, backend))
+    return offload
+
+
+def writes_on_this_rank(logger: Logger) -> bool:
+    """Whether a logger's ``log_metrics`` does anything here: most have Lightning's decorator for rank 0."""
+    if isinstance(logger, DummyLogger):
+        return False
+    log_metrics: Any = type(logger).log_metrics
+    rank_zero: Any = rank_zero_only
+    is_for_rank_zero = getattr(log_metrics, "__globals__", {}).get("__name__", "") == rank_zero.__module__
+    return not is_for_rank_zero or rank_zero.rank == 0
+
+
+def _writes_files(logger: Logger) -> bool:
+    is_tensorboard = isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
+    return is_tensorboard or isinstance(logger, CSVLogger)
+
+
+def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
+    to_yaml = partial(_hparams_yaml, store.folder)
+    if isinstance(logger, CSVLogger):
+        return CSVBackend(logger, store, to_yaml)
+    if _writes_files(logger):
+        return TensorBoardBackend(logger, store, to_yaml)
+    experiment = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
+    known = experiment if experiment_is_known(experiment) else None
+    kind = MLFlowBackend if isinstance(logger, MLFlowLogger) and known is not None else CallsBackend
+    return kind(logger, known, settings.memory_limit_bytes)
+
+
+def _hparams_yaml(folder: Path, hparams: Any) -> bytes:
+    """What Lightning would write to ``hparams.yaml``, written to local staging first."""
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".yaml") as file:
+        save_hparams_to_yaml(file.name, hparams)
+        return Path(file.name).read_bytes()
+
+
+def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) -> None:
+    """Brings what earlier runs of this project have left in staging to storage."""
+    replay: Callable[..., None] | None = getattr(backend, "replay", None)
+    for folder, found in leftovers(staging_dir):
+        is_same = (found.logger, found.kind, found.root) == (manifest.logger, manifest.kind, manifest.root)
+        if is_same and (manifest.kind == "files" or found.identity == manifest.identity):
+            done = recover(folder, replay)
+            if done.points or done.records:
+                say_on_stderr(
+                    f"recovered {done.points} points and {done.records} other records that an earlier run of"
+                    f" {found.logger} had staged: they are in {done.to}"
+                )

@@ -1,0 +1,280 @@
+"""Local staging: what a logger has accepted and its storage does not have yet, on a fast disk of this host."""
+
+import json
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.loggers.frames import Frame, decode, encode
+
+MANIFEST = "manifest.json"
+"""The file that says whose staging a folder is; see :class:`~lightning_ncclsafe.loggers.recovery.Manifest`."""
+
+SCHEMA = 1
+"""Number of the layout of a staging folder."""
+
+_DELIVERED = "delivered.json"
+_SEGMENT_BYTES = 1 << 20
+_SUFFIX = ".frames"
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A file of frames.
+
+    Attributes:
+        number: Its place in the order.
+        bytes: How long it is.
+        released: How much of it, from its beginning, has been delivered.
+    """
+
+    number: int
+    bytes: int = 0
+    released: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Frames that are read together and delivered together.
+
+    Attributes:
+        frames: The frames, in order.
+        segment: Number of the segment they are in; -1 for those that could not be written down.
+        end: Offset of their end in the segment; for those that could not be written down, their number.
+    """
+
+    frames: tuple[Frame, ...]
+    segment: int
+    end: int
+
+
+class Store:
+    """A folder of staged frames. Any thread may append; one reads and releases.
+
+    Where the folder cannot be written to (a full disk), frames stay in memory, at most ``spill_bytes`` of them.
+
+    Args:
+        folder: The folder; made, readable for this user only.
+        spill_bytes: Most bytes kept in memory while the folder cannot be written to.
+        claim: A handle that is closed with the store.
+
+    Attributes:
+        dropped_points: Points that had to be dropped.
+        dropped_records: Media, texts and the like that had to be dropped.
+        fault: What is wrong with the folder, if anything is.
+        anchors: What the last delivery has left in each file of the destination; kept across a crash.
+
+    Raises:
+        OSError: If the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, spill_bytes: int = 1 << 26, claim: int | None = None) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self.dropped_points = 0
+        self.dropped_records = 0
+        self.fault: OSError | None = None
+        self.anchors: dict[str, dict[str, Any]] = {}
+        self._spill_bytes = spill_bytes
+        self._claim = claim
+        self._spilled: deque[tuple[Frame, int]] = deque()
+        self._spilled_bytes = 0
+        self._segments: deque[_Segment] = deque()
+        self._number = 0
+        self._reading: int | None = None
+        self._lock = threading.Lock()
+        self._load()
+
+    @property
+    def pending_bytes(self) -> int:
+        """How much waits to be delivered."""
+        with self._lock:
+            return self._pending()
+
+    def append(self, frames: Sequence[Frame]) -> None:
+        """Writes frames down, in one piece. They survive this process, not this host."""
+        data = b"".join(map(encode, frames))
+        if not data:
+            return
+        with self._lock:
+            if self._spilled:
+                self._spill(frames)
+                return
+            try:
+                self._write(data)
+                self.fault = None
+            except OSError as error:
+                self.fault = error
+                self._spill(frames)
+
+    def read(self, most_bytes: int = 4 << 20) -> Portion | None:
+        """The oldest frames that have not been released, about ``most_bytes`` of them; None if there are none.
+
+        A segment that cannot be read any further is left behind, its rest counted as lost.
+        """
+        with self._lock:
+            while self._segments:
+                segment = self._segments[0]
+                portion = self._portion(segment, most_bytes) if segment.released < segment.bytes else None
+                if portion is not None:
+                    self._reading = segment.number
+                    return portion
+                self._retire_first()
+            if self._spilled:
+                return Portion(tuple(frame for frame, _ in self._spilled), -1, len(self._spilled))
+            return None
+
+    def release(self, portion: Portion) -> None:
+        """These frames have been delivered."""
+        with self._lock:
+            self._reading = None
+            if portion.segment < 0:
+                for _ in range(portion.end):
+                    self._spilled_bytes -= self._spilled.popleft()[1]
+            elif self._segments and self._segments[0].number == portion.segment:
+                self._segments[0].released = portion.end
+            self._note_delivered()
+            if self._segments and self._segments[0].released >= self._segments[0].bytes:
+                self._retire_first()
+
+    def drop_oldest(self) -> bool:
+        """Drops the oldest segment that is not being delivered, but for what must be kept; False if there is none."""
+        with self._lock:
+            return any(segment.number != self._reading and self._drop(segment) for segment in self._segments)
+
+    def count_dropped(self, frame: Frame) -> None:
+        """Counts a frame that was not to be staged, or not any more."""
+        self.dropped_points += frame.points
+        self.dropped_records += frame.records
+
+    def close(self) -> bool:
+        """Gives the folder up, and removes it if everything in it has been delivered; returns whether it has."""
+        with self._lock:
+            is_empty = not self._pending()
+            if is_empty:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            if self._claim is not None:
+                os.close(self._claim)
+                self._claim = None
+            return is_empty
+
+    def _pending(self) -> int:
+        return sum(segment.bytes - segment.released for segment in self._segments) + self._spilled_bytes
+
+    def _write(self, data: bytes) -> None:
+        if not self._segments or self._segments[-1].bytes >= _SEGMENT_BYTES:
+            self._number += 1
+            self._segments.append(_Segment(self._number))
+        segment = self._segments[-1]
+        # Not through a buffer: what is written here must outlive the process from now on.
+        handle = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        except OSError:
+            # Half a frame would hide those after it.
+            os.ftruncate(handle, segment.bytes)
+            raise
+        finally:
+            os.close(handle)
+        segment.bytes += len(data)
+
+    def _spill(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            size = len(frame.body) + 200
+            self._spilled.append((frame, size))
+            self._spilled_bytes += size
+        # Those that are kept go to the end of the line once; what is left then is all kept.
+        for _ in range(len(self._spilled)):
+            if self._spilled_bytes <= self._spill_bytes:
+                break
+            frame, size = self._spilled.popleft()
+            if frame.keep:
+                self._spilled.append((frame, size))
+            else:
+                self._spilled_bytes -= size
+                self.count_dropped(frame)
+
+    def _portion(self, segment: _Segment, most_bytes: int) -> Portion | None:
+        try:
+            with open(self._path(segment), "rb") as file:
+                file.seek(segment.released)
+                data = file.read(segment.bytes - segment.released)
+        except OSError as error:
+            self.fault = error
+            return None
+        frames: list[Frame] = []
+        end = 0
+        for frame, end in decode(data):
+            frames.append(frame)
+            if end >= most_bytes:
+                break
+        return Portion(tuple(frames), segment.number, segment.released + end) if frames else None
+
+    def _retire_first(self) -> None:
+        with suppress(OSError):
+            os.unlink(self._path(self._segments.popleft()))
+
+    def _drop(self, segment: _Segment) -> bool:
+        portion = self._portion(segment, segment.bytes)
+        frames = portion.frames if portion is not None else ()
+        kept = b"".join(encode(frame) for frame in frames if frame.keep)
+        if len(kept) >= segment.bytes - segment.released:
+            return False
+        for frame in frames:
+            if not frame.keep:
+                self.count_dropped(frame)
+        temporary = self._path(segment).with_suffix(".tmp")
+        temporary.write_bytes(kept)
+        os.replace(temporary, self._path(segment))
+        segment.bytes, segment.released = len(kept), 0
+        return True
+
+    def note(self) -> None:
+        """Writes the anchors down."""
+        with self._lock:
+            self._note_delivered()
+
+    def _note_delivered(self) -> None:
+        segment = self._segments[0] if self._segments else None
+        noted = {
+            "segment": segment.number if segment else 0,
+            "released": segment.released if segment else 0,
+            "anchors": self.anchors,
+        }
+        # Without it a recovery compares with what the storage has; the run itself does not need it.
+        with suppress(OSError):
+            temporary = self.folder / f"{_DELIVERED}.tmp"
+            temporary.write_text(json.dumps(noted))
+            os.replace(temporary, self.folder / _DELIVERED)
+
+    def _load(self) -> None:
+        """Takes over what an earlier process has left in the folder."""
+        noted = _read_json(self.folder / _DELIVERED)
+        anchors = noted.get("anchors")
+        self.anchors = anchors if isinstance(anchors, dict) else {}
+        first = int(noted.get("segment", 0))
+        numbers = sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
+        for segment in map(_Segment, (number for number in numbers if number >= first)):
+            segment.bytes = self._path(segment).stat().st_size
+            segment.released = min(int(noted.get("released", 0)), segment.bytes) if segment.number == first else 0
+            self._segments.append(segment)
+        self._number = max([first, *numbers])
+
+    def _path(self, segment: _Segment) -> Path:
+        return self.folder / f"{segment.number:08d}{_SUFFIX}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,27 @@
+"""What became of everything that was logged, in a line."""
+
+from lightning_ncclsafe.logger_facts import LoggerFacts
+
+
+def summary(facts: LoggerFacts, *, is_done: bool) -> str:
+    """What a logger's offload has come to, and where the rest lies if there is one.
+
+    Args:
+        facts: What it has come to.
+        is_done: Whether everything accepted is on storage.
+    """
+    to = f" to {facts.path}" if facts.path else ""
+    media = f" and {facts.records} other record{'s' * (facts.records != 1)}" if facts.records else ""
+    text = (
+        f"{facts.logger} wrote {facts.points} point{'s' * (facts.points != 1)}{media}{to}"
+        f" ({facts.thinned} thinned, {facts.dropped} dropped); longest write {facts.longest_write_s:.3g} s;"
+        f" training waited {facts.waited_s:.3g} s for it"
+    )
+    if facts.faults:
+        text += f"\n{facts.faults} failure{'s' * (facts.faults != 1)}, the last: {facts.last_fault}"
+    if not is_done:
+        text += (
+            f"\nits storage did not take everything in time: {facts.pending_bytes} bytes wait in {facts.staging};"
+            f" once it answers: ncclsafe logs recover {facts.staging}"
+        )
+    return text

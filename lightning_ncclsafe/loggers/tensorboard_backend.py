@@ -1,0 +1,208 @@
+"""TensorBoard: whatever reaches the SummaryWriter becomes whole records, which are appended to its event files."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.tensorboard._utils import figure_to_image
+
+from lightning_ncclsafe.loggers.collecting import Collecting
+from lightning_ncclsafe.loggers.copies import Copied
+from lightning_ncclsafe.loggers.destination import LocalDestination, open_destination
+from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
+from lightning_ncclsafe.loggers.files import FilesSink
+from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess
+from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.store import Store
+from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.methods import ReplacedMethod
+
+# Traced, or read from a file, when they are called; only their result is written later.
+_NOW = {"add_graph", "add_onnx_graph"}
+# They write files of their own, through a writer of their own.
+_OWN_FILES = {"add_hparams", "add_embedding"}
+# Small, and in order with the scalars; everything else is encoded aside.
+_IN_LINE = {"add_scalar", "add_scalars", "add_text", "add_custom_scalars", "add_custom_scalars_multilinechart"}
+_HPARAMS = "hparams.yaml"
+
+
+class TensorBoardBackend:
+    """Takes a ``TensorBoardLogger`` and its ``SummaryWriter`` off the training thread.
+
+    Args:
+        logger: The logger; its experiment exists.
+        store: Local staging.
+        to_yaml: Makes the text of ``hparams.yaml``.
+    """
+
+    def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
+        self.path = str(logger.log_dir)
+        self._logger = logger
+        self._writer = logger.experiment
+        self._store = store
+        self._to_yaml = to_yaml
+        self._destination = open_destination(self.path)
+        self.sink = FilesSink(self._destination, store.anchors, store.note)
+        settings = {"default_bins": self._writer.default_bins}
+        # One for each thread that makes events.
+        self._in_line = EventMaker(self.path, **settings)
+        self._aside = EventMaker(self.path, **settings)
+        self._process = MediaProcess(self.path, settings)
+        self._collecting = Collecting()
+        self._hparams_are_staged = False
+        # The event file of each directory, relative to the logger's.
+        self._files: dict[str, str] = {}
+        self._files_lock = threading.Lock()
+        self._replaced: list[ReplacedMethod] = []
+
+    def attach(self, offload: Offload) -> None:
+        """Replaces the writer's methods, and of the logger those that reach storage."""
+        self._offload = offload
+        self._continue_open_file()
+        writer, logger = self._writer, self._logger
+        names = [name for name in dir(writer) if name.startswith("add_") and callable(getattr(writer, name))]
+        calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names if name not in _NOW}
+        calls |= {name: partial(self._run_later, getattr(writer, name)) for name in _OWN_FILES & set(names)}
+        calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
+        calls |= {"_get_file_writer": self._caught_file, "flush": lambda: None, "close": self._files.clear}
+        self._replaced = [ReplacedMethod(writer, name, call) for name, call in calls.items()]
+        log_metrics, save = logger.log_metrics, logger.save
+        is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+        self._replaced += [
+            ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, log_metrics)),
+            ReplacedMethod(logger, "save", partial(self._save, save if is_own_save else None)),
+            ReplacedMethod(logger, "finalize", offload.finalize),
+        ]
+
+    def detach(self) -> None:
+        """The logger is as it was; its writer opens a new file when it is used again, as after any ``close``."""
+        for replaced in reversed(self._replaced):
+            replaced.remove()
+        self._process.close()
+
+    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+        """One record for each call."""
+        if not scalars:
+            return []
+        body = b"".join(record(scalar_event(one)) for one in scalars)
+        return self._frames(self.path, body, points=sum(len(one.values) for one in scalars))
+
+    def call(self, call: Call) -> list[Frame]:
+        """The records of one call."""
+        if call.name == _HPARAMS:
+            body = self._to_yaml(*call.args)
+            return [Frame(kind="whole", file=_HPARAMS, body=body, records=1, keep=True, details={"if_absent": True})]
+        frames: list[Frame] = []
+        for logdir, event in [call.args] if call.name == "event" else self._events(call):
+            frames += self._frames(logdir, record(event), records=1, keep=call.keep)
+        return frames
+
+    def finalize(self, status: str) -> None:
+        """The logger's own."""
+        type(self._logger).finalize(self._logger, status)
+
+    def _continue_open_file(self) -> None:
+        file = os.path.basename(self._writer.file_writer.event_writer._file_name) if self._writer.file_writer else ""
+        self._writer.close()
+        size = self._destination.size(file) if file and isinstance(self._destination, LocalDestination) else None
+        if size is not None:
+            self._files[self.path] = file
+            self._store.anchors[file] = {"size": size}
+            self._store.note()
+
+    def _log_metrics(self, log_metrics: Callable[..., Any], metrics: Any, step: int | None = None) -> None:
+        with self._collecting.scalars() as collected:
+            log_metrics(metrics, step)
+        for scalars in collected:
+            self._offload.put(scalars)
+
+    def _add_scalar(
+        self,
+        tag: str,
+        scalar_value: Any,
+        global_step: Any = None,
+        walltime: float | None = None,
+        new_style: bool = False,
+        double_precision: bool = False,
+    ) -> None:
+        if self._collecting.is_on and not (new_style or double_precision):
+            self._collecting.add(tag, float(scalar_value), global_step, walltime or time.time())
+            return
+        self._queue("add_scalar", tag, scalar_value, global_step, walltime, new_style, double_precision)
+
+    def _add_figure(
+        self, tag: str, figure: Any, global_step: Any = None, close: bool = True, walltime: float | None = None
+    ) -> None:
+        # Matplotlib must be used by one thread only.
+        layout = "NCHW" if isinstance(figure, list) else "CHW"
+        image = figure_to_image(figure, close)  # type: ignore[no-untyped-call]
+        self._queue("add_image", tag, image, global_step, walltime, dataformats=layout)
+
+    def _queue(self, name: str, *args: Any, **kwargs: Any) -> None:
+        copied = Copied()
+        call = Call(
+            name=name,
+            args=copied.copy(args),
+            kwargs=copied.copy(kwargs),
+            created=time.time(),
+            data_bytes=copied.data_bytes,
+            is_media=name not in _IN_LINE,
+            events=tuple(copied.events),
+        )
+        self._offload.put(call)
+
+    def _run_later(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        copied = Copied()
+        self._offload.run_on_delivery(partial(method, *copied.copy(args), **copied.copy(kwargs)))
+
+    def _caught_file(self) -> CaughtFile:
+        def take(logdir: str, event: bytes) -> None:
+            call = Call(name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=True)
+            self._offload.put(call)
+
+        return CaughtFile(self.path, take)
+
+    def _save(self, own: Callable[[], None] | None) -> None:
+        if own is not None:
+            self._offload.run_on_delivery(own)
+        if not self._hparams_are_staged:
+            self._hparams_are_staged = True
+            hparams = dict(self._logger.hparams)
+            self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+
+    def _events(self, call: Call) -> list[tuple[str, bytes]]:
+        if not call.is_media:
+            return self._in_line.make(call.name, call.args, call.kwargs, call.created)
+        if call.data_bytes >= LARGE_BYTES:
+            args, kwargs = _on_cpu(call.args), _on_cpu(call.kwargs)
+            return self._process.make(call.name, args, kwargs, call.created)
+        return self._aside.make(call.name, call.args, call.kwargs, call.created)
+
+    def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[Frame]:
+        """The frame of these records, after the first one of their file if that is new."""
+        with self._files_lock:
+            file = self._files.get(logdir)
+            if file is not None:
+                return [Frame(kind="append", file=file, body=body, **counts)]
+            folder = os.path.relpath(logdir, self.path) if logdir != self.path else ""
+            suffix = str(getattr(self._writer, "filename_suffix", ""))
+            file = self._files[logdir] = "/".join(filter(None, (folder, file_name(suffix))))
+            return [Frame(kind="append", file=file, body=record(first_event()) + body, **counts)]
+
+
+def _on_cpu(value: Any) -> Any:
+    """Tensors as the arrays that can be sent to a process."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_cpu, value))
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value
