@@ -27,7 +27,7 @@ def end_run(
     rank: int,
     world_size: int,
     main_thread_left: threading.Event,
-    kill_launched: Callable[[], None],
+    before_exit: Callable[[], None],
 ) -> None:
     """Ends this rank's part of the run, from a side thread.
 
@@ -39,7 +39,7 @@ def end_run(
         rank: This rank.
         world_size: Number of ranks.
         main_thread_left: Set once the main thread has left the Trainer's function.
-        kill_launched: Ends the processes that this one launched.
+        before_exit: What is left to do for this process before it exits; its failure is ignored.
     """
     if _torch.groups_can_be_aborted():
         # The abort itself may wait for a kernel that never ends.
@@ -50,7 +50,7 @@ def end_run(
     if _torch.hosts_store(rank):
         wait_for_others(exchange, rank, world_size)
     with suppress(Exception):
-        kill_launched()
+        before_exit()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

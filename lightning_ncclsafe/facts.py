@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.logger_facts import LoggerFacts
 
 VOTE_GROUP = "ncclsafe votes"
 """Description of our own process group, on which ranks vote on whether all of them have a next batch."""
@@ -272,6 +273,7 @@ class RankFacts:
         loaders: Dataloaders of the current loop.
         data: The dataloaders that the rank presents for comparison; None where the incident is not about data.
         storage: Directories of loggers and checkpoints.
+        loggers: Loggers whose writes are off the training thread.
         exception: The exception that this rank raised, if any.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
         missing: What could not be found out, one sentence each.
@@ -292,6 +294,7 @@ class RankFacts:
     loaders: tuple[LoaderFacts, ...] = ()
     data: DataFacts | None = None
     storage: tuple[StorageFacts, ...] = ()
+    loggers: tuple[LoggerFacts, ...] = ()
     exception: ExceptionFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ class Guard:
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
         probe: Sees this rank.
-        kill_launched: Ends the processes that this one launched, before this one has to exit.
+        before_exit: What is left to do before this process has to exit.
         say: Prints one or more lines to the user.
     """
 
@@ -81,7 +81,7 @@ class Guard:
         report_dir: Path,
         exchange: Exchange,
         probe: RankProbe,
-        kill_launched: Callable[[], None] = lambda: None,
+        before_exit: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -90,7 +90,7 @@ class Guard:
         self._next_exchange: Exchange | None = None
         self._log = RoundLog(exchange, not_before_ns=int(probe.card.started * 1e9))
         self._probe = probe
-        self._kill_launched = kill_launched
+        self._before_exit = before_exit
         self._say = say
         self._patience = Patience(limits)
         self._reporter = Reporter(report_dir, limits, say)
@@ -352,7 +352,7 @@ class Guard:
                 rank=self._place.rank,
                 world_size=self._place.world_size,
                 main_thread_left=self._main_thread_left,
-                kill_launched=self._kill_launched,
+                before_exit=self._before_exit,
             )
 
     def _switch_off(self, error: Exception) -> None:

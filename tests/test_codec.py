@@ -27,6 +27,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     StorageFacts,
 )
+from lightning_ncclsafe.logger_facts import LoggerFacts
 
 FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
 WORKER = ProcessFacts(
@@ -118,6 +119,23 @@ RANK = RankFacts(
     loaders=(LOADER,),
     data=DATA,
     storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
+    loggers=(
+        LoggerFacts(
+            logger="TensorBoardLogger",
+            path="/mnt/logs",
+            points=7,
+            records=2,
+            thinned=3,
+            dropped=1,
+            pending_bytes=512,
+            writing_s=1.5,
+            longest_write_s=0.4,
+            waited_s=0.1,
+            faults=1,
+            last_fault="OSError(28, 'No space left on device')",
+            staging="/tmp/staging",
+        ),
+    ),
     exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),

@@ -34,7 +34,7 @@ def end(
 ) -> MemoryExchange:
     exchange = MemoryExchange()
     ending.end_run(
-        exchange=exchange, rank=rank, world_size=2, main_thread_left=left or threading.Event(), kill_launched=kill
+        exchange=exchange, rank=rank, world_size=2, main_thread_left=left or threading.Event(), before_exit=kill
     )
     return exchange
 
@@ -86,7 +86,7 @@ def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:
             rank=0,
             world_size=2,
             main_thread_left=threading.Event(),
-            kill_launched=lambda: None,
+            before_exit=lambda: None,
         )
     assert events == ["other left", f"exit {ending.EXIT_CODE}"]
 

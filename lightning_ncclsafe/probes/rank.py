@@ -12,6 +12,7 @@ import psutil
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
@@ -52,6 +53,7 @@ class RankProbe:
         local_rank: Rank on this host.
         tracker: What Lightning is doing.
         trainer: Where the Trainer stands.
+        loggers: Asks the loggers of this process that are off the training thread.
 
     Attributes:
         card: What this rank leaves with its peers.
@@ -59,11 +61,20 @@ class RankProbe:
         exception: The exception that this rank raised, if any.
     """
 
-    def __init__(self, *, rank: int, local_rank: int, tracker: PhaseTracker, trainer: TrainerProbe) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        tracker: PhaseTracker,
+        trainer: TrainerProbe,
+        loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
+    ) -> None:
         self._rank = rank
         self._local_rank = local_rank
         self._tracker = tracker
         self._trainer = trainer
+        self._loggers = loggers
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._signal = TracebackSignal()
@@ -131,6 +142,7 @@ class RankProbe:
             "peers": lambda: tuple(look_at(card.pid, rank=card.rank, started=card.started) for card in self.peers),
             "workers": self._workers,
             "loaders": self._trainer.loaders,
+            "loggers": self._loggers,
             "storage": self._trainer.storage,
             "versions": _torch.versions,
         }

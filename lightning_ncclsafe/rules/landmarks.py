@@ -60,6 +60,7 @@ _PATTERNS = (
     _pattern("COLLECTIVE", r"/torch/distributed/(?:fsdp|_composable|tensor|algorithms|nn)/", weak=True),
     _pattern("LOADER", r"/torch/utils/data/(?:dataloader\.py|_utils/fetch\.py)$"),
     _pattern("LOADER", rf"{_PYTORCH}/loops/fetchers\.py$", "__next__|__iter__|_fetch_next_batch|prefetch.*"),
+    _pattern("LOGGER", r"/lightning_ncclsafe/loggers/"),
     _pattern("LOGGER", rf"(?:{_PYTORCH}|{_FABRIC})/loggers/"),
     _pattern("LOGGER", rf"{_PYTORCH}/.*/logger_connector\.py$", "log_metrics"),
     _pattern("LOGGER", r"/torch/utils/tensorboard/|/tensorboard/|/tensorboardX/"),

@@ -38,6 +38,8 @@ NEXT_DATA = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1480, func
 TRY_GET = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1290, function="_try_get_data")
 FETCH = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=54, function="fetch")
 TENSORBOARD = Frame(file=f"{SITE}/lightning/pytorch/loggers/tensorboard.py", line=215, function="save")
+SUMMARY_WRITER = Frame(file=f"{SITE}/torch/utils/tensorboard/writer.py", line=1200, function="flush")
+OFFLOAD_PUT = Frame(file=f"{SITE}/lightning_ncclsafe/loggers/offload.py", line=106, function="put")
 FLUSH = Frame(
     file=f"{SITE}/tensorboard/summary/writer/event_file_writer.py",
     line=120,

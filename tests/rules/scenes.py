@@ -13,7 +13,9 @@ from builders import (
     INIT_GROUP,
     NEXT,
     NEXT_DATA,
+    OFFLOAD_PUT,
     RANK_ZERO,
+    SUMMARY_WRITER,
     TENSORBOARD,
     TORCH_SAVE,
     TRAINING_STEP,
@@ -38,6 +40,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     StorageFacts,
 )
+from lightning_ncclsafe.logger_facts import LoggerFacts
 
 EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
 
@@ -160,10 +163,20 @@ def short_rank_broke_the_connection(net: Backend) -> JobFacts:
 
 def logger_flushes(net: Backend) -> JobFacts:
     """The torchtitan case: rank 0 joins TensorBoard's queue; Lightning's logger is rank-zero-only by itself."""
-    culprit = net.working(0, RANK_ZERO, TENSORBOARD, FLUSH, seq=60, idle=23)
+    culprit = net.working(0, RANK_ZERO, TENSORBOARD, SUMMARY_WRITER, FLUSH, seq=60, idle=23)
     storage = (StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),)
     others = (net.in_sigterm_broadcast(rank, seq=61, batch=12) for rank in (1, 2, 3))
     return job(replace(culprit, storage=storage), *others)
+
+
+def offloaded_logger_blocks(net: Backend) -> JobFacts:
+    """The same with LoggerOffload(overflow="block"), whose limits are used up: its threads wait for the storage."""
+    culprit = net.working(0, OFFLOAD_PUT, seq=60, idle=9)
+    offloaded = LoggerFacts(
+        logger="TensorBoardLogger", path="/mnt/logs", pending_bytes=1_073_000_000, writing_s=41.0, waited_s=9.0
+    )
+    others = (net.in_sigterm_broadcast(rank, seq=61, batch=12) for rank in (1, 2, 3))
+    return job(replace(culprit, loggers=(offloaded,)), *others)
 
 
 def logger_called_under_a_condition(net: Backend) -> JobFacts:
@@ -307,6 +320,7 @@ SCENES = (
     Scene("short rank in validation", short_rank_in_validation, "uneven-batches", (1,)),
     Scene("short rank broke the connection", short_rank_broke_the_connection, "uneven-batches", (1,)),
     Scene("logger flushes", logger_flushes, "slow-logger", (0,)),
+    Scene("offloaded logger blocks", offloaded_logger_blocks, "slow-logger", (0,)),
     Scene(
         "logger under a condition",
         logger_called_under_a_condition,

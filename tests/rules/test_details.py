@@ -55,6 +55,11 @@ def test_summaries(scene: Callable[[Backend], JobFacts], parts: tuple[str, ...])
         (scenes.loader_workers_stall, "Digits is read with num_workers=2 with prefetch_factor=250."),
         (scenes.loader_workers_stall, "Worker 77 is disk-sleep at train.py:8 in read"),
         (scenes.logger_flushes, "TensorBoardLogger writes to /mnt/logs (nfs4)."),
+        (scenes.logger_flushes, "Has spent 23 s in SummaryWriter.flush on /mnt/logs (nfs4)."),
+        (
+            scenes.offloaded_logger_blocks,
+            "off the training thread to /mnt/logs: a write has gone on for 41 s, the longest took 0.0 s, 1.1 GB wait",
+        ),
         (scenes.short_rank_finished, "Ranks 0, 2-3: batch 20 of epoch 0; its loader has 22 batches."),
         (scenes.rank_zero_evaluates, "Rank 0 has called 60 collectives of the default group; ranks 1-3 wait"),
         (scenes.one_rank_was_killed, "out-of-memory killer has ended 1 process on node-1."),

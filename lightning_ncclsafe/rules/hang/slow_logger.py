@@ -1,19 +1,28 @@
 """The cause slow-logger: a rank is held up in a logger's write or flush."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, size_words, verb
 
 _REMEDY = (
-    "Log to a directory on a local disk and copy it away after the run, log less often (log_every_n_steps, "
-    "self.log(on_step=False)), or take the logger off the training thread."
+    "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
+    "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
 )
+# Whose methods these files hold: what a user calls, above what a library does to get it done.
+_OWNERS = {
+    "/torch/utils/tensorboard/writer.py": "SummaryWriter",
+    "/tensorboardX/writer.py": "SummaryWriter",
+    "/wandb/sdk/wandb_run.py": "wandb.Run",
+    "/mlflow/tracking/client.py": "MlflowClient",
+    "/lightning_ncclsafe/loggers/offload.py": "LoggerOffload",
+}
 
 
 def slow_logger(job: JobFacts) -> Iterable[Finding]:
@@ -26,7 +35,7 @@ def slow_logger(job: JobFacts) -> Iterable[Finding]:
         The logger writes, flushes or sends on the training thread, and its storage or server is slow.
 
     Remedy:
-        Log to a local disk, less often, or off the training thread.
+        Take the loggers off the training thread with LoggerOffload, or log to a local disk, or less often.
 
     Cannot see:
         How fast the storage would be, and what a logger's own background thread or server does.
@@ -45,6 +54,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up in a logger{to}, {standing(view, ranks[0])}"
         f"{while_others_wait(view, ranks)}."
     )
+    spent = (item for rank in ranks[:8] for item in _spent(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
     return Finding(
         rule="slow-logger",
@@ -53,6 +63,38 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         summary=capitalised(text),
         ranks=ranks,
         location=location(view, ranks),
-        evidence=(*how_we_know(view, ranks), *storage),
+        evidence=(*how_we_know(view, ranks), *spent, *storage),
         remedy=_REMEDY,
+    )
+
+
+def _spent(facts: RankFacts) -> Iterator[Evidence]:
+    """How long in which call, to where; and what offloaded loggers of this rank say."""
+    call = _call(facts)
+    places = " and ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=False))
+    if call:
+        on = f" on {places}" if places else ""
+        text = f"Has spent {duration_words(facts.progress.idle_s)} in {call}{on}."
+        yield Evidence(source="logger", rank=facts.rank, text=text)
+    for logger in facts.loggers:
+        yield Evidence(source="logger", rank=facts.rank, text=_offload_words(logger))
+
+
+def _call(facts: RankFacts) -> str:
+    """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if there is none that we know."""
+    for frame in facts.stack:
+        path = "/" + frame.file.replace("\\", "/")
+        owner = next((owner for file, owner in _OWNERS.items() if path.endswith(file)), "")
+        if owner:
+            return f"{owner}.{frame.function}"
+    return ""
+
+
+def _offload_words(logger: LoggerFacts) -> str:
+    to = f" to {logger.path}" if logger.path else ""
+    now = f"a write has gone on for {duration_words(logger.writing_s)}, " if logger.writing_s else ""
+    longest, waited = duration_words(logger.longest_write_s), duration_words(logger.waited_s)
+    return (
+        f"{logger.logger} is off the training thread{to}: {now}the longest took {longest}, "
+        f"{size_words(logger.pending_bytes)} wait, training has waited {waited} for it."
     )
