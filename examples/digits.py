@@ -7,6 +7,7 @@ python examples/digits.py --strategy ddp     # the same training with Lightning'
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def train(
     max_epochs: int,
     root_dir: Path,
     logger: TensorBoardLogger | None = None,
+    callbacks: Sequence[L.Callback] = (),
     **trainer_args: Any,
 ) -> L.Trainer:
     """Fit with validation, checkpoints and TensorBoard; return the trainer."""
@@ -104,7 +106,7 @@ def train(
         max_epochs=max_epochs,
         default_root_dir=root_dir,
         logger=logger or TensorBoardLogger(root_dir),
-        callbacks=[ModelCheckpoint(monitor="val_acc", mode="max")],
+        callbacks=[ModelCheckpoint(monitor="val_acc", mode="max"), *callbacks],
         log_every_n_steps=10,
         **trainer_args,
     )

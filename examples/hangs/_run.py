@@ -16,11 +16,11 @@ from lightning_ncclsafe import SafeDDP
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from digits import DigitsClassifier, DigitsData, train
 
-__all__ = ["DigitsClassifier", "DigitsData", "parse_options", "run"]
+__all__ = ["DigitsClassifier", "DigitsData", "argument_parser", "parse_options", "run"]
 
 
-def parse_options(description: str | None) -> argparse.Namespace:
-    """Read the options that every hang understands."""
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every hang understands."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=["safe", "ddp"], default="safe", help="ddp: as Lightning comes")
     parser.add_argument("--start-method", choices=["popen", "spawn", "fork"], default="popen")
@@ -29,7 +29,12 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--suspect-after", type=float, default=4, help="when SafeDDP looks, seconds (default: 4)")
     parser.add_argument("--stall", type=float, default=60, help="how long the rank stalls, seconds (default: 60)")
     parser.add_argument("--root-dir", type=Path, default=Path("runs/hangs"))
-    return parser.parse_args()
+    return parser
+
+
+def parse_options(description: str | None) -> argparse.Namespace:
+    """Read the options that every hang understands."""
+    return argument_parser(description).parse_args()
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Rank 0's TensorBoard files lie on storage that stops answering (torchtitan#1092).
+"""Rank 0's TensorBoard files lie on storage that stops answering for a while (torchtitan#1092).
 
 Lightning flushes the logger after every logged step, on the training thread of rank 0 (pytorch-lightning#20551).
 When the storage stalls, so does that flush, and the other ranks wait for rank 0 in their next collective.
@@ -6,6 +6,7 @@ When the storage stalls, so does that flush, and the other ranks wait for rank 0
 Stock, on rank 1:  RuntimeError: Application timeout caused pair closure
                    (at the end of a traceback through backward, and not a word about the logger)
 SafeDDP:           slow-logger: rank 0 in TensorBoard's flush, at the line marked below
+--offload:         training does not notice; what was logged is there as soon as the storage is
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
-from _run import DigitsClassifier, DigitsData, parse_options, run
+from _run import DigitsClassifier, DigitsData, argument_parser, run
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_ncclsafe import LoggerOffload
 
 STALL_AT_STEP = 29
 
 
 class LoggerOnStallingStorage(TensorBoardLogger):
-    """From one step on its event file is a pipe that nobody reads: the kernel blocks the next write."""
+    """At one step its event file becomes a pipe that nobody reads: the kernel blocks the next write."""
 
     def __init__(self, save_dir: str, stall: float) -> None:
         super().__init__(save_dir)
@@ -32,25 +36,29 @@ class LoggerOnStallingStorage(TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         if step == STALL_AT_STEP:
-            event_file = self.experiment.file_writer.event_writer._file_name
-            os.remove(event_file)
+            [event_file] = Path(self.log_dir).glob("events.*")
+            written = event_file.rename(event_file.with_name("written"))
             os.mkfifo(event_file)
-            threading.Thread(target=self.answer_late, args=(event_file,), daemon=True).start()
+            threading.Thread(target=self.answer_late, args=(event_file, written), daemon=True).start()
         super().log_metrics(metrics, step)
 
     @rank_zero_only
     def save(self) -> None:
         super().save()  # <- rank 0 is here
 
-    def answer_late(self, event_file: str) -> None:
+    def answer_late(self, event_file: Path, written: Path) -> None:
         time.sleep(self.stall)
         with open(event_file, "rb") as pipe:
-            while True:
-                pipe.read()
-                time.sleep(0.1)
+            written.rename(event_file)
+            late = pipe.read()
+        with open(event_file, "ab") as file:
+            file.write(late)
 
 
 if __name__ == "__main__":
-    options = parse_options(__doc__)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--offload", action="store_true", help="take the logger off the training thread")
+    options = parser.parse_args()
     logger = LoggerOnStallingStorage(str(options.root_dir), options.stall)
-    run(DigitsClassifier(), DigitsData(), options, logger=logger)
+    callbacks = [LoggerOffload()] if options.offload else []
+    run(DigitsClassifier(), DigitsData(), options, logger=logger, callbacks=callbacks)
