@@ -29,13 +29,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("guard", "loaders", "loggers"),
     ("watched",),
     ("strategies",),
-    ("callbacks",),
+    ("callbacks", "cli"),
     (PACKAGE,),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
     "_torch",
     "loggers.copies",
+    "loggers.csv_backend",
     "loggers.events",
     "loggers.starting",
     "loggers.tensorboard_backend",
@@ -190,6 +191,10 @@ def loaded_with(statement: str) -> list[str]:
 def test_judging_and_reporting_need_neither_torch_nor_lightning() -> None:
     names = ("", ".facts", ".findings", ".codec", ".errors", ".rules", ".report.text", ".report.json", ".report.folder")
     assert loaded_with("; ".join(f"import {PACKAGE}{name}" for name in names)) == []
+
+
+def test_the_command_line_needs_neither_torch_nor_lightning() -> None:
+    assert loaded_with(f"import {PACKAGE}.cli.logs") == []
 
 
 def test_what_is_heavy_would_be_seen() -> None:

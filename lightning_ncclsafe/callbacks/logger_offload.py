@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ncclsafe.loggers.offload import Offload
-from lightning_ncclsafe.loggers.recovery import default_staging_dir
+from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import start_offload, writes_on_this_rank
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds

@@ -4,10 +4,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
-from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.frames import Frame
@@ -20,14 +22,18 @@ LOG_METRICS = "log_metrics"
 
 # Methods of experiments that return nothing, by the class of the experiment; everything else goes through at once.
 _QUEUED = {
-    "wandb": ("log",),
+    # What "run.log", "wandb.log" and the hooks of "run.watch" come to.
+    "wandb": ("_log",),
     "mlflow": ("log_batch", "log_metric", "log_param", "set_tag"),
     "comet_ml": ("log_metric", "log_metrics", "log_parameter", "log_parameters", "log_other"),
 }
+# After these nothing can be logged any more: what waits is delivered first.
+_LAST = {"wandb": ("finish",), "mlflow": ("set_terminated",), "comet_ml": ("end",)}
 # Of MLFlow's, those that must never be dropped, and whose arguments say so for a batch.
 _KEPT = {"log_param", "log_parameter", "log_parameters", "set_tag", "log_other", "log_hyperparams"}
 # An error that trying again does not mend is tried so often all the same: servers, too, answer nonsense for a while.
 _ATTEMPTS = 3
+_NUMBERS = (bool, int, float)
 _PERMANENT = (TypeError, ValueError, KeyError, AttributeError, AssertionError)
 
 
@@ -38,17 +44,21 @@ class CallsBackend:
         logger: The logger.
         experiment: Its experiment, if it is one whose methods are known; None otherwise.
         limit_bytes: Most memory that arguments may hold that cannot be written down.
+        finalize_s: How long the end of an experiment waits for what was logged before, seconds.
     """
 
-    def __init__(self, logger: Any, experiment: Any, limit_bytes: int) -> None:
+    pace_s = 1.0
+
+    def __init__(self, logger: Any, experiment: Any, limit_bytes: int, finalize_s: float) -> None:
         self._logger = logger
         self._experiment = experiment
         self._limit_bytes = limit_bytes
+        self._finalize_s = finalize_s
         self._numbers = count(1)
         self._delivered = 0
         self._attempts = 0
-        # Calls whose arguments cannot be written down, by number.
-        self._objects: dict[int, Call] = {}
+        # Calls whose arguments cannot be written down as they are, by number; and whether a likeness was.
+        self._objects: dict[int, tuple[Call, bool]] = {}
         self._lock = threading.Lock()
         self._replaced: list[ReplacedMethod] = []
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -71,11 +81,20 @@ class CallsBackend:
             ReplacedMethod(logger, "finalize", offload.finalize),
         ]
         if experiment is None:
-            self._queue_method(logger, "log_hyperparams")
+            self._methods["log_hyperparams"] = logger.log_hyperparams
+            call = partial(self._queue, "log_hyperparams", True)
+            self._replaced.append(ReplacedMethod(logger, "log_hyperparams", call))
             return
-        for name in _QUEUED[_package(experiment)]:
-            if hasattr(experiment, name):
-                self._queue_method(experiment, name)
+        package = _package(experiment)
+        for name in (name for name in _QUEUED[package] if hasattr(experiment, name)):
+            # A logger's own method may have the same name.
+            key = f"experiment.{name}"
+            self._methods[key] = getattr(experiment, name)
+            call = partial(self._queue, key, name in _KEPT)
+            self._replaced.append(ReplacedMethod(experiment, name, call))
+        for name in (name for name in _LAST[package] if hasattr(experiment, name)):
+            call = partial(self._end, getattr(experiment, name))
+            self._replaced.append(ReplacedMethod(experiment, name, call))
 
     def detach(self) -> None:
         """The logger is as it was."""
@@ -99,10 +118,10 @@ class CallsBackend:
         """A call, written down if that can be done, and held in memory otherwise."""
         number = next(self._numbers)
         body = b""
-        try:
-            body = json.dumps({"args": call.args, "kwargs": call.kwargs}).encode()
-        except (TypeError, ValueError):
-            self._hold(number, call)
+        with suppress(TypeError, ValueError):
+            body = json.dumps({"args": call.args, "kwargs": call.kwargs, "created": call.created}).encode()
+        if not body or not _is_plain([list(call.args), call.kwargs]):
+            self._hold(number, call, bool(body))
         details = {"number": number}
         return [Frame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
 
@@ -116,9 +135,7 @@ class CallsBackend:
             if _number(frame) > self._delivered:
                 self._attempt(partial(self._make, frame), frame)
                 self._done([frame])
-        if self._save_is_asked:
-            self._save_is_asked = False
-            self._methods["save"]()
+        self._save()
 
     def replay(self, frames: Sequence[Frame]) -> None:
         """Makes the calls that an earlier process has written down.
@@ -131,6 +148,7 @@ class CallsBackend:
 
     def finalize(self, status: str) -> None:
         """The logger's own."""
+        self._save()
         type(self._logger).finalize(self._logger, status)
 
     def _done(self, frames: Sequence[Frame]) -> None:
@@ -144,17 +162,17 @@ class CallsBackend:
             act()
         except Exception as error:
             self._attempts += 1
-            is_permanent = isinstance(error, _PERMANENT) or str(getattr(error, "error_code", "")).startswith("INVALID")
-            if not is_permanent or self._attempts < _ATTEMPTS:
+            if not is_permanent(error) or self._attempts < _ATTEMPTS:
                 raise
             self._offload.lose(frame.file, error)
         self._attempts = 0
 
     def _make(self, frame: Frame) -> None:
-        call = self._objects.get(_number(frame))
-        if call is None:
+        held = self._objects.get(_number(frame))
+        if held is None:
             self._make_from_text(frame)
         else:
+            call, _ = held
             self._methods[call.name](*call.args, **call.kwargs)
 
     def _make_from_text(self, frame: Frame) -> None:
@@ -162,35 +180,41 @@ class CallsBackend:
             return
         said = json.loads(frame.body)
         if "values" in said:
-            self._methods[LOG_METRICS](said["values"], said["step"])
+            self._methods[LOG_METRICS](metrics=said["values"], step=said["step"])
         else:
             self._methods[frame.file](*said["args"], **said["kwargs"])
 
-    def _hold(self, number: int, call: Call) -> None:
+    def _hold(self, number: int, call: Call, is_written: bool) -> None:
         with self._lock:
-            self._objects[number] = call
-            held = sum(one.data_bytes for one in self._objects.values())
-            for old in [old for old, one in self._objects.items() if not one.keep]:
+            self._objects[number] = call, is_written
+            held = sum(one.data_bytes for one, _ in self._objects.values())
+            for old in [old for old, (one, _) in self._objects.items() if not one.keep]:
                 if held <= self._limit_bytes:
                     break
-                held -= self._objects.pop(old).data_bytes
-                self._offload.count_dropped()
+                dropped, is_written = self._objects.pop(old)
+                held -= dropped.data_bytes
+                if not is_written:
+                    self._offload.count_dropped()
 
-    def _log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if self._offload.is_own_thread:
-            self._methods[LOG_METRICS](metrics, step)
-        elif isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values()):
-            values = {str(tag): _plain(value) for tag, value in metrics.items()}
-            self._offload.put(Scalars(step=step, values=values, created=time.time()))
+    def _log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        scalars = None if self._offload.is_own_thread else _scalars(args, kwargs)
+        if scalars is not None:
+            self._offload.put(scalars)
         else:
-            self._queue(LOG_METRICS, False, metrics, step)
+            self._queue(LOG_METRICS, False, *args, **kwargs)
 
     def _ask_save(self) -> None:
         self._save_is_asked = True
 
-    def _queue_method(self, owner: Any, name: str) -> None:
-        self._methods[name] = getattr(owner, name)
-        self._replaced.append(ReplacedMethod(owner, name, partial(self._queue, name, name in _KEPT)))
+    def _save(self) -> None:
+        if self._save_is_asked:
+            self._save_is_asked = False
+            self._methods["save"]()
+
+    def _end(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._offload.is_own_thread:
+            self._offload.drain(self._finalize_s)
+        return method(*args, **kwargs)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         # What MLFlow is asked to do on its own threads returns a future.
@@ -203,7 +227,7 @@ class CallsBackend:
             kwargs=copied.copy(kwargs),
             created=time.time(),
             data_bytes=copied.data_bytes,
-            keep=keep or bool(kwargs.get("params")),
+            keep=keep,
             events=tuple(copied.events),
         )
         self._offload.put(call)
@@ -223,6 +247,32 @@ def _package(experiment: Any) -> str:
     return type(experiment).__module__.partition(".")[0]
 
 
+def is_permanent(error: Exception) -> bool:
+    """Whether trying again cannot mend it."""
+    return isinstance(error, _PERMANENT) or str(getattr(error, "error_code", "")).startswith("INVALID")
+
+
+def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:
+    """What a call of ``log_metrics`` logs, if that is nothing but numbers."""
+    said = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
+    metrics, step = said.get("metrics"), _plain(said.get("step"))
+    if len(args) + len(kwargs) > len(said) or said.keys() - {"metrics", "step"} or not isinstance(metrics, Mapping):
+        return None
+    values = {tag: _plain(value) for tag, value in metrics.items()}
+    if not all(type(tag) is str and type(value) in _NUMBERS for tag, value in values.items()):
+        return None
+    return Scalars(step=step, values=values, created=time.time()) if type(step) in (int, type(None)) else None
+
+
 def _plain(value: Any) -> Any:
-    """A number that JSON knows."""
-    return value.item() if hasattr(value, "item") else value
+    """A number of NumPy's as one that JSON knows."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives back the very same."""
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, *_NUMBERS)

@@ -8,28 +8,33 @@ from lightning_ncclsafe.loggers.thinning import Scalars
 
 
 class Collecting(threading.local):
-    """Collects the scalars of one call of ``log_metrics``, on each thread for itself.
-
-    Attributes:
-        is_on: Whether this thread is in such a call.
-    """
+    """Collects the scalars of one call of ``log_metrics``, on each thread for itself."""
 
     def __init__(self) -> None:
-        self.is_on = False
-        self._values: dict[int | None, tuple[float, dict[str, float]]] = {}
+        self._found: list[Scalars] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread is in such a call."""
+        return self._found is not None
 
     @contextmanager
     def scalars(self) -> Iterator[list[Scalars]]:
-        """What is collected within it; the list is filled at its end, also by an exception."""
-        found: list[Scalars] = []
-        self.is_on, self._values = True, {}
+        """What is collected within it, in order. A call within a call leaves everything to the outer one."""
+        if self._found is not None:
+            yield []
+            return
+        self._found = []
         try:
-            yield found
+            yield self._found
         finally:
-            self.is_on = False
-            for step, (created, values) in self._values.items():
-                found.append(Scalars(step=step, values=values, created=created))
+            self._found = None
 
     def add(self, tag: str, value: float, step: int | None, created: float) -> None:
         """A scalar."""
-        self._values.setdefault(step, (created, {}))[1][tag] = value
+        assert self._found is not None
+        last = self._found[-1] if self._found else None
+        if last is None or last.step != step or tag in last.values:
+            self._found.append(Scalars(step=step, values={tag: value}, created=created))
+        else:
+            last.values[tag] = value

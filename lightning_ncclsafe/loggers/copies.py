@@ -8,6 +8,8 @@ import torch
 
 # Deeper than this nobody nests what is logged; a list that holds itself is.
 _DEEPEST = 20
+# About what a number in a list takes.
+_ITEM_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -32,13 +34,24 @@ class Copied:
         if isinstance(value, (str, bytes, bytearray)):
             self.data_bytes += len(value)
             return bytes(value) if isinstance(value, bytearray) else value
-        if depth < _DEEPEST and type(value) in (list, tuple, set):
-            return type(value)(self.copy(item, depth + 1) for item in value)
-        if depth < _DEEPEST and type(value) is dict:
-            return {key: self.copy(item, depth + 1) for key, item in value.items()}
+        if depth < _DEEPEST and isinstance(value, (list, tuple, set, dict)):
+            self.data_bytes += _ITEM_BYTES * len(value)
+            return self._collection(value, depth + 1)
         if type(value).__module__.startswith("PIL."):
             self.data_bytes += 4 * value.width * value.height
             return value.copy()
+        return value
+
+    def _collection(self, value: Any, depth: int) -> Any:
+        if type(value) in (list, tuple, set):
+            return type(value)(self.copy(item, depth) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.copy(item, depth) for item in value))
+        if isinstance(value, dict):
+            # Also an OrderedDict or a defaultdict; what else its class knows is kept.
+            copied = value.copy()
+            copied.update({key: self.copy(item, depth) for key, item in value.items()})
+            return copied
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:

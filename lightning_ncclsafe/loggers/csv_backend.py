@@ -5,8 +5,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any
+
+import torch
 
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
@@ -50,8 +53,7 @@ class CSVBackend:
         self._replaced = [
             ReplacedMethod(writer, "log_metrics", self._log_row),
             ReplacedMethod(writer, "log_hparams", self._log_hparams),
-            # Lightning counts on the rows that are not saved yet where it is given no step.
-            ReplacedMethod(writer, "save", lambda: writer.metrics.clear()),
+            ReplacedMethod(writer, "save", self._forget_rows),
             ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, logger.log_metrics)),
             ReplacedMethod(logger, "finalize", offload.finalize),
         ]
@@ -82,15 +84,18 @@ class CSVBackend:
         """The logger's own."""
         type(self._logger).finalize(self._logger, status)
 
-    def _log_metrics(self, log_metrics: Callable[..., Any], metrics: Any, step: int | None = None) -> None:
+    def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._collecting.scalars() as collected:
-            log_metrics(metrics, step)
-        for scalars in collected:
-            self._offload.put(scalars)
+            try:
+                return log_metrics(*args, **kwargs)
+            finally:
+                for scalars in collected:
+                    self._offload.put(scalars)
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics_dict.items()}
+        # As Lightning does it: NumPy's numbers have a text of their own.
+        row = {str(name): _cell(value) for name, value in metrics_dict.items()}
         self._writer.metrics.append({**row, "step": step})
         if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
@@ -98,10 +103,22 @@ class CSVBackend:
         else:
             self._offload.put(Call(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
 
+    def _forget_rows(self) -> None:
+        """Lightning counts the rows that are not saved yet where it is given no step, and a copy knows the columns."""
+        self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
+        self._writer.metrics.clear()
+
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)
         hparams = dict(self._writer.hparams)
         self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+
+
+def _cell(value: Any) -> Any:
+    """What is written of a value: the text of what is neither text nor a number, as it is by now."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return value if value is None or isinstance(value, (str, Real)) else str(value)
 
 
 def _json(row: dict[str, Any]) -> bytes:

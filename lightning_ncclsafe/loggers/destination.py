@@ -11,9 +11,11 @@ class Destination(Protocol):
 
     Attributes:
         path: The directory, as the user knows it.
+        pace_s: How often it is to be written to at most: what passes between two writes, seconds.
     """
 
     path: str
+    pace_s: float
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -41,9 +43,12 @@ class LocalDestination:
             but not on the disk below a mount that is gone.
     """
 
+    pace_s = 1.0
+
     def __init__(self, path: str, device: int | None = None) -> None:
         self.path = path
-        self._folder = Path(path)
+        # A program may change its directory.
+        self._folder = Path(path).absolute()
         self._device = device if device is not None else _device_of(self._folder)
 
     @property
@@ -108,6 +113,9 @@ class RemoteDestination:
         path: The directory's URL.
     """
 
+    # An append may mean a new object, or that the whole object is sent again.
+    pace_s = 10.0
+
     def __init__(self, path: str) -> None:
         from fsspec.core import url_to_fs
 
@@ -115,13 +123,18 @@ class RemoteDestination:
         self._fs: Any
         self._fs, self._root = url_to_fs(path)
         self._appends = True
+        # The last of each file's numbered ones.
+        self._numbers: dict[str, int] = {}
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; None where there is none."""
-        try:
-            return int(self._fs.size(self._name(file)))
-        except FileNotFoundError:
-            return None
+        """Bytes of a file and of those numbered after it; None where there is none."""
+        sizes = []
+        name, number = file, 0
+        while (size := self._size_of(name)) is not None or not number:
+            sizes += [] if size is None else [size]
+            number += 1
+            name = f"{file}.{number}"
+        return sum(sizes) if sizes else None
 
     def append(self, file: str, data: bytes) -> None:
         """Appends, or writes the next numbered file."""
@@ -133,9 +146,11 @@ class RemoteDestination:
                 return
             except (NotImplementedError, ValueError):
                 self._appends = False
-        number = 1
+        # Asked for even after a failure: it may have been written all the same.
+        number = self._numbers.get(file, 1)
         while self._fs.exists(self._name(f"{file}.{number}")):
             number += 1
+        self._numbers[file] = number
         self._fs.pipe_file(self._name(f"{file}.{number}"), data)
 
     def read(self, file: str, start: int = 0) -> bytes:
@@ -149,6 +164,12 @@ class RemoteDestination:
         """Writes a whole file: object stores show the old one until it is there."""
         self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(self._name(file), data)
+
+    def _size_of(self, name: str) -> int | None:
+        try:
+            return int(self._fs.size(self._name(name)))
+        except FileNotFoundError:
+            return None
 
     def _name(self, file: str) -> str:
         return f"{self._root.rstrip('/')}/{file}"

@@ -11,6 +11,7 @@ from typing import Any
 import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard.summary import hparams, scalar
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from lightning_ncclsafe.loggers.thinning import Scalars
@@ -96,6 +97,29 @@ class EventMaker(SummaryWriter):
         self._made, self._created = [], created
         getattr(self, name)(*args, **kwargs)
         return self._made
+
+    def add_scalars(
+        self, main_tag: str, tag_scalar_dict: Any, global_step: Any = None, walltime: float | None = None
+    ) -> None:
+        """torch's own takes the time at which it runs."""
+        super().add_scalars(main_tag, tag_scalar_dict, global_step, self._created if walltime is None else walltime)
+
+    def add_hparams(
+        self,
+        hparam_dict: Any,
+        metric_dict: Any,
+        hparam_domain_discrete: Any = None,
+        run_name: str | None = None,
+        global_step: Any = None,
+    ) -> None:
+        """torch's own writes with a writer of its own, to files."""
+        if type(hparam_dict) is not dict or type(metric_dict) is not dict:
+            raise TypeError("hparam_dict and metric_dict should be dictionary.")
+        file = self._files[os.path.join(str(self.log_dir), run_name or str(self._created))]
+        for summary in hparams(hparam_dict, metric_dict, hparam_domain_discrete):  # type: ignore[no-untyped-call]
+            file.add_summary(summary, global_step)
+        for tag, value in metric_dict.items():
+            file.add_summary(scalar(tag, value), global_step)  # type: ignore[no-untyped-call]
 
     def _get_file_writer(self) -> CaughtFile:
         self.all_writers: Any = self._files

@@ -28,6 +28,7 @@ class FilesSink:
 
     def __init__(self, destination: Destination, anchors: Anchors, note: Callable[[], None] = lambda: None) -> None:
         self.destination = destination
+        self.pace_s = destination.pace_s
         self._anchors = anchors
         self._note = note
         # Files that are known to be as their anchor says.
@@ -50,7 +51,7 @@ class FilesSink:
                 rows = [json.loads(line) for frame in same for line in frame.body.splitlines()]
                 after.update([self._add_rows(file, rows, file in sure)])
             elif kind == "whole":
-                self._replace(file, same[-1])
+                self._replace(file, same)
         # Only now: a delivery that failed half-way is given again from its beginning.
         self._anchors.update(after)
         self._sure = sure | set(after)
@@ -59,8 +60,11 @@ class FilesSink:
         size = self._anchors.get(file, {}).get("size", 0)
         if not sure:
             there = self.destination.size(file) or 0
-            # A file that is shorter than it was has been removed: nothing of this delivery is in it.
-            data = data[max(there - size, 0) :]
+            if there < size:
+                # It has been removed. Nothing of this delivery is in what is there, but after a fault it would be.
+                size = there
+                self._set_anchor(file, {"size": size})
+            data = data[there - size :]
             size = there
         if data:
             self.destination.append(file, data)
@@ -74,14 +78,15 @@ class FilesSink:
                 self.destination.append(file, _csv(header, rows, with_header=False))
                 return file, {**anchor, "rows": anchor["rows"] + len(rows)}
         table = _read_table(self.destination.read(file))
-        if anchor is None:
-            anchor = {"rows": len(table.rows), "first": _values(table.rows[0]) if table.rows else None}
-            self._anchors[file] = {**anchor, "header": table.header}
-            self._note()
-        elif table.rows and _values(table.rows[0]) != (anchor["first"] or _values(rows[0])):
+        first = _values(table.rows[0]) if table.rows else None
+        if anchor is not None and first is not None and first != (anchor["first"] or _values(rows[0])):
             # Another run writes to this file by now.
             return self._add_rows(f"recovered-{file}", rows, False)
-        rows = rows[max(len(table.rows) - anchor["rows"], 0) :]
+        if anchor is None or len(table.rows) < anchor["rows"]:
+            # Of an earlier stage, or what is left of what has been removed: nothing of this delivery is in it.
+            anchor = {"rows": len(table.rows), "first": first, "header": table.header}
+            self._set_anchor(file, anchor)
+        rows = rows[len(table.rows) - anchor["rows"] :]
         header = _header(table.header, rows)
         if table.is_whole and table.rows and header == table.header:
             if rows:
@@ -91,9 +96,15 @@ class FilesSink:
         every = [*table.rows, *rows]
         return file, {"rows": len(every), "first": _values(every[0]) if every else None, "header": header}
 
-    def _replace(self, file: str, frame: Frame) -> None:
-        if not frame.details.get("if_absent") or self.destination.size(file) is None:
-            self.destination.replace(file, frame.body)
+    def _replace(self, file: str, frames: Sequence[Frame]) -> None:
+        certain = [frame for frame in frames if not frame.details.get("if_absent")]
+        if certain or self.destination.size(file) is None:
+            self.destination.replace(file, (certain[-1:] or frames)[0].body)
+
+    def _set_anchor(self, file: str, anchor: dict[str, Any]) -> None:
+        """What a delivery finds, before it changes it."""
+        self._anchors[file] = anchor
+        self._note()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,9 @@ class _Table:
 
 def _read_table(data: bytes) -> _Table:
     whole, newline, rest = data.rpartition(b"\n")
+    # A row does not end within quotes.
+    while whole.count(b'"') % 2:
+        whole, newline, rest = whole.rpartition(b"\n")
     reader = csv.DictReader(io.StringIO((whole + newline).decode(errors="replace"), newline=""))
     rows: list[dict[str, Any]] = list(reader)
     return _Table(list(reader.fieldnames or ()), rows, not rest)
@@ -134,4 +148,4 @@ def _csv(header: list[str], rows: Iterable[dict[str, Any]], *, with_header: bool
 
 def _values(row: dict[str, Any]) -> dict[str, str]:
     """What a row says whatever columns are beside it."""
-    return {key: str(value) for key, value in row.items() if str(value or "")}
+    return {key: str(value) for key, value in row.items() if value is not None and value != ""}

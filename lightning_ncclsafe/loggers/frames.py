@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Kind = Literal["append", "rows", "whole", "call"]
 """How a frame's bytes are delivered: appended to a file, added to a CSV file as rows (one JSON object a line), written
@@ -76,17 +76,23 @@ def decode(data: bytes) -> Iterator[tuple[Frame, int]]:
 def _frame(header: bytes, body: bytes) -> Frame | None:
     try:
         head = json.loads(header)
-        # Nothing outside of the logger's directory is ours to write.
-        if PurePosixPath(head["file"]).is_absolute() or ".." in PurePosixPath(head["file"]).parts:
+        if head["kind"] not in get_args(Kind) or not _is_below(head["file"]):
             return None
         return Frame(
             kind=head["kind"],
-            file=str(head["file"]),
+            file=head["file"],
             body=body,
             points=int(head["points"]),
             records=int(head["records"]),
             keep=bool(head["keep"]),
             details=dict(head["details"]),
         )
-    except (ValueError, KeyError, TypeError):
+    # The last two are what an infinite count and ten thousand brackets come to.
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _is_below(file: str) -> bool:
+    """Whether this is the name of a file below the logger's directory: nothing outside of it is ours to write."""
+    path = PurePosixPath(file)
+    return bool(path.name) and not path.is_absolute() and ".." not in path.parts and "\0" not in file

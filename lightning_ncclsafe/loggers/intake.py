@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
@@ -90,8 +90,9 @@ class Intake:
         """Takes an entry. Blocks only with ``"block"``, and for no longer than was said."""
         size = size_of(entry)
         with self._changed:
-            if self._bytes + self._held_bytes + size > self._limit_bytes:
-                if self._overflow == "block":
+            # Nothing makes way for a marker, nor for what would not fit all the same.
+            if not self._has_room(size) and entry is not MARKER and size <= self._limit_bytes:
+                if self._overflow == "block" and not entry_is_kept(entry):
                     self._changed.wait_for(lambda: self._has_room(size) or self._closed, self._block_s)
                 self._make_room(size)
             if not self._has_room(size) and not entry_is_kept(entry):
@@ -103,6 +104,13 @@ class Intake:
             # Whoever waits for the first takes those behind it, too.
             if len(line) == 1:
                 self._changed.notify_all()
+
+    def mark(self) -> None:
+        """Puts :data:`MARKER` at the end."""
+        with self._changed:
+            self._entries.append(MARKER)
+            self._bytes += size_of(MARKER)
+            self._changed.notify_all()
 
     def take(self) -> list[Entry]:
         """Everything but media, at once; held until it is given back with :meth:`done`."""
@@ -129,10 +137,10 @@ class Intake:
             self._changed.notify_all()
 
     def wait_for_entries(self, timeout_s: float | None) -> bool:
-        """Waits until there is something other than media, or the time is over; False once the intake is closed."""
+        """Waits until there is something other than media, or the time is over; False once all is taken and closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._entries or self._closed, timeout_s)
-            return not self._closed
+            return bool(self._entries) or not self._closed
 
     def wait_until_empty(self, deadline: float) -> bool:
         """Waits until all has been worked on; False at the deadline (seconds of the monotonic clock)."""
@@ -157,10 +165,11 @@ class Intake:
         self._held_bytes += size
 
     def _make_room(self, size: int) -> None:
-        if self._has_room(size):
+        room = self._limit_bytes - self._held_bytes
+        if self._has_room(size) or size > room:
             return
-        # Down to half of the limit, so that a full queue does not do this for every entry.
-        goal = max(self._limit_bytes // 2 - size - self._held_bytes, 0)
+        # Down to half of what the queue may have, so that a full one does not do this for every entry.
+        goal = min(room // 2, room - size)
         if self._overflow != "drop_oldest":
             self._thin(goal)
         self._drop_from(self._media, goal)
@@ -168,7 +177,9 @@ class Intake:
 
     def _thin(self, goal: int) -> None:
         for coarseness in range(1, _MOST_COARSE):
-            if self._bytes <= goal or not any(isinstance(entry, Scalars) for entry in self._entries):
+            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, Scalars))
+            # Where it is not the scalars that fill the queue, they do not make way.
+            if self._bytes <= goal or scalars <= goal // 2:
                 return
             thinner = Thinner()
             thinner.coarseness = coarseness
@@ -208,11 +219,18 @@ def entry_is_kept(entry: Entry) -> bool:
 
 def _thinned(thinner: Thinner, entries: deque[Entry]) -> list[Entry]:
     """The same entries in the same order, with fewer points."""
-    left: list[Entry] = []
-    for entry in entries:
+    left: list[Scalars] = []
+    for place, entry in enumerate(entries):
         if isinstance(entry, Scalars):
-            left.extend(thinner.offer(entry, 0.0))
-        else:
-            left.append(entry)
-    left.extend(thinner.rest())
-    return left
+            # Its place is all that has to be known of it: windows end in another order than they began.
+            left += thinner.offer(replace(entry, step=place), 0.0)
+    tags: dict[int | None, set[str]] = {}
+    for scalars in [*left, *thinner.rest()]:
+        tags.setdefault(scalars.step, set()).update(scalars.values)
+    return [
+        replace(entry, values={tag: value for tag, value in entry.values.items() if tag in tags[place]})
+        if isinstance(entry, Scalars)
+        else entry
+        for place, entry in enumerate(entries)
+        if place in tags or not isinstance(entry, Scalars)
+    ]

@@ -1,16 +1,20 @@
 """MLFlow: the points of many calls go to the server together, each with the time at which it was logged."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from lightning_ncclsafe.loggers.calls_backend import LOG_METRICS, CallsBackend
+from lightning_ncclsafe.loggers.calls_backend import LOG_METRICS, CallsBackend, is_permanent
 from lightning_ncclsafe.loggers.frames import Frame
 
 # What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
 _MOST_METRICS = 1000
+_LOG_BATCH = "experiment.log_batch"
+_LOG_METRIC = "experiment.log_metric"
+_LOG_PARAM = "experiment.log_param"
 
 
 class MLFlowBackend(CallsBackend):
@@ -26,15 +30,26 @@ class MLFlowBackend(CallsBackend):
         """
         for are_points, group in groupby(frames, key=lambda frame: frame.file == LOG_METRICS and frame.points > 0):
             same = [frame for frame in group if frame.details.get("number", 0) > self._delivered]
-            if are_points and same:
-                self._attempt(partial(self._send, same), same[0])
-                self._done(same)
-            else:
+            if not are_points:
                 super().deliver(same)
+                continue
+            for some in _in_parts(same):
+                self._send_all(some)
+
+    def _send_all(self, frames: Sequence[Frame]) -> None:
+        try:
+            self._send(frames)
+            self._done(frames)
+        except Exception as error:
+            if not is_permanent(error):
+                raise
+            # One of them is wrong, and must not take the others with it.
+            for frame in frames:
+                self._attempt(partial(self._send, [frame]), frame)
+                self._done([frame])
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        metrics: list[Any] = []
-        kwargs: dict[str, Any] = {}
+        metrics: list[tuple[Any, dict[str, Any]]] = []
         for frame in frames:
             created = json.loads(frame.body)["created"]
             self._caught = []
@@ -44,14 +59,36 @@ class MLFlowBackend(CallsBackend):
             finally:
                 caught, self._caught = self._caught, None
             for metric, said in caught:
-                metrics.append(type(metric)(metric.key, metric.value, int(1000 * created), metric.step))
-                kwargs.update(said)
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._methods["log_batch"](metrics=metrics[first : first + _MOST_METRICS], **kwargs)
+                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), said))
+        # All for the same run, unless the logger is one of the user's.
+        for said, group in groupby(metrics, key=lambda one: one[1]):
+            same = [metric for metric, _ in group]
+            for first in range(0, len(same), _MOST_METRICS):
+                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **said)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
-        if self._caught is not None and name == "log_batch" and self._offload.is_own_thread:
+        if self._offload.is_own_thread and name == _LOG_BATCH and self._caught is not None and not args:
             metrics = kwargs.pop("metrics", ())
             self._caught += [(metric, kwargs) for metric in metrics]
             return None
-        return super()._queue(name, keep, *args, **kwargs)
+        if name == _LOG_METRIC and len(args) < 4 and kwargs.get("timestamp") is None:
+            kwargs["timestamp"] = int(1000 * time.time())
+        # Parameters and tags.
+        keep = keep or (name == _LOG_BATCH and bool(args[2:] or kwargs.get("params") or kwargs.get("tags")))
+        answer = super()._queue(name, keep, *args, **kwargs)
+        # The client gives back the value it was given.
+        return (args[2] if len(args) > 2 else kwargs.get("value")) if (name, answer) == (_LOG_PARAM, None) else answer
+
+
+def _in_parts(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
+    """Frames whose points go into one request, so that none is sent again because of a later one."""
+    part: list[Frame] = []
+    points = 0
+    for frame in frames:
+        if part and points + frame.points > _MOST_METRICS:
+            yield part
+            part, points = [], 0
+        part.append(frame)
+        points += frame.points
+    if part:
+        yield part

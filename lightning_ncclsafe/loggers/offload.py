@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.loggers.delivery import Delivery, Sink
 from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import MARKER, Call, Entry, Intake
+from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.summary import summary
 from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
@@ -86,13 +87,16 @@ class Offload:
         self._say = say
         self._pid = os.getpid()
         self._waited_s = 0.0
+        self._finalize_s = 0.0
         self._failures: list[str] = []
         self._lost = 0
         self._fault_is_said = False
         self._closed = False
         self._thinner = Thinner(settings.max_points_per_s)
         self._intake = Intake(settings.memory_limit_bytes, settings.overflow, settings.block_s)
-        self._delivery = Delivery(store, backend.sink, name=name, on_fault=self._say_fault)
+        self._delivery = Delivery(
+            store, backend.sink, name=name, on_fault=self._say_fault, on_lost=partial(self._failed, "a write")
+        )
         self._hurried = threading.Event()
         self._threads = [
             threading.Thread(target=self._stage, name=f"ncclsafe-stage-{name}", daemon=True),
@@ -100,10 +104,20 @@ class Offload:
         ]
 
     def start(self) -> None:
-        """Puts itself between the logger and its callers."""
+        """Puts itself between the logger and its callers.
+
+        Raises:
+            Exception: If that fails; the logger is as it was.
+        """
+        try:
+            self._backend.attach(self)
+        except Exception:
+            self._backend.detach()
+            self._delivery.close()
+            self._store.close()
+            raise
         for thread in self._threads:
             thread.start()
-        self._backend.attach(self)
         _live.add(self)
         atexit.register(self._at_exit)
 
@@ -128,7 +142,7 @@ class Offload:
             return True
         deadline = time.monotonic() + timeout_s
         self._hurried.set()
-        self._intake.put(MARKER)
+        self._intake.mark()
         try:
             return self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline)
         finally:
@@ -138,7 +152,7 @@ class Offload:
         """Brings everything to storage, within the deadline, and if the Trainer is at its end gives the logger back."""
         began = time.perf_counter()
         is_done = self.drain(self._settings.finalize_s)
-        self._waited_s += time.perf_counter() - began
+        self._finalize_s += time.perf_counter() - began
         if self.ending:
             self.close(is_done, status)
         elif is_done:
@@ -153,15 +167,21 @@ class Offload:
         atexit.unregister(self._at_exit)
         self._backend.detach()
         self._intake.close()
+        self._delivery.wake()
         for thread in self._threads:
             thread.join(1.0)
         if is_done and status is not None:
             self._finalize(status)
-        self._delivery.close()
         self._say(summary(self.facts(), is_done=is_done))
-        # With a write that still waits for the storage, it goes on being ours until the process ends.
         if is_done:
-            self._store.close()
+            self._end()
+        else:
+            # As long as there is this process, it goes on trying.
+            self._delivery.when_idle(self._end)
+
+    def _end(self) -> None:
+        self._delivery.close()
+        self._store.close()
 
     def facts(self) -> LoggerFacts:
         """What it has come to."""
@@ -181,6 +201,7 @@ class Offload:
             writing_s=round(delivery.writing_s, 3),
             longest_write_s=round(max(delivery.longest_write_s, delivery.writing_s), 3),
             waited_s=round(self._waited_s, 3),
+            finalize_s=round(self._finalize_s, 3),
             faults=delivery.faults + len(self._failures),
             last_fault=repr(delivery.last_fault) if delivery.last_fault else "".join(self._failures[-1:]),
             staging=str(store.folder),

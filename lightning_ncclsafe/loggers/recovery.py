@@ -1,49 +1,29 @@
 """Brings to storage what a process that is gone has left in local staging."""
 
-import fcntl
 import json
 import os
-import socket
+import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import count
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.store import MANIFEST, SCHEMA, Store
+from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, read_manifest
+from lightning_ncclsafe.loggers.staging import Claim
+from lightning_ncclsafe.loggers.store import Portion, Store
 
-_LOCK = "lock"
-_folders = count()
+Replay = Callable[[Sequence[Frame]], None]
+"""Makes calls of the logger they were meant for."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Whose staging a folder is.
-
-    Attributes:
-        logger: Class name of the logger.
-        kind: ``"files"`` for frames that belong into files below ``destination``, ``"calls"`` for calls of a logger.
-        destination: The directory that the logger writes to, or a path or URL for people.
-        root: The logger's ``save_dir``: runs with the same one are of the same project.
-        identity: What tells this run from others of the same logger: its name and version.
-        host: Host name.
-        pid: The process that writes, or wrote, here.
-        created_ns: When the folder was made, nanoseconds since the epoch.
-    """
-
-    logger: str
-    kind: str
-    destination: str
-    root: str
-    identity: str
-    host: str = ""
-    pid: int = 0
-    created_ns: int = 0
+# What a note of what has been delivered may need, and more.
+_PROBE_BYTES = 1 << 16
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +36,10 @@ class Recovered:
         points: Points brought to storage.
         records: Everything else brought to storage.
         to: Where they are now.
-        problem: Why something is still in the folder; empty if nothing is.
+        problem: Why something may still be in the folder; empty if nothing is.
+        is_busy: Whether that is only because another process is at it.
+        lost_bytes: Bytes of the folder that could not be read.
+        lost_calls: Calls of which only the name was staged: their arguments were in the memory of the process.
     """
 
     folder: Path
@@ -65,75 +48,16 @@ class Recovered:
     records: int = 0
     to: str = ""
     problem: str = ""
+    is_busy: bool = False
+    lost_bytes: int = 0
+    lost_calls: int = 0
 
 
-class StagingError(Exception):
-    """A folder is no local staging, or not of a kind this version reads; its text says which."""
-
-
-def default_staging_dir() -> Path:
-    """``ncclsafe-<user id>/logs`` in the directory for temporary files."""
-    return Path(tempfile.gettempdir()) / f"ncclsafe-{os.getuid()}" / "logs"
-
-
-def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, int]:
-    """Makes a folder of local staging and claims it for this process.
-
-    Args:
-        staging_dir: Where; made, for this user only.
-        manifest: Whose it is; host, process and time are filled in.
-
-    Returns:
-        The folder, and the handle that holds the claim until it is closed or the process ends.
-
-    Raises:
-        OSError: If it cannot be made, or belongs to somebody else.
-    """
-    staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = staging_dir.stat().st_uid
-    if owner != os.getuid():
-        raise PermissionError(f"{staging_dir} belongs to user {owner}; set LoggerOffload(staging_dir=...)")
-    here = replace(manifest, host=socket.gethostname(), pid=os.getpid(), created_ns=time.time_ns())
-    folder = staging_dir / f"{manifest.logger}-{here.created_ns}-{here.pid}-{next(_folders)}"
-    folder.mkdir(mode=0o700)
-    (folder / MANIFEST).write_text(json.dumps({"schema": SCHEMA, **asdict(here)}))
-    handle = _claim(folder)
-    if handle is None:
-        raise OSError(f"{folder} is claimed by another process")
-    return folder, handle
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Whose staging a folder is.
-
-    Raises:
-        StagingError: If it is none, or of another version.
-    """
-    try:
-        said = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise StagingError(f"{folder} is no local staging of ncclsafe: {error}") from error
-    schema = said.pop("schema", None) if isinstance(said, dict) else None
-    if schema != SCHEMA:
-        raise StagingError(f"{folder} has schema {schema!r}; this version of ncclsafe reads schema {SCHEMA}.")
-    expected = {field.name: int if field.name in ("pid", "created_ns") else str for field in fields(Manifest)}
-    if {name: type(value) for name, value in said.items()} != expected:
-        raise StagingError(f"{folder / MANIFEST} is damaged: it says {said!r:.200}")
-    return Manifest(**said)
-
-
-def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Folders of local staging that are in a directory, and are not this process's own."""
-    with suppress(OSError):
-        for folder in sorted(path for path in staging_dir.iterdir() if (path / MANIFEST).is_file()):
-            with suppress(StagingError):
-                manifest = read_manifest(folder)
-                if manifest.pid != os.getpid() or manifest.host != socket.gethostname():
-                    yield folder, manifest
-
-
-def recover(folder: Path, replay: Callable[[Sequence[Frame]], None] | None = None) -> Recovered:
+def recover(folder: Path, replay: Replay | None = None) -> Recovered:
     """Brings what is in a folder to storage, and removes the folder when all of it is there.
+
+    It may be stopped at any time and begun again: what is on storage by then is not written again, and of the calls
+    that ``replay`` makes at most one is made twice.
 
     Args:
         folder: The folder of local staging.
@@ -141,65 +65,153 @@ def recover(folder: Path, replay: Callable[[Sequence[Frame]], None] | None = Non
 
     Raises:
         StagingError: If the folder is no local staging.
+        Exception: What ``replay`` raised, but for an OSError: that is a problem of its storage.
     """
-    manifest = read_manifest(folder)
-    done = Recovered(folder=folder, manifest=manifest)
-    with _claimed(folder) as is_claimed:
-        if not is_claimed:
-            return replace(done, problem=f"process {manifest.pid} on {manifest.host} still writes there")
+    recovery = _Recovery(folder, read_manifest(folder), replay)
+    try:
+        with _claimed(folder) as claim:
+            # Without a manifest it has just been recovered by somebody else.
+            if claim.is_mine and (folder / MANIFEST).is_file():
+                recovery.run()
+                return recovery.done
+            if claim.is_mine:
+                claim.remove_lock()
+    except Exception as error:
+        if replay is not None and not isinstance(error, (OSError, StagingError)):
+            raise
+        is_staging_wrong = isinstance(error, StagingError)
+        return replace(recovery.done, problem=str(error) if is_staging_wrong else f"{recovery.to}: {error!r}")
+    return replace(recovery.done, is_busy=True, problem=_who_is_at_it(folder, recovery.done.manifest))
+
+
+class _Recovery:
+    """Brings what is in one folder to storage.
+
+    Attributes:
+        done: What has become of it so far.
+        to: Where it goes.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, replay: Replay | None) -> None:
+        self.done = Recovered(folder=folder, manifest=manifest)
+        self.to = manifest.destination if manifest.kind == "files" else manifest.root or str(folder.parent)
+        self._replay = replay
+        self._written: set[str] = set()
+
+    def run(self) -> None:
+        """Does it; the folder is claimed."""
+        folder = self.done.folder
+        _check_staging(folder)
         try:
-            return _bring(Store(folder), done, replay)
-        except OSError as error:
-            return replace(done, problem=f"{manifest.destination or manifest.logger}: {error!r}")
+            store = Store(folder)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StagingError(f"{folder} is damaged: {error}") from error
+        deliver = self._replay or self._to_files(store)
+        while (portion := self._read(store)) is not None:
+            self._check_frames(portion.frames)
+            deliver(portion.frames)
+            store.release(portion)
+            self._count(portion.frames)
+        store.close()
+        self.done = replace(self.done, to=self._where())
 
+    def _read(self, store: Store) -> Portion | None:
+        staged = store.pending_bytes
+        # A call that is made cannot be looked up afterwards, as a file can: each is released at once.
+        portion = store.read(1) if self._replay is not None else store.read()
+        self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
+        return portion
 
-def _bring(store: Store, done: Recovered, replay: Callable[[Sequence[Frame]], None] | None) -> Recovered:
-    manifest = done.manifest
-    to = manifest.destination if manifest.kind == "files" else manifest.root or str(done.folder.parent)
-    sink = FilesSink(open_destination(to), store.anchors, store.note)
-    while (portion := store.read()) is not None:
-        if manifest.kind == "files":
-            sink.deliver(portion.frames)
-        elif replay is not None:
-            replay(portion.frames)
-        else:
-            sink.deliver([_written_down(frame, manifest) for frame in portion.frames])
-        store.release(portion)
-        done = replace(
-            done,
-            points=done.points + sum(frame.points for frame in portion.frames),
-            records=done.records + sum(frame.records for frame in portion.frames),
+    def _check_frames(self, frames: Sequence[Frame]) -> None:
+        kinds = KINDS[self.done.manifest.kind]
+        for frame in frames:
+            if frame.kind not in kinds:
+                raise StagingError(f"{self.done.folder} is damaged: a frame is of kind {frame.kind!r:.50}")
+
+    def _count(self, frames: Sequence[Frame]) -> None:
+        lost = [frame for frame in frames if frame.kind == "call" and not frame.body]
+        self.done = replace(
+            self.done,
+            points=self.done.points + sum(frame.points for frame in frames),
+            records=self.done.records + sum(frame.records for frame in frames) - sum(frame.records for frame in lost),
+            lost_calls=self.done.lost_calls + len(lost),
         )
-    store.close()
-    return replace(done, to=manifest.identity if manifest.kind == "calls" and replay is not None else to)
+
+    def _to_files(self, store: Store) -> Replay:
+        manifest = self.done.manifest
+        _check_is_there(self.to, manifest.root)
+        sink = FilesSink(open_destination(self.to), store.anchors, store.note)
+        if manifest.kind == "files":
+            return sink.deliver
+        name = _file_name(manifest)
+
+        def write_down(frames: Sequence[Frame]) -> None:
+            written = [_written_down(frame, name) for frame in frames]
+            self._written.update(frame.file for frame in written)
+            sink.deliver(written)
+
+        return write_down
+
+    def _where(self) -> str:
+        manifest = self.done.manifest
+        if manifest.kind == "calls" and self._replay is not None:
+            return manifest.identity
+        return " and ".join(f"{self.to.rstrip('/')}/{file}" for file in sorted(self._written)) or self.to
 
 
-def _written_down(frame: Frame, manifest: Manifest) -> Frame:
-    """A call as a line of a file: its points as a row, anything else as it was staged."""
-    name = "-".join(filter(str.isalnum, f"{manifest.logger} {manifest.created_ns}".split()))
-    with suppress(ValueError, KeyError):
+def _written_down(frame: Frame, name: str) -> Frame:
+    """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as it was staged."""
+    said: Any = None
+    with suppress(ValueError, RecursionError):
         said = json.loads(frame.body)
-        row = json.dumps({**said["values"], "step": said["step"]}).encode()
-        return replace(frame, kind="rows", file=f"recovered-{name}.csv", body=row)
-    return replace(frame, kind="append", file=f"recovered-{name}.jsonl", body=frame.body + b"\n")
+    said = said if isinstance(said, dict) else {"text": frame.body.decode(errors="replace")}
+    values = said.get("values")
+    # A metric that has the name of one of our columns would take its place.
+    if isinstance(values, dict) and not values.keys() & {"step", "time"}:
+        row = {**values, "step": said.get("step"), "time": said.get("created")}
+        return replace(frame, kind="rows", file=f"{name}.csv", body=json.dumps(row).encode())
+    if not frame.body:
+        said = {"lost": "what it was called with was in the memory of the process only"}
+    line = json.dumps({**said, "call": frame.file}).encode()
+    return replace(frame, kind="append", file=f"{name}.jsonl", body=line + b"\n")
+
+
+def _file_name(manifest: Manifest) -> str:
+    """A name for people, the same whenever this staging is recovered: which run, and when it began."""
+    began = datetime.fromtimestamp(manifest.created_ns // 1_000_000_000, tz=timezone.utc)
+    run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{manifest.logger}-{manifest.identity}").strip("-.")[:_LONGEST_NAME]
+    # The nanoseconds tell loggers apart that began together.
+    return f"recovered-{run}-{began:%Y-%m-%dT%H-%M-%S}.{manifest.created_ns % 1_000_000_000:09d}Z-{manifest.pid}"
+
+
+def _who_is_at_it(folder: Path, manifest: Manifest) -> str:
+    if not folder.exists():
+        return "it is gone: another recovery has just brought it to storage, or somebody has removed it"
+    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is at it"
+
+
+def _check_staging(folder: Path) -> None:
+    """A recovery notes how far it has come; where it cannot, the next one would write things twice."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+        # The store takes what it cannot open for lost.
+        for path in folder.glob("*.frames"):
+            path.open("rb").close()
+    except OSError as error:
+        raise StagingError(f"{folder} must be readable and writable for a recovery: {error}") from error
+
+
+def _check_is_there(to: str, root: str) -> None:
+    """What is written below the mount point of a file system that is not mounted would never be seen again."""
+    if "://" not in to and not any(map(os.path.isdir, (to, root))):
+        raise StagingError(f"{root or to} is not there; if it is to be mounted, mount it, else make it again: mkdir -p")
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    handle = _claim(folder)
+def _claimed(folder: Path) -> Iterator[Claim]:
+    claim = Claim(folder)
     try:
-        yield handle is not None
+        yield claim
     finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _claim(folder: Path) -> int | None:
-    """A lock that ends with the process; not inherited by its children, as a lock of flock would be."""
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+        claim.give_up()

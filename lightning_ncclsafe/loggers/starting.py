@@ -1,7 +1,8 @@
 """Starts the offload of a logger: which backend Lightning's kinds of loggers need, and where they are staged."""
 
-import tempfile
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend, experiment_is_known
 from lightning_ncclsafe.loggers.csv_backend import CSVBackend
+from lightning_ncclsafe.loggers.manifest import Manifest
 from lightning_ncclsafe.loggers.mlflow_backend import MLFlowBackend
 from lightning_ncclsafe.loggers.offload import Backend, Offload
-from lightning_ncclsafe.loggers.recovery import Manifest, leftovers, make_staging, recover
+from lightning_ncclsafe.loggers.recovery import recover
+from lightning_ncclsafe.loggers.staging import leftovers, make_staging
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
+from lightning_ncclsafe.loggers.wandb_backend import WandbBackend
 from lightning_ncclsafe.reporter import say_on_stderr
 from lightning_ncclsafe.settings import OffloadSettings
 
@@ -40,15 +44,18 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     manifest = Manifest(
         logger=name,
         kind="files" if _writes_files(logger) else "calls",
-        destination=str(getattr(logger, "log_dir", None) or logger.save_dir or ""),
-        root=str(logger.save_dir or ""),
+        destination=_absolute(getattr(logger, "log_dir", None) or logger.save_dir or ""),
+        root=_absolute(logger.save_dir or ""),
         identity=f"{logger.name}/{logger.version}",
     )
     folder, claim = make_staging(settings.staging_dir, manifest)
     store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim)
-    backend = _backend(logger, store, settings)
-    offload = Offload(backend, name=name, settings=settings, store=store, say=say_on_stderr)
-    offload.start()
+    with ExitStack() as undo:
+        undo.callback(store.close)
+        backend = _backend(logger, store, settings)
+        offload = Offload(backend, name=name, settings=settings, store=store, say=say_on_stderr)
+        offload.start()
+        undo.pop_all()
     offload.run_on_delivery(partial(_recover_leftovers, settings.staging_dir, manifest, backend))
     return offload
 
@@ -68,23 +75,31 @@ def _writes_files(logger: Logger) -> bool:
     return is_tensorboard or isinstance(logger, CSVLogger)
 
 
+def _absolute(path: Any) -> str:
+    """For whoever recovers it, from another directory."""
+    text = str(path)
+    return text if "://" in text or not text else os.path.abspath(text)
+
+
 def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
-    to_yaml = partial(_hparams_yaml, store.folder)
     if isinstance(logger, CSVLogger):
-        return CSVBackend(logger, store, to_yaml)
+        return CSVBackend(logger, store, _hparams_yaml)
     if _writes_files(logger):
-        return TensorBoardBackend(logger, store, to_yaml)
+        return TensorBoardBackend(logger, store, _hparams_yaml)
     experiment = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
     known = experiment if experiment_is_known(experiment) else None
-    kind = MLFlowBackend if isinstance(logger, MLFlowLogger) and known is not None else CallsBackend
-    return kind(logger, known, settings.memory_limit_bytes)
+    kind = CallsBackend
+    if known is not None:
+        kind = MLFlowBackend if isinstance(logger, MLFlowLogger) else kind
+        kind = WandbBackend if isinstance(logger, WandbLogger) else kind
+    return kind(logger, known, settings.memory_limit_bytes, settings.finalize_s)
 
 
-def _hparams_yaml(folder: Path, hparams: Any) -> bytes:
-    """What Lightning would write to ``hparams.yaml``, written to local staging first."""
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".yaml") as file:
-        save_hparams_to_yaml(file.name, hparams)
-        return Path(file.name).read_bytes()
+def _hparams_yaml(hparams: Any) -> bytes:
+    """What Lightning would write to ``hparams.yaml``, written to memory first: no disk need have room for it."""
+    with open(os.memfd_create("hparams.yaml"), "rb") as file:
+        save_hparams_to_yaml(f"/proc/self/fd/{file.fileno()}", hparams)
+        return file.read()
 
 
 def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) -> None:

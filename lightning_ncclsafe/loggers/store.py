@@ -1,9 +1,11 @@
 """Local staging: what a logger has accepted and its storage does not have yet, on a fast disk of this host."""
 
+import errno
 import json
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.loggers.frames import Frame, decode, encode
-
-MANIFEST = "manifest.json"
-"""The file that says whose staging a folder is; see :class:`~lightning_ncclsafe.loggers.recovery.Manifest`."""
-
-SCHEMA = 1
-"""Number of the layout of a staging folder."""
+from lightning_ncclsafe.loggers.staging import Claim
 
 _DELIVERED = "delivered.json"
 _SEGMENT_BYTES = 1 << 20
+# How long after a full disk it is tried again: what waits in memory may be large.
+_TRY_AGAIN_S = 5.0
 _SUFFIX = ".frames"
+# What a file that cannot be opened for these reasons holds is not lost: later it can.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Store:
     Args:
         folder: The folder; made, readable for this user only.
         spill_bytes: Most bytes kept in memory while the folder cannot be written to.
-        claim: A handle that is closed with the store.
+        claim: The right to the folder, which is given up with the store.
 
     Attributes:
         dropped_points: Points that had to be dropped.
@@ -74,7 +75,7 @@ class Store:
         OSError: If the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, spill_bytes: int = 1 << 26, claim: int | None = None) -> None:
+    def __init__(self, folder: Path, *, spill_bytes: int = 1 << 26, claim: Claim | None = None) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
         self.dropped_points = 0
@@ -85,9 +86,12 @@ class Store:
         self._claim = claim
         self._spilled: deque[tuple[Frame, int]] = deque()
         self._spilled_bytes = 0
+        self._next_try_s = 0.0
         self._segments: deque[_Segment] = deque()
         self._number = 0
         self._reading: int | None = None
+        # How many of the spilled frames are being delivered.
+        self._reading_spilled = 0
         self._lock = threading.Lock()
         self._load()
 
@@ -103,7 +107,7 @@ class Store:
         if not data:
             return
         with self._lock:
-            if self._spilled:
+            if self._spilled and not self._unspill():
                 self._spill(frames)
                 return
             try:
@@ -116,17 +120,23 @@ class Store:
     def read(self, most_bytes: int = 4 << 20) -> Portion | None:
         """The oldest frames that have not been released, about ``most_bytes`` of them; None if there are none.
 
-        A segment that cannot be read any further is left behind, its rest counted as lost.
+        A segment that cannot be read any further is left behind, its rest counted as one lost record.
+
+        Raises:
+            OSError: If this process has too many files open just now.
         """
         with self._lock:
             while self._segments:
                 segment = self._segments[0]
-                portion = self._portion(segment, most_bytes) if segment.released < segment.bytes else None
-                if portion is not None:
-                    self._reading = segment.number
-                    return portion
+                if segment.released < segment.bytes:
+                    portion = self._portion(segment, most_bytes)
+                    if portion is not None:
+                        self._reading = segment.number
+                        return portion
+                    self.dropped_records += 1
                 self._retire_first()
             if self._spilled:
+                self._reading_spilled = len(self._spilled)
                 return Portion(tuple(frame for frame, _ in self._spilled), -1, len(self._spilled))
             return None
 
@@ -135,13 +145,17 @@ class Store:
         with self._lock:
             self._reading = None
             if portion.segment < 0:
+                self._reading_spilled = 0
                 for _ in range(portion.end):
                     self._spilled_bytes -= self._spilled.popleft()[1]
             elif self._segments and self._segments[0].number == portion.segment:
                 self._segments[0].released = portion.end
-            self._note_delivered()
+            is_noted = self._note_delivered()
             if self._segments and self._segments[0].released >= self._segments[0].bytes:
                 self._retire_first()
+                # On a full disk there is room now. Anchors older than the oldest segment would hide some of it.
+                if not is_noted:
+                    self._note_delivered()
 
     def drop_oldest(self) -> bool:
         """Drops the oldest segment that is not being delivered, but for what must be kept; False if there is none."""
@@ -160,15 +174,15 @@ class Store:
             if is_empty:
                 shutil.rmtree(self.folder, ignore_errors=True)
             if self._claim is not None:
-                os.close(self._claim)
-                self._claim = None
+                self._claim.give_up()
             return is_empty
 
     def _pending(self) -> int:
         return sum(segment.bytes - segment.released for segment in self._segments) + self._spilled_bytes
 
     def _write(self, data: bytes) -> None:
-        if not self._segments or self._segments[-1].bytes >= _SEGMENT_BYTES:
+        # Behind half a frame of an earlier process nothing would be found.
+        if not self._segments or self._segments[-1].number <= self._found or self._segments[-1].bytes >= _SEGMENT_BYTES:
             self._number += 1
             self._segments.append(_Segment(self._number))
         segment = self._segments[-1]
@@ -191,16 +205,31 @@ class Store:
             size = len(frame.body) + 200
             self._spilled.append((frame, size))
             self._spilled_bytes += size
-        # Those that are kept go to the end of the line once; what is left then is all kept.
-        for _ in range(len(self._spilled)):
-            if self._spilled_bytes <= self._spill_bytes:
-                break
-            frame, size = self._spilled.popleft()
-            if frame.keep:
-                self._spilled.append((frame, size))
+        if self._spilled_bytes <= self._spill_bytes:
+            return
+        left: deque[tuple[Frame, int]] = deque()
+        for place, (frame, size) in enumerate(self._spilled):
+            # Of those that are being delivered storage may have a part: a second try must begin with the same ones.
+            if self._spilled_bytes <= self._spill_bytes or frame.keep or place < self._reading_spilled:
+                left.append((frame, size))
             else:
                 self._spilled_bytes -= size
                 self.count_dropped(frame)
+        self._spilled = left
+
+    def _unspill(self) -> bool:
+        """Writes down what could not be written before, unless it is being delivered; returns whether it could."""
+        if self._reading_spilled or time.monotonic() < self._next_try_s:
+            return False
+        try:
+            self._write(b"".join(encode(frame) for frame, _ in self._spilled))
+        except OSError as error:
+            self.fault = error
+            self._next_try_s = time.monotonic() + _TRY_AGAIN_S
+            return False
+        self._spilled.clear()
+        self._spilled_bytes = 0
+        return True
 
     def _portion(self, segment: _Segment, most_bytes: int) -> Portion | None:
         try:
@@ -208,6 +237,8 @@ class Store:
                 file.seek(segment.released)
                 data = file.read(segment.bytes - segment.released)
         except OSError as error:
+            if error.errno in _PASSING:
+                raise
             self.fault = error
             return None
         frames: list[Frame] = []
@@ -223,26 +254,39 @@ class Store:
             os.unlink(self._path(self._segments.popleft()))
 
     def _drop(self, segment: _Segment) -> bool:
-        portion = self._portion(segment, segment.bytes)
-        frames = portion.frames if portion is not None else ()
-        kept = b"".join(encode(frame) for frame in frames if frame.keep)
-        if len(kept) >= segment.bytes - segment.released:
+        try:
+            portion = self._portion(segment, segment.bytes)
+            frames = portion.frames if portion is not None else ()
+            kept = b"".join(encode(frame) for frame in frames if frame.keep)
+            if len(kept) >= segment.bytes - segment.released:
+                return False
+            self._rewrite(segment, kept)
+        except OSError as error:
+            self.fault = error
             return False
         for frame in frames:
             if not frame.keep:
                 self.count_dropped(frame)
-        temporary = self._path(segment).with_suffix(".tmp")
-        temporary.write_bytes(kept)
-        os.replace(temporary, self._path(segment))
-        segment.bytes, segment.released = len(kept), 0
+        self.dropped_records += portion is None or portion.end < segment.bytes
+        segment.bytes = segment.released + len(kept)
         return True
+
+    def _rewrite(self, segment: _Segment, data: bytes) -> None:
+        temporary = self._path(segment).with_suffix(".tmp")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(handle, "wb") as file:
+            # A hole takes the place of what has been delivered: what is noted about it stays true.
+            file.truncate(segment.released)
+            file.seek(segment.released)
+            file.write(data)
+        os.replace(temporary, self._path(segment))
 
     def note(self) -> None:
         """Writes the anchors down."""
         with self._lock:
             self._note_delivered()
 
-    def _note_delivered(self) -> None:
+    def _note_delivered(self) -> bool:
         segment = self._segments[0] if self._segments else None
         noted = {
             "segment": segment.number if segment else 0,
@@ -254,19 +298,22 @@ class Store:
             temporary = self.folder / f"{_DELIVERED}.tmp"
             temporary.write_text(json.dumps(noted))
             os.replace(temporary, self.folder / _DELIVERED)
+            return True
+        return False
 
     def _load(self) -> None:
         """Takes over what an earlier process has left in the folder."""
         noted = _read_json(self.folder / _DELIVERED)
         anchors = noted.get("anchors")
-        self.anchors = anchors if isinstance(anchors, dict) else {}
-        first = int(noted.get("segment", 0))
+        found = anchors.items() if isinstance(anchors, dict) else ()
+        self.anchors = {file: anchor for file, anchor in found if isinstance(anchor, dict)}
+        first, released = _count(noted, "segment"), _count(noted, "released")
         numbers = sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
         for segment in map(_Segment, (number for number in numbers if number >= first)):
             segment.bytes = self._path(segment).stat().st_size
-            segment.released = min(int(noted.get("released", 0)), segment.bytes) if segment.number == first else 0
+            segment.released = min(released, segment.bytes) if segment.number == first else 0
             self._segments.append(segment)
-        self._number = max([first, *numbers])
+        self._number = self._found = max([first, *numbers])
 
     def _path(self, segment: _Segment) -> Path:
         return self.folder / f"{segment.number:08d}{_SUFFIX}"
@@ -275,6 +322,11 @@ class Store:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _count(noted: dict[str, Any], name: str) -> int:
+    count = noted.get(name)
+    return count if isinstance(count, int) and count >= 0 else 0

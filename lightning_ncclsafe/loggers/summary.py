@@ -1,6 +1,7 @@
 """What became of everything that was logged, in a line."""
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.rules.wording import size_words
 
 
 def summary(facts: LoggerFacts, *, is_done: bool) -> str:
@@ -15,13 +16,13 @@ def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     text = (
         f"{facts.logger} wrote {facts.points} point{'s' * (facts.points != 1)}{media}{to}"
         f" ({facts.thinned} thinned, {facts.dropped} dropped); longest write {facts.longest_write_s:.3g} s;"
-        f" training waited {facts.waited_s:.3g} s for it"
+        f" training waited {facts.waited_s:.3g} s for it, its end {facts.finalize_s:.3g} s"
     )
     if facts.faults:
         text += f"\n{facts.faults} failure{'s' * (facts.faults != 1)}, the last: {facts.last_fault}"
     if not is_done:
         text += (
-            f"\nits storage did not take everything in time: {facts.pending_bytes} bytes wait in {facts.staging};"
+            f"\nits storage did not take everything in time: {size_words(facts.pending_bytes)} wait in {facts.staging};"
             f" once it answers: ncclsafe logs recover {facts.staging}"
         )
     return text

@@ -1,5 +1,6 @@
 """TensorBoard: whatever reaches the SummaryWriter becomes whole records, which are appended to its event files."""
 
+import copy
 import os
 import threading
 import time
@@ -8,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.tensorboard._convert_np import make_np
 from torch.utils.tensorboard._utils import figure_to_image
 
 from lightning_ncclsafe.loggers.collecting import Collecting
@@ -25,10 +27,18 @@ from lightning_ncclsafe.methods import ReplacedMethod
 
 # Traced, or read from a file, when they are called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}
-# They write files of their own, through a writer of their own.
-_OWN_FILES = {"add_hparams", "add_embedding"}
 # Small, and in order with the scalars; everything else is encoded aside.
-_IN_LINE = {"add_scalar", "add_scalars", "add_text", "add_custom_scalars", "add_custom_scalars_multilinechart"}
+_IN_LINE = {
+    "add_scalar",
+    "add_scalars",
+    "add_text",
+    "add_hparams",
+    "add_custom_scalars",
+    "add_custom_scalars_multilinechart",
+    "add_custom_scalars_marginchart",
+}
+# Never dropped.
+_KEPT = {"add_hparams"}
 _HPARAMS = "hparams.yaml"
 
 
@@ -68,22 +78,30 @@ class TensorBoardBackend:
         writer, logger = self._writer, self._logger
         names = [name for name in dir(writer) if name.startswith("add_") and callable(getattr(writer, name))]
         calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names if name not in _NOW}
-        calls |= {name: partial(self._run_later, getattr(writer, name)) for name in _OWN_FILES & set(names)}
         calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
+        calls |= {
+            "add_hparams": partial(self._add_hparams, writer.add_hparams),
+            # It writes files of its own.
+            "add_embedding": partial(self._run_later, writer.add_embedding),
+        }
         calls |= {"_get_file_writer": self._caught_file, "flush": lambda: None, "close": self._files.clear}
         self._replaced = [ReplacedMethod(writer, name, call) for name, call in calls.items()]
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
         self._replaced += [
             ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, log_metrics)),
-            ReplacedMethod(logger, "save", partial(self._save, save if is_own_save else None)),
+            ReplacedMethod(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None)),
             ReplacedMethod(logger, "finalize", offload.finalize),
         ]
+        # Some take the writer of the file itself.
+        writer.file_writer = self._caught_file()
+        writer.all_writers = {self.path: writer.file_writer}
 
     def detach(self) -> None:
         """The logger is as it was; its writer opens a new file when it is used again, as after any ``close``."""
         for replaced in reversed(self._replaced):
             replaced.remove()
+        self._writer.close()
         self._process.close()
 
     def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
@@ -116,11 +134,13 @@ class TensorBoardBackend:
             self._store.anchors[file] = {"size": size}
             self._store.note()
 
-    def _log_metrics(self, log_metrics: Callable[..., Any], metrics: Any, step: int | None = None) -> None:
+    def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._collecting.scalars() as collected:
-            log_metrics(metrics, step)
-        for scalars in collected:
-            self._offload.put(scalars)
+            try:
+                return log_metrics(*args, **kwargs)
+            finally:
+                for scalars in collected:
+                    self._offload.put(scalars)
 
     def _add_scalar(
         self,
@@ -132,7 +152,8 @@ class TensorBoardBackend:
         double_precision: bool = False,
     ) -> None:
         if self._collecting.is_on and not (new_style or double_precision):
-            self._collecting.add(tag, float(scalar_value), global_step, walltime or time.time())
+            step = None if global_step is None else int(global_step)
+            self._collecting.add(_text(tag), _number(scalar_value), step, walltime or time.time())
             return
         self._queue("add_scalar", tag, scalar_value, global_step, walltime, new_style, double_precision)
 
@@ -152,14 +173,39 @@ class TensorBoardBackend:
             kwargs=copied.copy(kwargs),
             created=time.time(),
             data_bytes=copied.data_bytes,
+            keep=name in _KEPT,
             is_media=name not in _IN_LINE,
             events=tuple(copied.events),
         )
         self._offload.put(call)
 
+    def _add_hparams(
+        self,
+        add_hparams: Callable[..., Any],
+        hparam_dict: Any,
+        metric_dict: Any,
+        hparam_domain_discrete: Any = None,
+        run_name: str | None = None,
+        global_step: Any = None,
+    ) -> None:
+        args = (hparam_dict, metric_dict, hparam_domain_discrete, run_name, global_step)
+        if self._is_ours(os.path.join(self.path, run_name or "")):
+            self._queue("add_hparams", *args)
+        else:
+            self._run_later(add_hparams, *args)
+
     def _run_later(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         copied = Copied()
-        self._offload.run_on_delivery(partial(method, *copied.copy(args), **copied.copy(kwargs)))
+        self._offload.run_on_delivery(partial(self._try, method, *copied.copy(args), **copied.copy(kwargs)))
+
+    def _try(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """On the thread that delivers, which tries again for as long as the storage fails, but not the caller."""
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, NotADirectoryError):
+                raise
+            self._offload.lose(method.__name__, error)
 
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
@@ -173,7 +219,7 @@ class TensorBoardBackend:
             self._offload.run_on_delivery(own)
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
-            hparams = dict(self._logger.hparams)
+            hparams = copy.copy(self._logger.hparams)
             self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
 
     def _events(self, call: Call) -> list[tuple[str, bytes]]:
@@ -185,15 +231,36 @@ class TensorBoardBackend:
         return self._aside.make(call.name, call.args, call.kwargs, call.created)
 
     def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[Frame]:
-        """The frame of these records, after the first one of their file if that is new."""
+        """The frame of these records."""
         with self._files_lock:
-            file = self._files.get(logdir)
-            if file is not None:
-                return [Frame(kind="append", file=file, body=body, **counts)]
-            folder = os.path.relpath(logdir, self.path) if logdir != self.path else ""
-            suffix = str(getattr(self._writer, "filename_suffix", ""))
-            file = self._files[logdir] = "/".join(filter(None, (folder, file_name(suffix))))
-            return [Frame(kind="append", file=file, body=record(first_event()) + body, **counts)]
+            file = self._files.get(logdir) or self._begin_file(logdir)
+        return [Frame(kind="append", file=file, body=body, **counts)]
+
+    def _begin_file(self, logdir: str) -> str:
+        """A new event file in a directory."""
+        if not self._is_ours(logdir):
+            raise ValueError(f"{logdir} is outside of {self.path}")
+        folder = os.path.relpath(logdir, self.path) if logdir != self.path else ""
+        suffix = str(getattr(self._writer, "filename_suffix", ""))
+        file = "/".join(filter(None, (folder, file_name(suffix))))
+        # Staged before anybody knows the file: two threads write to it, and this is how it has to begin.
+        self._store.append([Frame(kind="append", file=file, body=record(first_event()), keep=True)])
+        self._files[logdir] = file
+        return file
+
+    def _is_ours(self, logdir: str) -> bool:
+        return os.path.relpath(logdir, self.path).split(os.sep)[0] != os.pardir
+
+
+def _text(tag: Any) -> str:
+    if not isinstance(tag, str):
+        raise TypeError(f"a tag must be a str, not {tag!r}")
+    return tag
+
+
+def _number(value: Any) -> float:
+    # What torch does, but for what most calls are given.
+    return float(value if type(value) in (float, int) else make_np(value).squeeze())
 
 
 def _on_cpu(value: Any) -> Any:
@@ -201,7 +268,7 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         tensor = value.cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(map(_on_cpu, value))
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}

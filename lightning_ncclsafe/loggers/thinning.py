@@ -1,6 +1,5 @@
 """Thins scalar points: of many, the smallest, the largest and the last stand for all."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -118,4 +117,5 @@ class Thinner:
 
 
 def _below(one: float, other: float) -> bool:
-    return math.isnan(one) or one < other
+    # Only NaN is not itself; math.isnan would not take an integer that no float can hold.
+    return one != one or one < other

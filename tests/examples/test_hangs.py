@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hit_rate import HANGS, TRUTHS, ended, errors, first_report
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ncclsafe.ending import EXIT_CODE
 
@@ -44,3 +45,20 @@ def test_an_unseeded_split_ends_before_the_first_step(tmp_path: Path) -> None:
     assert (folder / "report.txt").read_text().count(" values:") == 2
     # Where every rank was when it ended: Lightning comes here before it trains.
     assert output.count("in _run_sanity_check") == 2
+
+
+def test_offloaded_logging_does_not_notice_its_storage(tmp_path: Path) -> None:
+    # Training takes a second or two; the storage stalls for longer, and the end of the run waits for it.
+    code, output = ended(HANGS / "slow_log_storage.py", tmp_path, "--offload", "--stall", "5", "--suspect-after", "9")
+    assert code == 0, output
+    assert not list(tmp_path.glob("ncclsafe/*/report.json"))
+    [said] = re.findall(r"longest write ([\d.]+) s; training waited ([\d.]+) s for it, its end ([\d.]+) s", output)
+    longest_write_s, waited_s, end_s = map(float, said)
+    assert waited_s < 0.1
+    assert 1 < end_s < longest_write_s + 1
+    [log_dir] = tmp_path.glob("lightning_logs/*")
+    events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    # 22 batches an epoch, of which every tenth is logged.
+    assert [point.step for point in events.Scalars("train_loss")] == [9, 19, 29, 39, 49, 59]
+    assert [point.step for point in events.Scalars("val_acc")] == [21, 43, 65]

@@ -1,0 +1,159 @@
+"""``ncclsafe logs``: what loggers have staged locally and their storage does not have."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.loggers.manifest import StagingError, is_staging, read_manifest, staging_folders
+from lightning_ncclsafe.loggers.recovery import Recovered, recover
+from lightning_ncclsafe.loggers.staging import default_staging_dir
+from lightning_ncclsafe.report.safe import safe
+
+_LOGS = "what loggers have staged locally and their storage does not have"
+_RECOVER = (
+    "Brings what a run that was killed, or whose storage did not answer, has left in local staging to its storage. May"
+    " be stopped and run again at any time. Exit code: 0 if nothing is left but what a live process still writes, 1 if"
+    " something could not be recovered, 2 if DIR does not exist."
+)
+_DIR = "a folder of local staging, a folder of such folders, or the directory (or URL) of a logger or one above it"
+_STAGING_DIR = "where the staging of a logger's directory is looked for: the staging_dir of LoggerOffload"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    logs = ArgumentParser(description=f"For {_LOGS}.")
+    commands.add_subcommand("logs", logs, help=_LOGS)
+    recover = ArgumentParser(description=_RECOVER)
+    logs.add_subcommands().add_subcommand("recover", recover, help="brings it to storage")
+    recover.add_argument("dir", metavar="DIR", type=str, help=_DIR)
+    recover.add_argument("--staging-dir", type=str, default=str(default_staging_dir()), help=_STAGING_DIR)
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe logs recover``; returns the exit code."""
+    return recover_all(config.recover.dir, Path(config.recover.staging_dir))
+
+
+def recover_all(directory: str, staging_dir: Path) -> int:
+    """Recovers all local staging of a directory, and prints what became of each folder.
+
+    Args:
+        directory: A folder of staging, a folder of such folders, or a logger's directory or one above it.
+        staging_dir: Where the staging of a logger's directory is.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        folders = list(_folders(directory, staging_dir))
+    except OSError as error:
+        _say(f"error: {error.filename} cannot be read: {error.strerror}", sys.stderr)
+        return 1
+    if folders:
+        # All of them, whatever becomes of the first.
+        return max([_recover_one(folder) for folder in folders])
+    if "://" not in directory and not os.path.isdir(directory):
+        what = "is not a directory" if os.path.lexists(directory) else "does not exist"
+        _say(f"error: {directory} {what}, and nothing that was logged to it is staged in {staging_dir}", sys.stderr)
+        return 2
+    _say(_nothing_found(directory, staging_dir), sys.stdout)
+    return 0
+
+
+def _folders(directory: str, staging_dir: Path) -> Iterator[Path]:
+    """The folders of staging that are meant; damaged ones are among them."""
+    if is_staging(Path(directory)):
+        yield Path(directory)
+        return
+    inside = staging_folders(Path(directory)) if os.path.isdir(directory) else []
+    yield from inside
+    known = {os.path.realpath(folder) for folder in inside}
+    for folder in staging_folders(staging_dir) if staging_dir.is_dir() else []:
+        if os.path.realpath(folder) not in known and _is_for(directory, folder):
+            yield folder
+
+
+def _is_for(directory: str, folder: Path) -> bool:
+    """Whether staging is of a logger's directory; of what cannot be read, that cannot be ruled out."""
+    try:
+        manifest = read_manifest(folder)
+    except StagingError:
+        return True
+    is_root = _is_below(manifest.root, directory) and _is_below(directory, manifest.root)
+    return is_root or _is_below(manifest.destination, directory)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    """Whether a path is a directory, or in it; URLs as they are written."""
+    if not path:
+        return False
+    if "://" not in path:
+        path, directory = os.path.realpath(path), os.path.realpath(directory)
+    return f"{path.rstrip('/')}/".startswith(f"{directory.rstrip('/')}/")
+
+
+def _recover_one(folder: Path) -> int:
+    try:
+        done = recover(folder)
+    except StagingError as error:
+        _say(f"error: {error}", sys.stderr)
+        return 1
+    if done.is_busy:
+        _say(f"{folder}: left alone: {done.problem}", sys.stdout)
+        return 0
+    if done.points or done.records or not done.problem:
+        _say(f"{folder}: {_amount(done)}", sys.stdout)
+    for problem in _problems(done):
+        _say(f"error: {problem}", sys.stderr)
+    return 1 if any(_problems(done)) else 0
+
+
+def _amount(done: Recovered) -> str:
+    """What was brought where."""
+    manifest = done.manifest
+    run = f" of {manifest.logger} {manifest.identity}".rstrip()
+    if not done.points and not done.records:
+        return f"nothing{run} was left in it"
+    amounts = ((done.points, "point"), (done.records, "other record"))
+    text = " and ".join(f"{number} {name}{'s' * (number != 1)}" for number, name in amounts if number)
+    if done.problem:
+        return f"recovered {text}{run}, and stopped"
+    server = "" if manifest.kind == "files" else f"; {manifest.logger} itself was not called"
+    return f"recovered {text}{run}: in {done.to}{server}"
+
+
+def _problems(done: Recovered) -> Iterator[str]:
+    if done.problem:
+        yield f"{done.problem}; what is not on storage is still in {done.folder}"
+    if done.lost_bytes:
+        yield f"{done.lost_bytes} bytes of {done.folder} cannot be read and are lost: half of a write, or damaged since"
+    if done.lost_calls:
+        lost = f"{done.lost_calls} call{'s' * (done.lost_calls != 1)}"
+        yield f"{lost} of {done.manifest.logger} lost: what the logger was given was in the memory of the process only"
+
+
+def _nothing_found(directory: str, staging_dir: Path) -> str:
+    text = f"nothing to recover: {directory} is no local staging and has none in it, and nothing that was logged to it"
+    text += f" or below it is staged in {staging_dir}"
+    if not staging_dir.is_dir():
+        return f"{text}, which does not exist"
+    others = len(staging_folders(staging_dir))
+    if others:
+        text += f" (of other directories, {others} folder{'s are' if others != 1 else ' is'} there)"
+    return text
+
+
+def _say(text: str, stream: TextIO | None) -> None:
+    """Prints a line. What it is about comes from files: it must not drive the terminal, nor stop the recovery."""
+    if stream is None:
+        # The process was started with it closed.
+        return
+    encoding = stream.encoding or "utf-8"
+    # Where nobody reads any more, the recovery goes on all the same.
+    with suppress(OSError):
+        print(safe(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

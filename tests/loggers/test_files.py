@@ -1,0 +1,501 @@
+"""Every byte and every row reaches its file exactly once, whatever fails when."""
+
+import copy
+import csv
+import errno
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+
+from lightning_ncclsafe.loggers.destination import LocalDestination, RemoteDestination, open_destination
+from lightning_ncclsafe.loggers.files import Anchors, FilesSink
+from lightning_ncclsafe.loggers.frames import Frame
+
+CSV = "metrics.csv"
+ROWS: list[dict[str, Any]] = [
+    {"loss": 0.0, "step": 0},
+    {"loss": 1.5, "step": 1},
+    {"step": 2},
+    {"acc": float("nan"), "loss": 1e-12, "step": 3},
+    {"note": 'a "quoted",\nlong\r\ntext, and "another"', "step": 4},
+    {"acc": float("inf"), "loss": None, "note": "", "step": 5},
+    {"step": 6, "zeta": True},
+    {"loss": 0.1 + 0.2, "step": 7},
+]
+
+
+class Faulty(LocalDestination):
+    """Fails when it has written so many bytes more."""
+
+    left: float = float("inf")
+
+    def append(self, file: str, data: bytes) -> None:
+        written = data[: int(min(self.left, len(data)))]
+        self.left -= len(data)
+        super().append(file, written)
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def replace(self, file: str, data: bytes) -> None:
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        super().replace(file, data)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A directory of fsspec's memory."""
+    yield "memory://logs/version_0"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def appended(text: str, file: str = "events") -> Frame:
+    return Frame(kind="append", file=file, body=text.encode())
+
+
+def rows_frame(*rows: dict[str, Any], file: str = CSV) -> Frame:
+    return Frame(kind="rows", file=file, body=b"\n".join(json.dumps(row).encode() for row in rows))
+
+
+def whole(text: str, if_absent: bool = False) -> Frame:
+    return Frame(kind="whole", file="h.yaml", body=text.encode(), details={"if_absent": True} if if_absent else {})
+
+
+def lightning_writes(folder: Path, *saves: list[dict[str, Any]]) -> bytes:
+    """What Lightning's own writer makes of these rows."""
+    writer = _ExperimentWriter(str(folder))
+    for rows in saves:
+        for row in rows:
+            writer.metrics.append(dict(row))
+        writer.save()
+    return (folder / CSV).read_bytes()
+
+
+def parsed(data: bytes) -> list[dict[str, str]]:
+    return [
+        {key: value for key, value in row.items() if value}
+        for row in csv.DictReader(io.StringIO(data.decode(), newline=""))
+    ]
+
+
+class Again:
+    """A delivery that failed is tried again: by the same sink, or by another process with what was noted."""
+
+    def __init__(self, destination: Faulty, crashes: bool) -> None:
+        self.anchors: Anchors = {}
+        self.folder = Path(destination.path)
+        self._destination = destination
+        self._crashes = crashes
+        self._noted: Anchors = {}
+        self._sink = FilesSink(destination, self.anchors, self.note)
+
+    def note(self) -> None:
+        self._noted = copy.deepcopy(self.anchors)
+
+    def deliver(self, frames: list[Frame]) -> None:
+        self._sink.deliver(frames)
+        self.note()
+
+    def fail(self, frames: list[Frame], after: int) -> None:
+        self._destination.left = after
+        with pytest.raises(OSError, match="Input/output"):
+            self._sink.deliver(frames)
+        self._destination.left = float("inf")
+        if self._crashes:
+            self.anchors = copy.deepcopy(self._noted)
+            self._sink = FilesSink(self._destination, self.anchors, self.note)
+
+
+@pytest.fixture(params=[False, True], ids=["fault", "crash"])
+def again(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Again]:
+    return lambda name: Again(Faulty(str(tmp_path / name)), request.param)
+
+
+def test_bytes_reach_their_files_in_order(logs: Path) -> None:
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    sink.deliver([appended("a"), appended("1", "sub/other"), appended("b")])
+    sink.deliver([appended("c"), appended("2", "sub/other")])
+    assert (logs / "events").read_text() == "abc"
+    assert (logs / "sub" / "other").read_text() == "12"
+
+
+def test_many_frames_become_one_write_for_each_file(logs: Path) -> None:
+    destination = LocalDestination(str(logs))
+    written: list[tuple[str, bytes]] = []
+    destination.append = lambda file, data: written.append((file, data))  # type: ignore[method-assign]
+    FilesSink(destination, {}).deliver([appended("a"), appended("1", "other"), appended("b")])
+    assert written == [("events", b"ab"), ("other", b"1")]
+
+
+@pytest.mark.parametrize("before", ["", "before "])
+def test_a_fault_after_any_byte_neither_loses_nor_doubles_bytes(again: Callable[[str], Again], before: str) -> None:
+    first, more = [appended("hello "), appended("world ")], [appended("and "), appended("more")]
+    for after in range(12):
+        one = again(str(after))
+        if before:
+            one.deliver([appended(before)])
+        one.fail(first, after)
+        one.fail(first, 0)
+        one.deliver(first + more)
+        one.fail([appended(" Again")], after // 2)
+        one.deliver([appended(" Again"), appended(".")])
+        assert (one.folder / "events").read_text() == f"{before}hello world and more Again."
+
+
+def test_faults_in_a_row_neither_lose_nor_double_bytes(again: Callable[[str], Again]) -> None:
+    one = again("logs")
+    frames: list[Frame] = []
+    for number in range(8):
+        frames.append(appended(f"record {number};"))
+        one.fail(frames, 5)
+    one.deliver(frames)
+    assert (one.folder / "events").read_text() == "".join(f"record {number};" for number in range(8))
+
+
+def test_a_fault_in_the_second_file_does_not_double_the_first(again: Callable[[str], Again]) -> None:
+    frames = [appended("one", "a"), appended("two", "b"), rows_frame({"loss": 0, "step": 0}), whole("h")]
+    size = len("onetwo") + len("loss,step\r\n0,0\r\n") + len("h")
+    for after in range(size):
+        one = again(str(after))
+        one.fail(frames, after)
+        one.deliver([*frames, appended("!", "a")])
+        folder = one.folder
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+            "a": b"one!",
+            "b": b"two",
+            CSV: b"loss,step\r\n0,0\r\n",
+            "h.yaml": b"h",
+        }
+
+
+def test_a_file_that_has_been_removed_gets_what_is_not_delivered_yet(again: Callable[[str], Again]) -> None:
+    for after in range(6):
+        one = again(str(after))
+        one.deliver([appended("before"), rows_frame({"loss": 1, "step": 1}, {"loss": 2, "step": 2})])
+        folder = one.folder
+        (folder / "events").unlink()
+        (folder / CSV).unlink()
+        one.fail([appended("behind")], 0)
+        one.fail([appended("behind")], after)
+        one.deliver([appended("behind"), rows_frame({"loss": 3, "step": 3})])
+        assert (folder / "events").read_text() == "behind"
+        assert (folder / CSV).read_bytes() == b"loss,step\r\n3,3\r\n"
+
+
+class Asked(Faulty):
+    """Knows for which files it was asked."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.asked: list[str] = []
+
+    def size(self, file: str) -> int | None:
+        self.asked.append(file)
+        return super().size(file)
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        self.asked.append(file)
+        return super().read(file, start)
+
+
+def test_the_storage_is_asked_for_what_it_has_only_after_a_fault(logs: Path) -> None:
+    destination = Asked(str(logs))
+    sink = FilesSink(destination, {})
+    frames = [appended("a"), rows_frame({"loss": 1, "step": 1})]
+    sink.deliver(frames)
+    sink.deliver(frames)
+    assert destination.asked == ["events", CSV]
+    destination.left = 0
+    with pytest.raises(OSError, match="Input/output"):
+        sink.deliver(frames)
+    destination.left = float("inf")
+    sink.deliver(frames)
+    assert destination.asked == ["events", CSV] * 2
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, len(ROWS)])
+def test_rows_are_byte_for_byte_those_of_lightning(tmp_path: Path, logs: Path, together: int) -> None:
+    saves = [ROWS[first : first + together] for first in range(0, len(ROWS), together)]
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    for rows in saves:
+        sink.deliver([rows_frame(row) for row in rows])
+    assert (logs / CSV).read_bytes() == lightning_writes(tmp_path / "lightning", *saves)
+
+
+def test_a_fault_after_any_byte_neither_loses_nor_doubles_rows(again: Callable[[str], Again], tmp_path: Path) -> None:
+    done, rows, more = ROWS[:2], ROWS[:1] + ROWS[4:5] + ROWS[:1], ROWS[6:]
+    # Once the columns are known, so that rows are appended.
+    done = [*done, {"note": "x", "step": -1}]
+    expected = lightning_writes(tmp_path / "lightning", done, rows, more)
+    size = len(lightning_writes(tmp_path / "part", done, rows)) - len(lightning_writes(tmp_path / "done", done))
+    for after in range(size):
+        one = again(str(after))
+        one.deliver([rows_frame(*done)])
+        one.fail([rows_frame(*rows)], after)
+        one.deliver([rows_frame(*rows), rows_frame(*more)])
+        folder = one.folder
+        assert [path.name for path in folder.iterdir()] == [CSV]
+        assert (folder / CSV).read_bytes() == expected, after
+
+
+def test_a_new_column_rewrites_the_file_or_leaves_it_as_it_was(again: Callable[[str], Again], tmp_path: Path) -> None:
+    one = again("logs")
+    one.deliver([rows_frame(*ROWS[:3])])
+    before = (one.folder / CSV).read_bytes()
+    one.fail([rows_frame(ROWS[3])], 10)
+    assert (one.folder / CSV).read_bytes() == before
+    one.deliver([rows_frame(ROWS[3])])
+    expected = lightning_writes(tmp_path / "lightning", ROWS[:3], ROWS[3:4])
+    assert (one.folder / CSV).read_bytes() == expected
+
+
+def test_a_last_row_that_is_torn_is_written_again(logs: Path) -> None:
+    anchors: Anchors = {}
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 0, "step": 0})])
+    with open(logs / CSV, "ab") as file:
+        file.write(b'1,1\r\n"2,')
+    sink = FilesSink(LocalDestination(str(logs)), anchors)
+    sink.deliver([rows_frame({"loss": 1, "step": 1}, {"loss": 2, "step": 2})])
+    assert (logs / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n2,2\r\n"
+    assert anchors[CSV]["rows"] == 3
+
+
+@pytest.mark.parametrize("first", [{"loss": 0, "step": 0}, {"loss": 0.0, "step": None}, {"loss": False, "step": 1}])
+def test_a_first_row_of_zeros_is_known_again(logs: Path, first: dict[str, Any]) -> None:
+    anchors: Anchors = {}
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(first)])
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 1, "step": 1})])
+    assert [path.name for path in logs.iterdir()] == [CSV]
+    assert len(parsed((logs / CSV).read_bytes())) == 2
+
+
+def test_another_run_in_the_same_place_is_left_alone(again: Callable[[str], Again]) -> None:
+    foreign = b"loss,step\r\n9,9\r\n"
+    for after in range(25):
+        one = again(str(after))
+        one.deliver([rows_frame({"loss": 0, "step": 0})])
+        folder = one.folder
+        (folder / CSV).write_bytes(foreign)
+        one.fail([appended("x", "a")], 0)
+        one.fail([rows_frame({"loss": 1, "step": 1})], min(after, 15))
+        one.deliver([rows_frame({"loss": 1, "step": 1})])
+        one.deliver([rows_frame({"loss": 2, "step": 2})])
+        assert (folder / CSV).read_bytes() == foreign
+        assert (folder / f"recovered-{CSV}").read_bytes() == b"loss,step\r\n1,1\r\n2,2\r\n"
+
+
+def test_another_run_that_was_first_is_left_alone(logs: Path) -> None:
+    destination, anchors = Faulty(str(logs)), Anchors()
+    destination.left = 0
+    sink = FilesSink(destination, anchors)
+    with pytest.raises(OSError, match="Input/output"):
+        sink.deliver([rows_frame({"loss": 0, "step": 0})])
+    destination.left = float("inf")
+    logs.mkdir()
+    (logs / CSV).write_bytes(b"loss,step\r\n9,9\r\n")
+    sink.deliver([rows_frame({"loss": 0, "step": 0})])
+    assert (logs / CSV).read_bytes() == b"loss,step\r\n9,9\r\n"
+    assert (logs / f"recovered-{CSV}").read_bytes() == b"loss,step\r\n0,0\r\n"
+
+
+def test_the_file_of_an_earlier_stage_is_continued(again: Callable[[str], Again]) -> None:
+    for after in range(6):
+        one = again(str(after))
+        folder = one.folder
+        folder.mkdir()
+        (folder / CSV).write_bytes(b"loss,step\r\n0,0\r\n1,1\r\n")
+        one.fail([rows_frame({"loss": 2, "step": 2})], min(after, 4))
+        one.deliver([rows_frame({"loss": 2, "step": 2})])
+        one.deliver([rows_frame({"loss": 3, "step": 3})])
+        assert (folder / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n2,2\r\n3,3\r\n"
+
+
+def test_rows_that_were_taken_away_by_others_are_not_written_again(again: Callable[[str], Again]) -> None:
+    rows = [{"loss": number, "step": number} for number in range(8)]
+    for after in range(16):
+        one = again(str(after))
+        one.deliver([rows_frame(*rows[:4])])
+        (one.folder / CSV).write_bytes(b"loss,step\r\n0,0\r\n")
+        one.fail([appended("x")], 0)
+        one.fail([rows_frame(*rows[4:])], after)
+        one.deliver([rows_frame(*rows[4:])])
+        assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "4", "5", "6", "7"]
+
+
+def test_of_whole_files_the_last_one_counts(logs: Path) -> None:
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    sink.deliver([whole("a"), whole("b")])
+    assert (logs / "h.yaml").read_text() == "b"
+    sink.deliver([whole("c")])
+    assert (logs / "h.yaml").read_text() == "c"
+    assert [path.name for path in logs.iterdir()] == ["h.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("there", "frames", "then"),
+    [
+        (None, [whole("a", if_absent=True)], "a"),
+        (None, [whole("a", if_absent=True), whole("b", if_absent=True)], "a"),
+        ("x", [whole("a", if_absent=True)], "x"),
+        (None, [whole("a"), whole("b", if_absent=True)], "a"),
+        ("x", [whole("a"), whole("b", if_absent=True)], "a"),
+        ("x", [whole("a", if_absent=True), whole("b")], "b"),
+    ],
+)
+def test_a_file_that_is_there_stays_where_that_was_asked_for(
+    logs: Path, there: str | None, frames: list[Frame], then: str
+) -> None:
+    destination = LocalDestination(str(logs))
+    if there is not None:
+        destination.replace("h.yaml", there.encode())
+    FilesSink(destination, {}).deliver(frames)
+    assert (logs / "h.yaml").read_text() == then
+
+
+def test_calls_are_no_files(logs: Path) -> None:
+    FilesSink(LocalDestination(str(logs)), {}).deliver([Frame(kind="call", file="log_metrics", body=b"{}")])
+    assert not logs.exists()
+
+
+@pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
+def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[..., None]) -> None:
+    destination = LocalDestination(str(logs))
+    assert (destination.size("f"), destination.read("f")) == (None, b"")
+    write(destination, "sub/f", b"data")
+    (logs / "sub" / "f").unlink()
+    (logs / "sub").rmdir()
+    logs.rmdir()
+    write(destination, "sub/f", b"data")
+    assert (destination.size("sub/f"), destination.read("sub/f", 2)) == (4, b"ta")
+
+
+@pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
+def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callable[..., None]) -> None:
+    destination = LocalDestination(str(logs), device=logs.parent.stat().st_dev + 1)
+    with pytest.raises(OSError, match=f"the file system that {logs} was on is not mounted any more"):
+        write(destination, "f", b"data")
+    assert not logs.exists()
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination = LocalDestination(str(logs))
+    destination.replace("f", b"old")
+
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(OSError, match="Input/output"):
+        destination.replace("f", b"new")
+    assert os.listdir(logs) == ["f"]
+    assert (logs / "f").read_text() == "old"
+
+
+def test_a_path_with_a_protocol_is_remote(memory: str, logs: Path) -> None:
+    assert isinstance(open_destination(memory), RemoteDestination)
+    local = open_destination(str(logs), device=5)
+    assert isinstance(local, LocalDestination)
+    assert local.device == 5
+
+
+def test_a_remote_file_system_is_written_to(memory: str) -> None:
+    destination = RemoteDestination(memory)
+    sink = FilesSink(destination, {})
+    sink.deliver([appended("a"), rows_frame({"loss": 0, "step": 0}), whole("h")])
+    sink.deliver([appended("b", "sub/f"), appended("b"), rows_frame({"loss": 1, "step": 1}, {"acc": 1, "step": 2})])
+    assert destination.read("events") == b"ab"
+    assert destination.read("events", 1) == destination.read("sub/f") == b"b"
+    assert destination.read(CSV) == b"acc,loss,step\r\n,0,0\r\n,1,1\r\n1,,2\r\n"
+    assert destination.read("h.yaml") == b"h"
+    assert (destination.size("events"), destination.size("none"), destination.read("none")) == (2, None, b"")
+
+
+class WithoutAppend(MemoryFileSystem):  # type: ignore[misc]
+    """As some object stores are."""
+
+    protocol = "withoutappend"
+    fails_after_writing = False
+    refusals = 0
+
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        if mode == "ab":
+            WithoutAppend.refusals += 1
+            raise NotImplementedError("no append")
+        return super()._open(path, mode, *args, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, *args: Any, **kwargs: Any) -> None:
+        super().pipe_file(path, value, *args, **kwargs)
+        if WithoutAppend.fails_after_writing:
+            raise TimeoutError("no answer")
+
+
+@pytest.fixture
+def without_append(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    fsspec.register_implementation("withoutappend", WithoutAppend, clobber=True)
+    return "withoutappend://logs/version_0"
+
+
+def numbered(path: str) -> dict[str, bytes]:
+    destination = RemoteDestination(path)
+    return {name.rpartition("/")[2]: destination.read(name.rpartition("/")[2]) for name in MemoryFileSystem.store}
+
+
+def test_where_nothing_can_be_appended_files_are_numbered(without_append: str) -> None:
+    anchors: Anchors = {}
+    sink = FilesSink(RemoteDestination(without_append), anchors)
+    sink.deliver([appended("a")])
+    sink.deliver([appended("bc")])
+    FilesSink(RemoteDestination(without_append), anchors).deliver([appended("d")])
+    assert numbered(without_append) == {"events.1": b"a", "events.2": b"bc", "events.3": b"d"}
+    assert anchors == {"events": {"size": 4}}
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_numbered_file_that_was_written_in_spite_of_an_error_is_not_written_again(
+    without_append: str, crashes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchors: Anchors = {}
+    sink = FilesSink(RemoteDestination(without_append), anchors)
+    sink.deliver([appended("a")])
+    with monkeypatch.context() as patched:
+        patched.setattr(WithoutAppend, "fails_after_writing", True)
+        with pytest.raises(TimeoutError):
+            sink.deliver([appended("b")])
+    if crashes:
+        sink = FilesSink(RemoteDestination(without_append), anchors)
+    sink.deliver([appended("b"), appended("c")])
+    assert b"".join(data for _, data in sorted(numbered(without_append).items())) == b"abc"
+
+
+def test_numbered_files_are_not_looked_for_from_the_first_every_time(
+    without_append: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = RemoteDestination(without_append)
+    asked: list[str] = []
+
+    def exists(file_system: MemoryFileSystem, path: str) -> bool:
+        asked.append(path)
+        return path in file_system.store
+
+    monkeypatch.setattr(WithoutAppend, "exists", exists)
+    monkeypatch.setattr(WithoutAppend, "refusals", 0)
+    for _ in range(20):
+        destination.append("events", b"x")
+    assert len(asked) <= 40
+    assert WithoutAppend.refusals == 1
+    assert destination.size("events") == 20

@@ -1,0 +1,448 @@
+"""What is staged is read once and in order, whatever happens to the process or to its disk."""
+
+import errno
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.loggers import store as store_module
+from lightning_ncclsafe.loggers.frames import Frame, encode
+from lightning_ncclsafe.loggers.staging import Claim
+from lightning_ncclsafe.loggers.store import Portion, Store
+
+SIZE = len(encode(Frame(kind="append", file="f", body=b"0000", points=1)))
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two frames in each."""
+    monkeypatch.setattr(store_module, "_SEGMENT_BYTES", SIZE + 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "staging"
+
+
+class Disk:
+    """Takes so many bytes more, then it is full; for what is written with ``os.write``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free: float = float("inf")
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, handle: int, data: Any) -> int:
+        if self.free <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        # Some at a time, as a disk does that runs full.
+        written = self._write(handle, data[: int(min(self.free, 30))])
+        self.free -= written
+        return written
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def frame(number: int, keep: bool = False) -> Frame:
+    return Frame(kind="append", file="f", body=b"%04d" % number, points=1, keep=keep)
+
+
+def append(store: Store, *numbers: int, keep: bool = False) -> None:
+    for number in numbers:
+        store.append([frame(number, keep)])
+
+
+def numbers_of(portion: Portion | None) -> list[int]:
+    return [int(one.body) for one in portion.frames] if portion is not None else []
+
+
+def deliver(store: Store, portions: int = 10**9, most_bytes: int = 4 << 20) -> list[int]:
+    delivered: list[int] = []
+    while portions and (portion := store.read(most_bytes)) is not None:
+        delivered += numbers_of(portion)
+        store.release(portion)
+        portions -= 1
+    return delivered
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.frames"))
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_frames_come_in_order_over_many_segments(folder: Path) -> None:
+    store = Store(folder)
+    append(store, *range(9))
+    assert len(files(folder)) == 5
+    assert deliver(store) == list(range(9))
+    assert store.read() is None
+    assert files(folder) == []
+
+
+def test_frames_that_are_not_released_are_read_again_with_those_behind_them(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+    assert numbers_of(store.read()) == [0, 1]
+    append(store, 2)
+    assert numbers_of(store.read()) == [0, 1, 2]
+
+
+def test_what_is_appended_during_a_delivery_is_not_released_with_it(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0)
+    portion = store.read()
+    append(store, 1)
+    assert portion is not None
+    store.release(portion)
+    assert deliver(store) == [1]
+
+
+def test_about_as_much_is_read_as_was_asked_for(folder: Path) -> None:
+    store = Store(folder)
+    append(store, *range(5))
+    assert numbers_of(store.read(most_bytes=SIZE + 1)) == [0, 1]
+    assert deliver(store, most_bytes=1) == [0, 1, 2, 3, 4]
+
+
+def test_nothing_is_nothing(folder: Path) -> None:
+    store = Store(folder)
+    store.append([])
+    assert store.read() is None
+    assert store.pending_bytes == 0
+    assert files(folder) == []
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_what_waits_is_known_in_bytes(folder: Path) -> None:
+    store = Store(folder)
+    append(store, *range(4))
+    assert store.pending_bytes == 4 * SIZE
+    deliver(store, portions=1, most_bytes=1)
+    assert store.pending_bytes == 3 * SIZE
+    deliver(store)
+    assert store.pending_bytes == 0
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("delivered", range(8))
+def test_another_process_continues_exactly_behind_what_was_released(folder: Path, delivered: int) -> None:
+    crashed = Store(folder)
+    append(crashed, *range(7))
+    assert deliver(crashed, portions=delivered, most_bytes=1) == list(range(delivered))
+    crashed.read()
+    other = Store(folder)
+    assert other.pending_bytes == (7 - delivered) * SIZE
+    append(other, 7, 8, 9)
+    assert deliver(other) == list(range(delivered, 10))
+
+
+def test_anchors_are_those_of_the_last_release(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0)
+    portion = store.read()
+    store.anchors["f"] = {"size": 4}
+    assert Store(folder).anchors == {}
+    assert portion is not None
+    store.release(portion)
+    assert Store(folder).anchors == {"f": {"size": 4}}
+    store.anchors["g"] = {"size": 1}
+    store.note()
+    assert Store(folder).anchors == {"f": {"size": 4}, "g": {"size": 1}}
+
+
+def test_a_torn_tail_hides_nothing_but_itself(tmp_path: Path) -> None:
+    for cut in range(1, SIZE):
+        folder = tmp_path / str(cut)
+        append(Store(folder), 0, 1)
+        os.truncate(folder / "00000001.frames", SIZE + cut)
+        other = Store(folder)
+        append(other, 2)
+        assert deliver(other) == [0, 2], cut
+        assert (other.dropped_points, other.dropped_records) == (0, 1)
+        assert other.close()
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_segment_that_is_damaged_or_gone_is_left_behind_and_its_rest_is_counted(folder: Path) -> None:
+    store = Store(folder)
+    append(store, *range(6))
+    damaged = bytearray((folder / "00000001.frames").read_bytes())
+    damaged[-1] ^= 1
+    (folder / "00000001.frames").write_bytes(damaged)
+    (folder / "00000002.frames").unlink()
+    assert deliver(store) == [0, 4, 5]
+    assert store.dropped_records == 2
+    assert isinstance(store.fault, FileNotFoundError)
+
+
+def test_a_segment_that_cannot_be_opened_for_a_moment_is_not_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(folder)
+    append(store, 0)
+
+    def too_many(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", too_many)
+        with pytest.raises(OSError, match="Too many"):
+            store.read()
+        assert not store.drop_oldest()
+    assert deliver(store) == [0]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b'{"segment": "x", "released": 0}',
+        b'{"segment": null, "released": [], "anchors": []}',
+        b'{"segment": 1, "released": -5}',
+        b'{"segment": 1, "released": Infinity, "anchors": {"f": 5}}',
+        b'{"segment": -1, "released": 1.5, "anchors": null}',
+    ],
+)
+def test_damaged_notes_lose_nothing(folder: Path, damaged: bytes) -> None:
+    append(Store(folder), 0, 1)
+    (folder / "delivered.json").write_bytes(damaged)
+    other = Store(folder)
+    assert other.anchors == {}
+    assert deliver(other) == [0, 1]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_the_oldest_are_dropped_but_for_what_is_kept(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0)
+    append(store, 1, keep=True)
+    append(store, 2, 3, 4, 5)
+    assert store.drop_oldest()
+    assert store.drop_oldest()
+    assert store.dropped_points == 3
+    assert deliver(store) == [1, 4, 5]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_what_is_being_delivered_is_not_dropped(folder: Path) -> None:
+    store = Store(folder)
+    append(store, *range(4))
+    portion = store.read()
+    assert store.drop_oldest()
+    assert not store.drop_oldest()
+    assert (numbers_of(portion), numbers_of(store.read())) == ([0, 1], [0, 1])
+    assert deliver(store) == [0, 1]
+    assert store.dropped_points == 2
+
+
+def test_what_is_kept_alone_cannot_be_dropped(folder: Path) -> None:
+    store = Store(folder)
+    assert not store.drop_oldest()
+    append(store, 0, 1, keep=True)
+    assert not store.drop_oldest()
+    assert deliver(store) == [0, 1]
+
+
+def test_a_segment_is_dropped_behind_what_was_delivered_of_it(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+    append(store, 2, keep=True)
+    append(store, 3)
+    assert deliver(store, portions=1, most_bytes=1) == [0]
+    assert store.drop_oldest()
+    assert (store.dropped_points, store.pending_bytes) == (2, SIZE - 1)
+    append(store, 4)
+    # As a process would find it that takes over now, and as this one does.
+    assert numbers_of(Store(folder).read()) == [2, 4]
+    assert deliver(store) == [2, 4]
+
+
+def test_nothing_is_counted_as_dropped_that_could_not_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        assert not store.drop_oldest()
+    assert store.dropped_points == 0
+    assert deliver(store) == [0, 1]
+
+
+def test_a_damaged_segment_that_is_dropped_counts_as_one_record_more(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1, 2)
+    with open(folder / "00000001.frames", "r+b") as file:
+        file.seek(2 * SIZE - 1)
+        file.write(b"x")
+    assert store.drop_oldest()
+    assert (store.dropped_points, store.dropped_records) == (1, 1)
+    assert store.read() is None
+
+
+def test_counters_know_points_and_records(folder: Path) -> None:
+    store = Store(folder)
+    store.count_dropped(Frame(kind="append", file="f", body=b"", points=3, records=2))
+    store.count_dropped(Frame(kind="append", file="f", body=b"", points=1))
+    assert (store.dropped_points, store.dropped_records) == (4, 2)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_on_a_full_disk_frames_wait_in_memory_in_order(tmp_path: Path, disk: Disk) -> None:
+    for free in range(0, 4 * SIZE, 7):
+        folder = tmp_path / str(free)
+        store = Store(folder)
+        disk.free = free
+        append(store, *range(6))
+        assert isinstance(store.fault, OSError)
+        assert store.fault.errno == errno.ENOSPC
+        # All of what was written down is whole, and nothing of the rest is there.
+        assert sum(path.stat().st_size for path in folder.glob("*.frames")) == free // SIZE * SIZE
+        disk.free = float("inf")
+        append(store, 6)
+        assert deliver(store) == list(range(7)), free
+        assert (store.dropped_points, store.pending_bytes) == (0, 0)
+
+
+def test_when_the_disk_is_well_again_it_is_used_again(folder: Path, disk: Disk) -> None:
+    store = Store(folder)
+    disk.free = 0
+    append(store, 0)
+    disk.free = float("inf")
+    assert deliver(store) == [0]
+    append(store, 1)
+    assert store.fault is None
+    assert numbers_of(Store(folder).read()) == [1]
+    assert deliver(store) == [1]
+
+
+def test_memory_is_bounded_and_the_oldest_make_way_but_for_what_is_kept(folder: Path, disk: Disk) -> None:
+    store = Store(folder, spill_bytes=5 * 204)
+    disk.free = 0
+    append(store, 0, keep=True)
+    append(store, *range(1, 9))
+    assert store.pending_bytes <= 5 * 204
+    assert store.dropped_points == 4
+    assert deliver(store) == [0, 5, 6, 7, 8]
+
+
+def test_kept_frames_are_kept_beyond_the_bound(folder: Path, disk: Disk) -> None:
+    store = Store(folder, spill_bytes=1)
+    disk.free = 0
+    append(store, 0, 1, 2, keep=True)
+    append(store, 3)
+    assert store.dropped_points == 1
+    assert deliver(store) == [0, 1, 2]
+    assert store.pending_bytes == 0
+
+
+def test_frames_in_memory_that_are_being_delivered_are_not_dropped(folder: Path, disk: Disk) -> None:
+    store = Store(folder, spill_bytes=3 * 204)
+    disk.free = 0
+    append(store, 0, 1, 2)
+    portion = store.read()
+    append(store, 3, 4)
+    assert portion is not None
+    assert numbers_of(portion) == numbers_of(store.read())[:3] == [0, 1, 2]
+    store.release(portion)
+    assert store.dropped_points + len(deliver(store)) == 2
+    assert store.pending_bytes == 0
+
+
+def test_a_full_disk_notes_what_was_delivered_once_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_SEGMENT_BYTES", SIZE)
+    store = Store(folder)
+    append(store, 0, 1)
+    write_text = Path.write_text
+
+    def full_until_a_segment_is_gone(path: Path, text: str) -> int:
+        if (folder / "00000001.frames").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full_until_a_segment_is_gone)
+    store.anchors["f"] = {"size": 4}
+    deliver(store, portions=1)
+    other = Store(folder)
+    assert other.anchors == {"f": {"size": 4}}
+    assert deliver(other) == [1]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_only_this_user_may_read_what_is_staged(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0)
+    append(store, 1, keep=True)
+    append(store, 2)
+    assert store.drop_oldest()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    # One that was written again, and one that was not.
+    assert [stat.S_IMODE((folder / name).stat().st_mode) for name in files(folder)] == [0o600, 0o600]
+
+
+def test_a_folder_is_removed_when_all_is_delivered_and_stays_otherwise(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0)
+    assert not store.close()
+    other = Store(folder)
+    assert deliver(other) == [0]
+    assert other.close()
+    assert not folder.exists()
+
+
+def test_the_claim_is_given_up_with_the_store(folder: Path) -> None:
+    folder.mkdir()
+    store = Store(folder, claim=Claim(folder))
+    append(store, 0)
+    assert not Claim(folder).is_mine
+    store.close()
+    store.close()
+    again = Claim(folder)
+    assert again.is_mine
+    again.give_up()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Store(tmp_path / "file" / "staging")
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_threads_append_while_another_delivers(folder: Path) -> None:
+    store = Store(folder)
+    threads = [threading.Thread(target=append, args=(store, *range(first, first + 50))) for first in (0, 1000, 2000)]
+    for thread in threads:
+        thread.start()
+    delivered: list[int] = []
+    while len(delivered) < 150:
+        is_over = not any(thread.is_alive() for thread in threads)
+        delivered += deliver(store)
+        if is_over:
+            break
+    for thread in threads:
+        thread.join()
+    by_thread = [[number for number in delivered if number // 1000 == place] for place in range(3)]
+    assert by_thread == [list(range(first, first + 50)) for first in (0, 1000, 2000)]
+
+
+def test_what_is_noted_is_plain_json(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+    deliver(store, portions=1, most_bytes=1)
+    assert json.loads((folder / "delivered.json").read_text()) == {"segment": 1, "released": SIZE, "anchors": {}}

@@ -1,0 +1,325 @@
+"""Whole programs whose loggers are offloaded, and what is on storage after they were killed, failed or met a fault."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCENARIO = Path(__file__).with_name("logging_scenario.py")
+LOGGERS = ("tensorboard", "csv")
+TMPFS = ("mount", "-t", "tmpfs", "none", "/mnt")
+NAMESPACES = (("unshare", "--mount"), ("unshare", "--map-root-user", "--mount"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of ``logging_scenario.py`` that has ended.
+
+    Attributes:
+        folder: Where it has worked.
+        exit_code: Its exit code.
+        ended: When it ended, seconds since the epoch.
+        output: What it has printed.
+        logged: The steps that it had logged, each with the time when it knew that.
+    """
+
+    folder: Path
+    exit_code: int
+    ended: float
+    output: str
+    logged: dict[int, float]
+
+    def steps(self, logger: str, version: int = 0, logs: str = "logs") -> list[int]:
+        """The steps that are on storage, in the order in which they are there."""
+        points = read(self.folder / logs / logger / f"version_{version}", "value")
+        assert all(value == step for step, value in points), points
+        return [step for step, _ in points]
+
+    @property
+    def staged(self) -> list[Path]:
+        """What is in local staging."""
+        return sorted((self.folder / "staging").glob("*"))
+
+
+Cases = dict[str, Case]
+
+
+def run(folder: Path, *names: str, prefix: tuple[str, ...] = ()) -> Cases:
+    command = [*prefix, sys.executable, str(SCENARIO), str(folder), *names]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=45)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return {name: case_in(folder / name, **end) for name, end in json.loads(output.splitlines()[-1]).items()}
+
+
+def case_in(folder: Path, exit_code: int, ended: float) -> Case:
+    steps = folder / "steps.txt"
+    lines = [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
+    logged = {int(step): float(time) for step, time in lines}
+    return Case(folder, exit_code, ended, (folder / "output.txt").read_text(), logged)
+
+
+def read(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """The points of a tag in a directory of either logger, in the order in which they are there."""
+    if (folder / "metrics.csv").exists():
+        with (folder / "metrics.csv").open(newline="") as file:
+            return [(int(row["step"]), float(row[tag])) for row in csv.DictReader(file) if row[tag]]
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [(one.step, one.value) for one in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """Programs that ended too early for their storage.
+
+    Attributes:
+        first: How they ended.
+        before: What was on storage then, by case and logger.
+        again: The same, started once more, when nothing was wrong any more.
+    """
+
+    first: Cases
+    before: dict[tuple[str, str], list[int]]
+    again: Cases
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Crashed:
+    folder = tmp_path_factory.mktemp("crashed")
+    names = ("kill", "abort", "os-exit", "kill-stalled", "end-stalled")
+    first = run(folder, *names)
+    before = {(name, logger): first[name].steps(logger) for name in names for logger in LOGGERS}
+    for name in ("kill-stalled", "end-stalled"):
+        (folder / name / "stall").unlink()
+    return Crashed(first, before, run(folder, *names, "--again"))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    names = ("sigterm", "sigint", "raise", "sys-exit", "on-exception", "finalize", "no-versions", "no-logs")
+    more_names = ("no-staging-any-more", "child", "nested", "twice", "fit-test", "requeue")
+    return run(tmp_path_factory.mktemp("ended"), *names, *more_names)
+
+
+@pytest.fixture(scope="module")
+def on_small_disks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    for prefix in NAMESPACES:
+        with suppress(OSError):
+            if not subprocess.run([*prefix, *TMPFS], capture_output=True, timeout=10).returncode:
+                folder = tmp_path_factory.mktemp("small_disks")
+                return run(folder, "full-disk", "full-staging", "no-staging", prefix=prefix)
+    pytest.skip("no small disk can be mounted here: neither as root nor in a namespace of a user")
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return run(tmp_path_factory.mktemp("launched"), "spawn", "fork", "popen", "guard")
+
+
+def assert_complete(case: Case, last: int, *, exit_code: int = 0) -> None:
+    """Every step up to the last one is on storage, once, and nothing is left behind."""
+    assert case.exit_code == exit_code, case.output
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(last + 1)), (logger, case.output)
+    assert "left behind: []" in case.output
+
+
+def assert_at_most_the_last_second_is_missing(case: Case, steps: list[int]) -> None:
+    assert steps == list(range(len(steps))), "no gap, and nothing twice"
+    assert len(steps) > max(step for step, time in case.logged.items() if time < case.ended - 1.0)
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("kill", -signal.SIGKILL), ("abort", -signal.SIGABRT), ("os-exit", 5)])
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_process_that_dies_at_once_loses_at_most_its_last_second(
+    crashed: Crashed, name: str, exit_code: int, logger: str
+) -> None:
+    case, before, again = crashed.first[name], crashed.before[name, logger], crashed.again[name]
+    assert case.exit_code == exit_code, case.output
+    assert before == list(range(len(before))), "no gap, and nothing twice"
+    assert len(before) > 50, "storage was there"
+    assert_at_most_the_last_second_is_missing(case, again.steps(logger))
+    assert again.steps(logger, version=1) == list(range(20))
+    assert again.exit_code == 0
+    assert not again.staged
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_what_a_stalled_storage_never_got_is_there_after_the_next_start(crashed: Crashed, logger: str) -> None:
+    case, again = crashed.first["kill-stalled"], crashed.again["kill-stalled"]
+    assert case.exit_code == -signal.SIGKILL, case.output
+    assert crashed.before["kill-stalled", logger] == []
+    assert_at_most_the_last_second_is_missing(case, again.steps(logger))
+    assert again.steps(logger, version=1) == list(range(20))
+    assert not again.staged
+    assert again.output.count("recovered ") == len(LOGGERS), again.output
+
+
+def test_a_program_whose_storage_never_answers_ends_and_says_where_everything_waits(crashed: Crashed) -> None:
+    case, again = crashed.first["end-stalled"], crashed.again["end-stalled"]
+    assert case.exit_code == 0, case.output
+    assert case.ended - max(case.logged.values()) < 6
+    said = re.findall(r"wait in (\S+);", case.output)
+    assert len(said) == len(set(said)) == len(LOGGERS), case.output
+    for logger in LOGGERS:
+        assert crashed.before["end-stalled", logger] == []
+        assert again.steps(logger) == list(range(100))
+    assert all(f"folder=PosixPath('{folder}')" in again.output for folder in said), again.output
+    assert not again.staged
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "exit_code"), [("sigterm", 60, 0), ("sigint", 59, 1), ("raise", 59, 1), ("sys-exit", 59, 3)]
+)
+def test_all_that_was_logged_before_an_end_out_of_turn_is_on_storage(
+    ended: Cases, name: str, last: int, exit_code: int
+) -> None:
+    assert_complete(ended[name], last, exit_code=exit_code)
+
+
+def test_where_lightning_does_not_finalize_the_loggers_the_end_of_the_program_does(ended: Cases) -> None:
+    case = ended["on-exception"]
+    assert case.exit_code == 1, case.output
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(60)), case.output
+    assert not case.staged
+
+
+def test_a_logger_that_cannot_be_finalized_is_named_and_costs_the_others_nothing(ended: Cases) -> None:
+    assert_complete(ended["finalize"], 99)
+    assert ended["finalize"].output.count("finalize failed: RuntimeError('the server has said goodbye');") == 1
+
+
+@pytest.mark.parametrize("name", ["no-versions", "no-logs"])
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_directory_that_is_removed_is_made_again_and_later_points_are_there(
+    ended: Cases, name: str, logger: str
+) -> None:
+    case = ended[name]
+    assert case.exit_code == 0, case.output
+    steps = case.steps(logger)
+    assert steps == list(range(steps[0], 600)), "no gap"
+    assert 0 < steps[0] <= 350
+    assert "left behind: []" in case.output
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_staging_that_is_removed_costs_nothing_that_is_logged_later(ended: Cases, logger: str) -> None:
+    case = ended["no-staging-any-more"]
+    assert case.exit_code == 0, case.output
+    steps = case.steps(logger)
+    assert steps == sorted(set(steps)), "in order, and nothing twice"
+    assert set(range(350, 600)) <= set(steps)
+    assert "left behind: []" in case.output
+
+
+def test_a_child_that_ends_leaves_the_staging_of_its_parent_alone(ended: Cases) -> None:
+    case = ended["child"]
+    assert f"staging folders beside the child: {len(LOGGERS)}\n" in case.output
+    assert len(re.findall(r"Logger wrote \d+ points", case.output)) == len(LOGGERS), "only the parent says so"
+    assert_complete(case, 99)
+
+
+def test_nested_trainers_have_everything_each(ended: Cases) -> None:
+    case = ended["nested"]
+    assert_complete(case, 99)
+    for logger in LOGGERS:
+        assert case.steps(logger, logs="inner/logs") == list(range(30))
+    assert case.output.count("left behind: []") == 2
+
+
+def test_a_training_after_one_that_failed_in_the_same_process_has_everything(ended: Cases) -> None:
+    case = ended["twice"]
+    assert_complete(case, 29)
+    for logger in LOGGERS:
+        assert case.steps(logger, version=1) == list(range(100))
+    assert case.output.count("left behind: []") == 2
+
+
+def test_a_test_after_the_training_adds_to_the_same_files(ended: Cases) -> None:
+    case = ended["fit-test"]
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(100))
+        assert read(case.folder / "logs" / logger / "version_0", "tested") == [(100, 7.0)]
+
+
+def test_before_slurm_is_told_to_start_again_everything_is_on_storage(ended: Cases) -> None:
+    case = ended["requeue"]
+    assert (case.folder / "hpc_ckpt_1.ckpt").exists(), case.output
+    for logger in LOGGERS:
+        assert case.steps(logger, logs="seen") == list(range(60))
+    assert_complete(case, 99)
+
+
+def test_a_full_disk_is_said_once_and_costs_no_point_once_there_is_room(on_small_disks: Cases) -> None:
+    case = on_small_disks["full-disk"]
+    assert case.exit_code == 0, case.output
+    assert "made 500 steps, left behind: []" in case.output
+    for logger in LOGGERS:
+        assert case.steps(logger, logs="seen") == list(range(500)), case.output
+    said = re.findall(r"(\w+) cannot write to .*No space left on device.*training goes on", case.output)
+    assert sorted(said) == ["CSVLogger", "TensorBoardLogger"], case.output
+    assert len(re.findall(r"\d failures?, the last: .*No space left", case.output)) == len(LOGGERS), case.output
+
+
+def test_a_full_staging_disk_costs_no_point(on_small_disks: Cases) -> None:
+    case = on_small_disks["full-staging"]
+    assert case.exit_code == 0, case.output
+    assert "made 400 steps, left behind: ['filler']" in case.output
+    assert "left out" not in case.output
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(400)), case.output
+        assert (case.folder / "logs" / logger / "version_0" / "hparams.yaml").read_text() == "width: 2\n"
+
+
+def test_without_any_room_for_staging_loggers_write_themselves(on_small_disks: Cases) -> None:
+    case = on_small_disks["no-staging"]
+    assert case.exit_code == 0, case.output
+    assert "made 400 steps, left behind: ['filler']" in case.output
+    assert len(re.findall("the offload of .* is off, training goes on", case.output)) == len(LOGGERS)
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(400)), case.output
+
+
+@pytest.mark.parametrize("name", ["spawn", "fork", "popen"])
+def test_under_every_launcher_rank_0_stages_alone_and_everything_arrives(launched: Cases, name: str) -> None:
+    case = launched[name]
+    assert case.exit_code == 0, case.output
+    (said,) = re.findall(r"rank 0 is (\d+), staged by (.*)", case.output)
+    assert said[1] == f"['{said[0]}']"
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(100)), case.output
+    assert not case.staged
+    # Lightning leaves its variables, and a thread that watches its ranks.
+    (left,) = re.findall("left behind: (.*)", case.output)
+    assert "ncclsafe" not in left
+
+
+def test_when_the_guard_ends_the_run_everything_is_brought_to_storage_first(launched: Cases) -> None:
+    case = launched["guard"]
+    assert "the run cannot go on, it is ended" in case.output
+    assert case.exit_code not in (0, -signal.SIGALRM), case.output
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(60)), case.output
