@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
@@ -12,8 +13,8 @@ from lightning_ncclsafe.loggers.starting import start_offload, writes_on_this_ra
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
-# Loggers that a running Trainer has given to a LoggerOffload, by identity; on every rank, so that all raise alike.
-_taken: set[int] = set()
+# Loggers that are offloaded, and for which Trainer, by identity; on every rank, so that all raise alike.
+_taken: dict[int, int] = {}
 
 
 class LoggerOffload(Callback):
@@ -66,41 +67,50 @@ class LoggerOffload(Callback):
             finalize_s=seconds("finalize_timeout", finalize_timeout),
             staging_dir=Path(staging_dir) if staging_dir is not None else default_staging_dir(),
         )
-        self._offloads: list[Offload] = []
-        self._loggers: list[int] = []
+        # By the identity of the Trainer: one may run within another's hook.
+        self._offloads: dict[int, list[Offload]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts itself between the loggers and their callers."""
         loggers = list({id(logger): logger for logger in trainer.loggers}.values())
         for logger in loggers:
             if id(logger) in _taken:
-                raise ValueError(
-                    f"The {type(logger).__name__} of this Trainer is offloaded by another Trainer that still runs; "
-                    "give each Trainer a logger of its own."
-                )
-        self._loggers = [id(logger) for logger in loggers]
-        _taken.update(self._loggers)
+                raise ValueError(_already_offloaded(logger, by_this_trainer=_taken[id(logger)] == id(trainer)))
+        _taken.update((id(logger), id(trainer)) for logger in loggers)
+        offloads = self._offloads[id(trainer)] = []
         for logger in loggers:
             if writes_on_this_rank(logger):
                 try:
-                    self._offloads.append(start_offload(logger, self.settings))
+                    offloads.append(start_offload(logger, self.settings))
                 except Exception as error:
                     say_own_failure(error, what=f"the offload of {type(logger).__name__}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The Trainer finalizes its loggers next, for the last time."""
-        self._end()
+        self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The Trainer finalizes its loggers next, for the last time."""
-        self._end()
+        self._end(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a Trainer may be copied, or sent to another process."""
-        return {**vars(self), "_offloads": [], "_loggers": []}
+        return {**vars(self), "_offloads": {}}
 
-    def _end(self) -> None:
-        for offload in self._offloads:
+    def _end(self, trainer: Trainer) -> None:
+        if id(trainer) not in self._offloads:
+            return
+        for offload in self._offloads.pop(id(trainer)):
             offload.ending = True
-        _taken.difference_update(self._loggers)
-        self._offloads, self._loggers = [], []
+        for logger in [logger for logger, owner in _taken.items() if owner == id(trainer)]:
+            del _taken[logger]
+
+
+def _already_offloaded(logger: Logger, *, by_this_trainer: bool) -> str:
+    name = type(logger).__name__
+    if by_this_trainer:
+        return f"The {name} of this Trainer is offloaded by another LoggerOffload of it; give a Trainer one of them."
+    return (
+        f"The {name} of this Trainer is offloaded by another Trainer that still runs; give each Trainer a logger of "
+        "its own."
+    )

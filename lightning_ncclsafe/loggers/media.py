@@ -15,6 +15,10 @@ LARGE_BYTES = 1 << 16
 _END_S = 5.0
 
 
+class MediaProcessError(Exception):
+    """The process cannot be had, or cannot be sent this: the call has to be made here."""
+
+
 class MediaProcess:
     """Encodes the large calls of one thread in a process of low priority, which is started for the first of them.
 
@@ -32,19 +36,24 @@ class MediaProcess:
         """The events of one call; see :meth:`~lightning_ncclsafe.loggers.events.EventMaker.make`.
 
         Raises:
-            OSError: If the process has died.
+            MediaProcessError: If the process has died, or the arguments cannot be sent.
             Exception: What the call raised.
         """
         # Pickle is safe here: both ends of the pipe are ours. What cannot be pickled fails before anything is sent.
-        request = pickle.dumps((name, args, kwargs, created), protocol=5)
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
         try:
+            request = pickle.dumps((name, args, kwargs, created), protocol=5)
+        except Exception as error:
+            raise MediaProcessError(f"{name} cannot be sent: {error!r}") from error
+        try:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
             _send(process.stdin, request)
-            made: list[tuple[str, bytes]] | Exception = pickle.loads(_receive(process.stdout))
+            made: list[tuple[str, bytes]] | Exception | None = pickle.loads(_receive(process.stdout))
         except (OSError, EOFError) as error:
             self.close()
-            raise OSError(f"the process that encodes media has ended: {error!r}") from error
+            raise MediaProcessError(f"the process that encodes media has ended: {error!r}") from error
+        if made is None:
+            raise MediaProcessError(f"{name} cannot be read by another process")
         if isinstance(made, Exception):
             raise made
         return made
@@ -113,8 +122,14 @@ def _serve() -> None:
     logdir, settings = pickle.loads(_receive(requests))
     maker = EventMaker(logdir, **settings)
     while True:
-        name, args, kwargs, created = pickle.loads(_receive(requests))
-        made: list[tuple[str, bytes]] | Exception
+        request = _receive(requests)
+        made: list[tuple[str, bytes]] | Exception | None = None
+        try:
+            # Not of a class that only the user's own program has.
+            name, args, kwargs, created = pickle.loads(request)
+        except Exception:
+            _send(answers, pickle.dumps(made))
+            continue
         try:
             made = maker.make(name, args, kwargs, created)
         except Exception as error:

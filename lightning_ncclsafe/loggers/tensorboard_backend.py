@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name,
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Call
-from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess
+from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
@@ -227,7 +228,8 @@ class TensorBoardBackend:
             return self._in_line.make(call.name, call.args, call.kwargs, call.created)
         if call.data_bytes >= LARGE_BYTES:
             args, kwargs = _on_cpu(call.args), _on_cpu(call.kwargs)
-            return self._process.make(call.name, args, kwargs, call.created)
+            with suppress(MediaProcessError):
+                return self._process.make(call.name, args, kwargs, call.created)
         return self._aside.make(call.name, call.args, call.kwargs, call.created)
 
     def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[Frame]:

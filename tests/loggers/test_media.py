@@ -1,0 +1,76 @@
+"""The process that encodes media: what it makes, and what becomes of calls that it cannot make."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+
+from lightning_ncclsafe.loggers.events import EventMaker
+from lightning_ncclsafe.loggers.media import MediaProcess, MediaProcessError
+
+IMAGE = np.zeros((3, 8, 8), dtype=np.float32)
+
+
+class OnlyHere:
+    """The other process does not find its module."""
+
+    __module__ = "__main__"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaProcess]:
+    process = MediaProcess(str(tmp_path_factory.mktemp("logs")), {"default_bins": [0.0, 1.0]})
+    yield process
+    process.close()
+
+
+def test_it_makes_what_would_be_made_here(process: MediaProcess, tmp_path: Path) -> None:
+    [(_, made)] = process.make("add_image", ("image", IMAGE, 7), {}, 12.5)
+    [(_, here)] = EventMaker(str(tmp_path)).make("add_image", ("image", IMAGE, 7), {}, 12.5)
+    assert Event.FromString(made) == Event.FromString(here)
+    assert (Event.FromString(made).step, Event.FromString(made).wall_time) == (7, 12.5)
+
+
+def test_what_a_call_raises_is_raised_here(process: MediaProcess) -> None:
+    with pytest.raises(AssertionError, match="size of input tensor"):
+        process.make("add_image", ("image", IMAGE, 7), {"dataformats": "HW"}, 0.0)
+    assert process.make("add_image", ("image", IMAGE, 7), {}, 0.0)
+
+
+@pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["not to be sent", "not to be read there"])
+def test_what_it_cannot_be_given_is_said_and_it_lives_on(
+    process: MediaProcess, argument: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import __main__
+
+    monkeypatch.setattr(__main__, "OnlyHere", OnlyHere, raising=False)
+    assert process._process is not None or process.make("add_text", ("t", "x"), {}, 0.0)
+    before = process._process
+    with pytest.raises(MediaProcessError, match="cannot be"):
+        process.make("add_text", ("t", argument), {}, 0.0)
+    assert process._process is before
+
+
+def test_when_it_is_killed_the_next_call_has_a_new_one(process: MediaProcess) -> None:
+    process.make("add_text", ("t", "x"), {}, 0.0)
+    killed = process._process
+    assert killed is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    with pytest.raises(MediaProcessError, match="has ended"):
+        process.make("add_text", ("t", "x"), {}, 0.0)
+    assert killed.returncode == -signal.SIGKILL
+    assert process.make("add_text", ("t", "x"), {}, 0.0)
+
+
+def test_closing_leaves_no_process(tmp_path: Path) -> None:
+    process = MediaProcess(str(tmp_path), {})
+    process.make("add_text", ("t", "x"), {}, 0.0)
+    child = process._process
+    assert child is not None
+    process.close()
+    process.close()
+    assert child.returncode == 0
