@@ -17,6 +17,8 @@ EXIT_CODE = 124
 ABORT_GRACE_S = 10.0
 # What the process that hosts the store gives the others to leave before it.
 _OTHERS_LEAVE_S = 3.0
+# What loggers' storage is given; what it does not take then stays in local staging.
+_LOGS_S = 5.0
 _POLL_S = 0.02
 _FINISH_POLL_S = 0.01
 
@@ -27,6 +29,7 @@ def end_run(
     rank: int,
     world_size: int,
     main_thread_left: threading.Event,
+    write_logs: Callable[[float], None],
     before_exit: Callable[[], None],
 ) -> None:
     """Ends this rank's part of the run, from a side thread.
@@ -39,6 +42,7 @@ def end_run(
         rank: This rank.
         world_size: Number of ranks.
         main_thread_left: Set once the main thread has left the Trainer's function.
+        write_logs: Brings what loggers were given to storage, within so many seconds.
         before_exit: What is left to do for this process before it exits; its failure is ignored.
     """
     if _torch.groups_can_be_aborted():
@@ -46,6 +50,7 @@ def end_run(
         threading.Thread(target=_torch.abort_groups, name="ncclsafe-abort", daemon=True).start()
         if main_thread_left.wait(ABORT_GRACE_S):
             return
+    _write_logs(exchange, rank, write_logs)
     say_goodbye(exchange, rank)
     if _torch.hosts_store(rank):
         wait_for_others(exchange, rank, world_size)
@@ -55,6 +60,18 @@ def end_run(
         with suppress(Exception):
             stream.flush()
     os._exit(EXIT_CODE)
+
+
+def _write_logs(exchange: Exchange, rank: int, write: Callable[[float], None]) -> None:
+    """Nobody leaves before rank 0, which has the loggers, has written: launchers end the others with the first."""
+    deadline = time.monotonic() + _LOGS_S
+    with suppress(Exception):
+        write(_LOGS_S)
+    with suppress(ExchangeError):
+        if rank == 0:
+            exchange.set("logs are written", b"")
+        while rank and time.monotonic() < deadline and not exchange.get_many(["logs are written"]):
+            time.sleep(_POLL_S)
 
 
 def stay_until_all_finished(exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool]) -> None:

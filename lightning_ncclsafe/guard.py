@@ -69,7 +69,8 @@ class Guard:
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
         probe: Sees this rank.
-        before_exit: What is left to do before this process has to exit.
+        write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
+        before_exit: What else is left to do then.
         say: Prints one or more lines to the user.
     """
 
@@ -81,6 +82,7 @@ class Guard:
         report_dir: Path,
         exchange: Exchange,
         probe: RankProbe,
+        write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
@@ -90,6 +92,7 @@ class Guard:
         self._next_exchange: Exchange | None = None
         self._log = RoundLog(exchange, not_before_ns=int(probe.card.started * 1e9))
         self._probe = probe
+        self._write_logs = write_logs
         self._before_exit = before_exit
         self._say = say
         self._patience = Patience(limits)
@@ -352,6 +355,7 @@ class Guard:
                 rank=self._place.rank,
                 world_size=self._place.world_size,
                 main_thread_left=self._main_thread_left,
+                write_logs=self._write_logs,
                 before_exit=self._before_exit,
             )
 

@@ -14,7 +14,8 @@ class LoggerFacts:
         records: Everything else written: media, texts, hyperparameters.
         thinned: Points left out, others standing for them.
         dropped: Points and records dropped over a limit.
-        pending_bytes: Bytes that wait in memory and in local staging.
+        memory_bytes: About how much waits in memory, to be staged.
+        staged_bytes: How much waits in local staging, to be written.
         writing_s: For how long the write that is going on has waited for the storage, seconds; 0 if there is none.
         longest_write_s: The longest write that has ended, seconds.
         waited_s: For how long training has waited for this logger in total, seconds.
@@ -30,7 +31,8 @@ class LoggerFacts:
     records: int = 0
     thinned: int = 0
     dropped: int = 0
-    pending_bytes: int = 0
+    memory_bytes: int = 0
+    staged_bytes: int = 0
     writing_s: float = 0.0
     longest_write_s: float = 0.0
     waited_s: float = 0.0

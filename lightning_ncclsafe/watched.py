@@ -10,7 +10,6 @@ import socket
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.presenting import Presenter
-from lightning_ncclsafe.loggers.offload import drain_all, live_facts
+from lightning_ncclsafe.loggers.live import drain_all, live_facts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
@@ -40,9 +39,6 @@ T = TypeVar("T")
 
 # How long ranks wait for one another's loaders after the guard has looked at what holds them up.
 _PRESENT_S = 30.0
-
-# What storage is given before a run that cannot go on is ended; what it does not take then stays staged.
-_DRAIN_S = 5.0
 
 # What torchrun and SLURM call a start of a job, so that a restart on the same port is not taken for the one before.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
@@ -134,7 +130,8 @@ class WatchedCall:
                 trainer=self.trainer_probe,
                 loggers=live_facts,
             ),
-            before_exit=partial(_before_exit, strategy),
+            write_logs=drain_all,
+            before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
         )
         self._guard.start()
 
@@ -218,13 +215,6 @@ class WatchedCall:
                 with suppress(Exception):
                     guard.close()
             return None
-
-
-def _before_exit(strategy: Any) -> None:
-    """What loggers were given is brought to storage; then the processes end that this one launched."""
-    drain_all(_DRAIN_S)
-    if strategy.launcher is not None:
-        strategy.launcher.kill(signal.SIGKILL)
 
 
 def _name_of_run(store: Exchange) -> str:

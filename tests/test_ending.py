@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -33,8 +34,14 @@ def end(
     *, rank: int = 1, left: threading.Event | None = None, kill: Callable[[], None] = lambda: None
 ) -> MemoryExchange:
     exchange = MemoryExchange()
+    exchange.set("logs are written", b"")
     ending.end_run(
-        exchange=exchange, rank=rank, world_size=2, main_thread_left=left or threading.Event(), before_exit=kill
+        exchange=exchange,
+        rank=rank,
+        world_size=2,
+        main_thread_left=left or threading.Event(),
+        write_logs=lambda _: None,
+        before_exit=kill,
     )
     return exchange
 
@@ -86,9 +93,50 @@ def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:
             rank=0,
             world_size=2,
             main_thread_left=threading.Event(),
+            write_logs=lambda _: None,
             before_exit=lambda: None,
         )
     assert events == ["other left", f"exit {ending.EXIT_CODE}"]
+
+
+def test_nobody_leaves_before_rank_0_has_written_its_logs(events: list[str]) -> None:
+    shared = SharedMemory()
+
+    def write(_: float) -> None:
+        events.append("written")
+
+    def end(rank: int) -> None:
+        with suppress(Exited):
+            ending.end_run(
+                exchange=MemoryExchange(shared),
+                rank=rank,
+                world_size=2,
+                main_thread_left=threading.Event(),
+                write_logs=write if rank == 0 else lambda _: None,
+                before_exit=lambda: events.append(f"rank {rank} leaves"),
+            )
+
+    late = threading.Timer(0.1, end, args=(0,))
+    late.start()
+    end(1)
+    late.join()
+    assert events[:2] == ["written", "rank 1 leaves"]
+
+
+def test_a_rank_0_that_does_not_write_is_not_waited_for_long(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_LOGS_S", 0.1)
+    with pytest.raises(Exited):
+        ending.end_run(
+            exchange=MemoryExchange(),
+            rank=1,
+            world_size=2,
+            main_thread_left=threading.Event(),
+            write_logs=lambda _: None,
+            before_exit=lambda: None,
+        )
+    assert events == [f"exit {ending.EXIT_CODE}"]
 
 
 def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -> None:

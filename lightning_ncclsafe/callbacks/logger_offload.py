@@ -68,7 +68,7 @@ class LoggerOffload(Callback):
             staging_dir=Path(staging_dir) if staging_dir is not None else default_staging_dir(),
         )
         # By the identity of the Trainer: one may run within another's hook.
-        self._offloads: dict[int, list[Offload]] = {}
+        self._offloads: dict[int, list[tuple[Logger, Offload]]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts itself between the loggers and their callers."""
@@ -81,7 +81,7 @@ class LoggerOffload(Callback):
         for logger in loggers:
             if writes_on_this_rank(logger):
                 try:
-                    offloads.append(start_offload(logger, self.settings))
+                    offloads.append((logger, start_offload(logger, self.settings)))
                 except Exception as error:
                     say_own_failure(error, what=f"the offload of {type(logger).__name__}")
 
@@ -100,10 +100,13 @@ class LoggerOffload(Callback):
     def _end(self, trainer: Trainer) -> None:
         if id(trainer) not in self._offloads:
             return
-        for offload in self._offloads.pop(id(trainer)):
+        for logger, offload in self._offloads.pop(id(trainer)):
             offload.ending = True
-        for logger in [logger for logger, owner in _taken.items() if owner == id(trainer)]:
-            del _taken[logger]
+            # The Trainer has others by now, and finalizes only those.
+            if not any(logger is other for other in trainer.loggers):
+                offload.close()
+        for taken in [taken for taken, owner in _taken.items() if owner == id(trainer)]:
+            del _taken[taken]
 
 
 def _already_offloaded(logger: Logger, *, by_this_trainer: bool) -> str:

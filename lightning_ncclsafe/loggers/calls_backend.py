@@ -1,6 +1,7 @@
 """Any other logger: its own methods are called, in order, by the thread that delivers."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_ncclsafe.loggers.backend import Replacements
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.methods import ReplacedMethod
 
 LOG_METRICS = "log_metrics"
 
@@ -34,7 +35,8 @@ _KEPT = {"log_param", "log_parameter", "log_parameters", "set_tag", "log_other",
 # An error that trying again does not mend is tried so often all the same: servers, too, answer nonsense for a while.
 _ATTEMPTS = 3
 _NUMBERS = (bool, int, float)
-_PERMANENT = (TypeError, ValueError, KeyError, AttributeError, AssertionError)
+# What libraries that have exceptions of their own call those of the way to the server.
+_PASSING = re.compile("connect|timeout|comm|network|unavailable|retr", re.IGNORECASE)
 
 
 class CallsBackend:
@@ -60,7 +62,8 @@ class CallsBackend:
         # Calls whose arguments cannot be written down as they are, by number; and whether a likeness was.
         self._objects: dict[int, tuple[Call, bool]] = {}
         self._lock = threading.Lock()
-        self._replaced: list[ReplacedMethod] = []
+        self._of_logger = Replacements()
+        self._of_experiment = Replacements()
         self._methods: dict[str, Callable[..., Any]] = {}
         self._save_is_asked = False
         self.path = str(getattr(logger, "save_dir", None) or "")
@@ -74,32 +77,28 @@ class CallsBackend:
         """Replaces the logger's methods, and of its experiment those that return nothing."""
         self._offload = offload
         logger, experiment = self._logger, self._experiment
-        self._methods = {name: getattr(logger, name) for name in (LOG_METRICS, "save")}
-        self._replaced = [
-            ReplacedMethod(logger, LOG_METRICS, self._log_metrics),
-            ReplacedMethod(logger, "save", self._ask_save),
-            ReplacedMethod(logger, "finalize", offload.finalize),
-        ]
+        methods, replace = self._methods, self._of_logger.replace
+        methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
+        methods["save"] = replace(logger, "save", self._ask_save)
+        replace(logger, "finalize", offload.finalize)
         if experiment is None:
-            self._methods["log_hyperparams"] = logger.log_hyperparams
             call = partial(self._queue, "log_hyperparams", True)
-            self._replaced.append(ReplacedMethod(logger, "log_hyperparams", call))
+            methods["log_hyperparams"] = replace(logger, "log_hyperparams", call)
             return
         package = _package(experiment)
         for name in (name for name in _QUEUED[package] if hasattr(experiment, name)):
             # A logger's own method may have the same name.
             key = f"experiment.{name}"
-            self._methods[key] = getattr(experiment, name)
             call = partial(self._queue, key, name in _KEPT)
-            self._replaced.append(ReplacedMethod(experiment, name, call))
+            methods[key] = self._of_experiment.replace(experiment, name, call)
         for name in (name for name in _LAST[package] if hasattr(experiment, name)):
-            call = partial(self._end, getattr(experiment, name))
-            self._replaced.append(ReplacedMethod(experiment, name, call))
+            self._of_experiment.replace(experiment, name, partial(self._end, getattr(experiment, name)))
 
     def detach(self) -> None:
-        """The logger is as it was."""
-        for replaced in reversed(self._replaced):
-            replaced.remove()
+        """The logger's methods are its own again; through those of its experiment, what waits is still delivered."""
+        self._of_logger.undo()
+        if not self._offload.is_closed:
+            self._of_experiment.undo()
 
     def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
         """One call each, written down in full."""
@@ -151,6 +150,10 @@ class CallsBackend:
         self._save()
         type(self._logger).finalize(self._logger, status)
 
+    def close(self) -> None:
+        """The methods of its experiment are its own again."""
+        self._of_experiment.undo()
+
     def _done(self, frames: Sequence[Frame]) -> None:
         self._delivered = _number(frames[-1])
         with self._lock:
@@ -164,7 +167,7 @@ class CallsBackend:
             self._attempts += 1
             if not is_permanent(error) or self._attempts < _ATTEMPTS:
                 raise
-            self._offload.lose(frame.file, error)
+            self._offload.refuse(frame.file, error, points=frame.points, records=frame.records)
         self._attempts = 0
 
     def _make(self, frame: Frame) -> None:
@@ -194,7 +197,8 @@ class CallsBackend:
                 dropped, is_written = self._objects.pop(old)
                 held -= dropped.data_bytes
                 if not is_written:
-                    self._offload.count_dropped()
+                    error = MemoryError(f"more than {self._limit_bytes} bytes of arguments wait in memory")
+                    self._offload.refuse(dropped.name, error, records=1)
 
     def _log_metrics(self, *args: Any, **kwargs: Any) -> None:
         scalars = None if self._offload.is_own_thread else _scalars(args, kwargs)
@@ -218,7 +222,8 @@ class CallsBackend:
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         # What MLFlow is asked to do on its own threads returns a future.
-        if self._offload.is_own_thread or kwargs.get("synchronous") is False:
+        is_not_ours = self._offload.is_own_thread or self._offload.is_closed
+        if is_not_ours or kwargs.get("synchronous") is False:
             return self._methods[name](*args, **kwargs)
         copied = Copied()
         call = Call(
@@ -249,7 +254,17 @@ def _package(experiment: Any) -> str:
 
 def is_permanent(error: Exception) -> bool:
     """Whether trying again cannot mend it."""
-    return isinstance(error, _PERMANENT) or str(getattr(error, "error_code", "")).startswith("INVALID")
+    code = str(getattr(error, "error_code", ""))
+    if code.startswith("INVALID"):
+        return True
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(cause, "status_code", None) or getattr(getattr(cause, "response", None), "status_code", None)
+        is_of_server = isinstance(status, int) and (status >= 500 or status in (408, 429))
+        if isinstance(cause, OSError) or is_of_server or _PASSING.search(type(cause).__name__):
+            return False
+        cause = cause.__cause__ or cause.__context__
+    return not code.startswith(("INTERNAL", "TEMPORARILY", "RESOURCE_EXHAUSTED"))
 
 
 def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_ncclsafe.loggers.backend import Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
@@ -19,7 +20,6 @@ from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.methods import ReplacedMethod
 
 _ROW = "log_metrics"
 _HPARAMS = "hparams.yaml"
@@ -41,28 +41,28 @@ class CSVBackend:
         self._to_yaml = to_yaml
         self._file = os.path.basename(str(self._writer.metrics_file_path))
         self._collecting = Collecting()
-        self._replaced: list[ReplacedMethod] = []
+        self._replacements = Replacements()
         self.path = str(self._writer.log_dir)
-        self.sink = FilesSink(open_destination(self.path), store.anchors, store.note)
+        self.sink = FilesSink(open_destination(self.path), store.anchors, store.note, reject=self._reject)
 
     def attach(self, offload: Offload) -> None:
         """Replaces the writer's methods; what it has not saved yet, it saves first."""
         self._offload = offload
         self._writer.save()
-        logger, writer = self._logger, self._writer
-        self._replaced = [
-            ReplacedMethod(writer, "log_metrics", self._log_row),
-            ReplacedMethod(writer, "log_hparams", self._log_hparams),
-            ReplacedMethod(writer, "save", self._forget_rows),
-            ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, logger.log_metrics)),
-            ReplacedMethod(logger, "finalize", offload.finalize),
-        ]
+        logger, writer, replace = self._logger, self._writer, self._replacements.replace
+        replace(writer, "log_metrics", self._log_row)
+        replace(writer, "log_hparams", self._log_hparams)
+        replace(writer, "save", self._forget_rows)
+        replace(logger, "log_metrics", partial(self._log_metrics, logger.log_metrics))
+        replace(logger, "finalize", offload.finalize)
 
     def detach(self) -> None:
-        """The logger is as it was, and knows the columns that the file has by now."""
-        for replaced in reversed(self._replaced):
-            replaced.remove()
+        """The logger's methods are its own again."""
+        self._replacements.undo()
         self._writer.metrics.clear()
+
+    def close(self) -> None:
+        """The logger learns which columns the file has by now."""
         header = self._store.anchors.get(self._file, {}).get("header")
         if header:
             self._writer.metrics_keys = list(header)
@@ -83,6 +83,10 @@ class CSVBackend:
     def finalize(self, status: str) -> None:
         """The logger's own."""
         type(self._logger).finalize(self._logger, status)
+
+    def _reject(self, frames: Sequence[Frame], error: Exception) -> None:
+        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
+        self._offload.refuse(frames[0].file, error, points=points, records=records)
 
     def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._collecting.scalars() as collected:

@@ -1,19 +1,25 @@
 """The thread that brings staged frames to a logger's storage or server, however long that takes to answer."""
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.store import Store
 
-# Between two deliveries passes at least this many times what the last one took, so that a storage is not kept busy.
+# Between two deliveries passes at least this many times what the last write took: a storage is not kept busy.
 _PACE_TIMES = 4.0
 _LONGEST_PACE_S = 30.0
+# A backlog goes in one row of writes; the pause is for those who log little by little.
 _MOST_PORTIONS = 32
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
+# A job whose error trying again hardly mends is tried so often all the same.
+_ATTEMPTS = 3
+_LASTING = {errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 
 
 class Sink(Protocol):
@@ -30,6 +36,13 @@ class Sink(Protocol):
         """
 
 
+@dataclass(slots=True)
+class _Job:
+    call: Callable[[], None]
+    data_bytes: int
+    attempts: int = 0
+
+
 class Delivery:
     """Delivers what a store holds, in the background. A fault is tried again, later each time, for as long as it lasts.
 
@@ -39,11 +52,12 @@ class Delivery:
         name: Whose it is, for the thread's name.
         on_fault: Told of the first error of each row of failures.
         on_lost: Told of a job that cannot be done, however often it is tried.
+        after: What has to be set before the first delivery: somebody else's rest for the same files comes first.
 
     Attributes:
         points: Points delivered.
         records: Everything else delivered.
-        longest_write_s: The longest delivery that has ended, seconds.
+        longest_write_s: The longest write that has ended, seconds.
         faults: Deliveries that failed.
         last_fault: The last of these errors.
     """
@@ -56,6 +70,7 @@ class Delivery:
         name: str,
         on_fault: Callable[[Exception], None],
         on_lost: Callable[[Exception], None] = lambda _: None,
+        after: threading.Event | None = None,
     ) -> None:
         self.points = 0
         self.records = 0
@@ -66,11 +81,13 @@ class Delivery:
         self._sink = sink
         self._on_fault = on_fault
         self._on_lost = on_lost
-        self._jobs: list[Callable[[], None]] = []
+        self._after = after
+        self._jobs: list[_Job] = []
         self._retry_s = 0.0
         self._next_s = 0.0
+        self._last_write_s = 0.0
         self._since_s: float | None = None
-        self._then: Callable[[], None] | None = None
+        self._is_busy = False
         self._hurried = False
         self._closed = False
         self._changed = threading.Condition()
@@ -80,36 +97,45 @@ class Delivery:
 
     @property
     def writing_s(self) -> float:
-        """For how long the delivery that is going on has waited for the storage; 0 if there is none."""
+        """For how long the write that is going on has waited for the storage; 0 if there is none."""
         since = self._since_s
         return time.monotonic() - since if since is not None else 0.0
+
+    @property
+    def jobs_bytes(self) -> int:
+        """How much memory the arguments of the jobs hold that wait."""
+        return sum(job.data_bytes for job in list(self._jobs))
 
     def wake(self) -> None:
         """There is something to deliver."""
         with self._changed:
             self._changed.notify_all()
 
-    def add_job(self, job: Callable[[], None]) -> None:
-        """Something that is to be done on this thread, as it touches the storage itself; once, if it still waits."""
+    def add_job(self, call: Callable[[], None], data_bytes: int = 0) -> None:
+        """Something that is to be done on this thread, as it touches the storage itself; once, if it still waits.
+
+        Args:
+            call: What is to be done.
+            data_bytes: How much memory its arguments hold.
+        """
         with self._changed:
-            if job not in self._jobs:
-                self._jobs.append(job)
+            if not any(job.call == call for job in self._jobs):
+                self._jobs.append(_Job(call, data_bytes))
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Delivers everything without a pause, until a flush has ended."""
+        with self._changed:
+            self._hurried, self._next_s = True, 0.0
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> bool:
         """Delivers everything now; False at the deadline (seconds of the monotonic clock)."""
+        self.hurry()
         with self._changed:
-            self._hurried, self._next_s = True, 0.0
-            self._changed.notify_all()
             is_done = self._changed.wait_for(self._is_idle, max(deadline - time.monotonic(), 0.0))
             self._hurried = False
         return is_done
-
-    def when_idle(self, act: Callable[[], None]) -> None:
-        """Does something, on this thread, as soon as everything has been delivered."""
-        with self._changed:
-            self._then = act
-            self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds that only deliveries, or the end, bring about."""
@@ -125,19 +151,17 @@ class Delivery:
             self._thread.join(1.0)
 
     def _run(self) -> None:
+        if self._after is not None:
+            self._after.wait()
         while self._wait_for_work():
-            self._since_s = began = time.monotonic()
             try:
                 self._deliver()
                 self._retry_s = 0.0
             except Exception as error:
                 self._failed(error)
-            finally:
-                self._since_s = None
-            took = time.monotonic() - began
-            self.longest_write_s = max(self.longest_write_s, took)
-            pace_s = self._retry_s or min(max(self._sink.pace_s, _PACE_TIMES * took), _LONGEST_PACE_S)
+            pace_s = self._retry_s or min(max(self._sink.pace_s, _PACE_TIMES * self._last_write_s), _LONGEST_PACE_S)
             with self._changed:
+                self._is_busy = False
                 if self._hurried:
                     pace_s = _FIRST_RETRY_S if self._retry_s else 0.0
                 self._next_s = time.monotonic() + pace_s
@@ -148,43 +172,59 @@ class Delivery:
             while not self._closed:
                 if self._is_idle():
                     self._changed.notify_all()
-                    if self._then is not None:
-                        break
                     self._changed.wait()
                     continue
                 wait_s = self._next_s - time.monotonic()
                 if wait_s <= 0:
+                    self._is_busy = True
                     return True
                 self._changed.wait(wait_s)
-        if self._then is not None and not self._closed:
-            self._then()
-        return False
+            return False
 
     def _is_idle(self) -> bool:
-        return self._since_s is None and not self._jobs and not self._store.pending_bytes
+        return not self._is_busy and not self._jobs and not self._store.pending_bytes
 
     def _deliver(self) -> None:
-        while self._jobs:
-            job = self._jobs.pop(0)
-            try:
-                job()
-            except OSError:
-                with self._changed:
-                    # Unless it has been asked for again in the meantime.
-                    self._jobs[:0] = [] if job in self._jobs else [job]
-                raise
-            except Exception as error:
-                # Not the storage's fault; what waits behind it is not to wait for ever.
-                self._on_lost(error)
-        # A backlog goes in one row of writes; the pause is for those who log little by little.
         for _ in range(_MOST_PORTIONS):
             portion = self._store.read()
             if portion is None:
-                return
-            self._sink.deliver(portion.frames)
+                break
+            frames = portion.frames
+            self._timed(lambda frames=frames: self._sink.deliver(frames))  # type: ignore[misc]
             self._store.release(portion)
-            self.points += sum(frame.points for frame in portion.frames)
-            self.records += sum(frame.records for frame in portion.frames)
+            self.points += sum(frame.points for frame in frames)
+            self.records += sum(frame.records for frame in frames)
+            # Somebody may wait for room.
+            self.wake()
+        while self._jobs:
+            self._do(self._jobs[0])
+
+    def _do(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.remove(job)
+        try:
+            self._timed(job.call)
+        except Exception as error:
+            job.attempts += 1
+            is_tried = isinstance(error, OSError) and (error.errno not in _LASTING or job.attempts < _ATTEMPTS)
+            if not is_tried:
+                # What waits behind it is not to wait for ever.
+                self._on_lost(error)
+                return
+            with self._changed:
+                # Unless it has been asked for again in the meantime.
+                if not any(other.call == job.call for other in self._jobs):
+                    self._jobs.insert(0, job)
+            raise
+
+    def _timed(self, act: Callable[[], None]) -> None:
+        self._since_s = began = time.monotonic()
+        try:
+            act()
+        finally:
+            self._since_s = None
+            self._last_write_s = time.monotonic() - began
+            self.longest_write_s = max(self.longest_write_s, self._last_write_s)
 
     def _failed(self, error: Exception) -> None:
         self.faults += 1

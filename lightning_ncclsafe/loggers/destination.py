@@ -12,10 +12,12 @@ class Destination(Protocol):
     Attributes:
         path: The directory, as the user knows it.
         pace_s: How often it is to be written to at most: what passes between two writes, seconds.
+        appends: Whether what is appended to a file can be read from that file afterwards.
     """
 
     path: str
     pace_s: float
+    appends: bool
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -44,6 +46,7 @@ class LocalDestination:
     """
 
     pace_s = 1.0
+    appends = True
 
     def __init__(self, path: str, device: int | None = None) -> None:
         self.path = path
@@ -115,6 +118,8 @@ class RemoteDestination:
 
     # An append may mean a new object, or that the whole object is sent again.
     pace_s = 10.0
+    # Not of every file system, and which ones do is known only once something has been appended.
+    appends = False
 
     def __init__(self, path: str) -> None:
         from fsspec.core import url_to_fs
@@ -122,7 +127,7 @@ class RemoteDestination:
         self.path = path
         self._fs: Any
         self._fs, self._root = url_to_fs(path)
-        self._appends = True
+        self._tries_append = True
         # The last of each file's numbered ones.
         self._numbers: dict[str, int] = {}
 
@@ -138,14 +143,14 @@ class RemoteDestination:
 
     def append(self, file: str, data: bytes) -> None:
         """Appends, or writes the next numbered file."""
-        if self._appends:
+        if self._tries_append:
             try:
                 self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
                 with self._fs.open(self._name(file), "ab") as opened:
                     opened.write(data)
                 return
             except (NotImplementedError, ValueError):
-                self._appends = False
+                self._tries_append = False
         # Asked for even after a failure: it may have been written all the same.
         number = self._numbers.get(file, 1)
         while self._fs.exists(self._name(f"{file}.{number}")):

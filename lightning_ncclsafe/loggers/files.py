@@ -1,9 +1,13 @@
 """Delivers staged frames to the files of a directory, each exactly once, whatever was interrupted when."""
 
 import csv
+import errno
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,6 +16,14 @@ from lightning_ncclsafe.loggers.destination import Destination
 from lightning_ncclsafe.loggers.frames import Frame
 
 Anchors = dict[str, dict[str, Any]]
+
+# A file that was refused this often in a row for a reason that does not pass is given up.
+_MOST_REFUSALS = 3
+_LASTING = (errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ELOOP)
+# What the data itself comes to. Anything else, a client of an object store raises it, may be an outage.
+_OF_DATA = (csv.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# The largest field that the csv module reads is a number of the whole process.
+_field_size = threading.Lock()
 
 
 class FilesSink:
@@ -24,37 +36,77 @@ class FilesSink:
         destination: The directory.
         anchors: What earlier deliveries have left, by file; changed as files grow.
         note: Writes the anchors down.
+        reject: Told of the frames of a file that can never be written, and why; they are left out. None: they are
+            tried for ever, and hold up what is behind them.
     """
 
-    def __init__(self, destination: Destination, anchors: Anchors, note: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        anchors: Anchors,
+        note: Callable[[], None] = lambda: None,
+        reject: Callable[[Sequence[Frame], Exception], None] | None = None,
+    ) -> None:
         self.destination = destination
         self.pace_s = destination.pace_s
         self._anchors = anchors
         self._note = note
+        self._reject = reject
+        # How often in a row each kind of write to each file has been refused for a reason that does not pass.
+        self._refusals: dict[tuple[str, str], int] = {}
         # Files that are known to be as their anchor says.
         self._sure: set[str] = set()
 
     def deliver(self, frames: Sequence[Frame]) -> None:
-        """Delivers frames in order, coalesced into one write for each file.
+        """Delivers frames in order, coalesced into one write for each file. What one file refuses keeps no other.
 
         Raises:
-            OSError: If the storage refuses. The same frames, and more behind them, may be given again.
+            Exception: If the storage refuses. The same frames, and more behind them, may be given again.
         """
         sure, self._sure = self._sure, set()
         after: Anchors = {}
+        failed: list[_Refused] = []
         ordered = sorted(frames, key=lambda frame: (frame.kind, frame.file))
-        for (kind, file), group in groupby(ordered, key=lambda frame: (frame.kind, frame.file)):
+        for key, group in groupby(ordered, key=lambda frame: (frame.kind, frame.file)):
             same = list(group)
-            if kind == "append":
-                after[file] = self._append(file, b"".join(frame.body for frame in same), file in sure)
-            elif kind == "rows":
-                rows = [json.loads(line) for frame in same for line in frame.body.splitlines()]
-                after.update([self._add_rows(file, rows, file in sure)])
-            elif kind == "whole":
-                self._replace(file, same)
+            try:
+                after.update(self._write(same, same[0].file in sure))
+                self._refusals.pop(key, None)
+            except Exception as error:
+                failed.append(_Refused(key, same, error))
+        if failed:
+            self._give_up(failed)
         # Only now: a delivery that failed half-way is given again from its beginning.
         self._anchors.update(after)
-        self._sure = sure | set(after)
+        self._sure = (sure | set(after)) - {refused.key[1] for refused in failed}
+
+    def _write(self, frames: Sequence[Frame], sure: bool) -> Anchors:
+        """Writes the frames of one kind and one file; returns what that leaves."""
+        kind, file = frames[0].kind, frames[0].file
+        if kind == "append":
+            return {file: self._append(file, b"".join(frame.body for frame in frames), sure)}
+        if kind == "rows":
+            rows = [json.loads(line) for frame in frames for line in frame.body.splitlines()]
+            return dict([self._add_rows(file, rows, sure)]) if rows else {}
+        if kind == "whole":
+            self._replace(file, frames)
+        return {}
+
+    def _give_up(self, failed: "Sequence[_Refused]") -> None:
+        """Leaves out what can never be written, if nothing else has failed; else raises."""
+        for refused in failed:
+            before = self._refusals.get(refused.key, 0)
+            self._refusals[refused.key] = before + 1 if _lasts(refused.error) else 0
+        if self._reject is None or any(self._refusals[refused.key] < _MOST_REFUSALS for refused in failed):
+            raise failed[0].error
+        for refused in failed:
+            del self._refusals[refused.key]
+            kind, file = refused.key
+            if kind == "append":
+                # A part may have been written: it is not to be taken for the beginning of what comes next.
+                with suppress(Exception):
+                    self._set_anchor(file, {"size": self.destination.size(file) or 0})
+            self._reject(refused.frames, refused.error)
 
     def _append(self, file: str, data: bytes, sure: bool) -> dict[str, Any]:
         size = self._anchors.get(file, {}).get("size", 0)
@@ -72,29 +124,47 @@ class FilesSink:
 
     def _add_rows(self, file: str, rows: list[dict[str, Any]], sure: bool) -> tuple[str, dict[str, Any]]:
         anchor = self._anchors.get(file)
-        if sure and anchor is not None:
+        if sure and anchor is not None and self.destination.appends:
             header = _header(anchor["header"], rows)
-            if header == anchor["header"]:
-                self.destination.append(file, _csv(header, rows, with_header=False))
-                return file, {**anchor, "rows": anchor["rows"] + len(rows)}
+            # It may have been removed since, or somebody else has written there.
+            if header == anchor["header"] and "size" in anchor and self.destination.size(file) == anchor["size"]:
+                data = _csv(header, rows, with_header=False)
+                self.destination.append(file, data)
+                return file, {**anchor, "rows": anchor["rows"] + len(rows), "size": anchor["size"] + len(data)}
         table = _read_table(self.destination.read(file))
         first = _values(table.rows[0]) if table.rows else None
         if anchor is not None and first is not None and first != (anchor["first"] or _values(rows[0])):
             # Another run writes to this file by now.
             return self._add_rows(f"recovered-{file}", rows, False)
-        if anchor is None or len(table.rows) < anchor["rows"]:
-            # Of an earlier stage, or what is left of what has been removed: nothing of this delivery is in it.
-            anchor = {"rows": len(table.rows), "first": first, "header": table.header}
+        there = len(table.rows)
+        if anchor is None or there < anchor["rows"] or (sure and there > anchor["rows"]):
+            # Of an earlier stage, what is left of what has been removed, or what somebody else has added: nothing of
+            # this delivery is in it.
+            anchor = {"rows": there, "first": first, "header": table.header}
             self._set_anchor(file, anchor)
-        rows = rows[len(table.rows) - anchor["rows"] :]
-        header = _header(table.header, rows)
-        if table.is_whole and table.rows and header == table.header:
-            if rows:
-                self.destination.append(file, _csv(header, rows, with_header=False))
-        else:
-            self.destination.replace(file, _csv(header, [*table.rows, *rows], with_header=True))
+        rows = rows[_same(rows, table.rows[anchor["rows"] :]) :]
         every = [*table.rows, *rows]
-        return file, {"rows": len(every), "first": _values(every[0]) if every else None, "header": header}
+        header = _header(table.header, rows)
+        size = table.bytes + self._add_to_table(file, table, header, rows)
+        return file, {
+            "rows": len(every),
+            "first": _values(every[0]) if every else None,
+            "header": header,
+            "size": size,
+        }
+
+    def _add_to_table(self, file: str, table: "_Table", header: list[str], rows: list[dict[str, Any]]) -> int:
+        """Brings rows into a file; returns by how much it has grown."""
+        fits = table.is_whole and header == table.header
+        if fits and not rows:
+            return 0
+        if fits and table.rows and self.destination.appends:
+            data = _csv(header, rows, with_header=False)
+            self.destination.append(file, data)
+            return len(data)
+        data = _csv(header, [*table.rows, *rows], with_header=True)
+        self.destination.replace(file, data)
+        return len(data) - table.bytes
 
     def _replace(self, file: str, frames: Sequence[Frame]) -> None:
         certain = [frame for frame in frames if not frame.details.get("if_absent")]
@@ -108,6 +178,15 @@ class FilesSink:
 
 
 @dataclass(frozen=True, slots=True)
+class _Refused:
+    """Frames of one kind and file that could not be written, and why."""
+
+    key: tuple[str, str]
+    frames: Sequence[Frame]
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class _Table:
     """A CSV file.
 
@@ -115,11 +194,13 @@ class _Table:
         header: Its columns.
         rows: Its complete rows.
         is_whole: Whether its last row is complete.
+        bytes: How long the file is.
     """
 
     header: list[str]
     rows: list[dict[str, Any]]
     is_whole: bool
+    bytes: int
 
 
 def _read_table(data: bytes) -> _Table:
@@ -128,8 +209,19 @@ def _read_table(data: bytes) -> _Table:
     while whole.count(b'"') % 2:
         whole, newline, rest = whole.rpartition(b"\n")
     reader = csv.DictReader(io.StringIO((whole + newline).decode(errors="replace"), newline=""))
-    rows: list[dict[str, Any]] = list(reader)
-    return _Table(list(reader.fieldnames or ()), rows, not rest)
+    with _fields_of_any_size():
+        rows: list[dict[str, Any]] = list(reader)
+        return _Table(list(reader.fieldnames or ()), rows, not rest, len(data))
+
+
+@contextmanager
+def _fields_of_any_size() -> Iterator[None]:
+    with _field_size:
+        limit = csv.field_size_limit(sys.maxsize)
+        try:
+            yield
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _header(header: Sequence[str], rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -143,9 +235,25 @@ def _csv(header: list[str], rows: Iterable[dict[str, Any]], *, with_header: bool
     if with_header:
         writer.writeheader()
     writer.writerows(rows)
-    return made.getvalue().encode()
+    return _bytes(made.getvalue())
+
+
+def _bytes(text: str) -> bytes:
+    """The text in UTF-8; half a surrogate pair, which has no bytes there, as ``\\udXXX``."""
+    return text.encode(errors="backslashreplace")
+
+
+def _same(rows: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> int:
+    """How many of the first rows are there already: between ours, somebody else may have written."""
+    pairs = enumerate(zip(rows, there, strict=False))
+    return next((place for place, (row, found) in pairs if _values(row) != _values(found)), min(len(rows), len(there)))
 
 
 def _values(row: dict[str, Any]) -> dict[str, str]:
     """What a row says whatever columns are beside it."""
-    return {key: str(value) for key, value in row.items() if value is not None and value != ""}
+    return {key: _bytes(str(value)).decode() for key, value in row.items() if value is not None and value != ""}
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether an error will be the same however often it is tried."""
+    return error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, _OF_DATA)

@@ -86,6 +86,11 @@ class Intake:
         """Bytes that wait, or are being worked on."""
         return self._bytes + self._held_bytes
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody waits here any more."""
+        return self._closed
+
     def put(self, entry: Entry) -> None:
         """Takes an entry. Blocks only with ``"block"``, and for no longer than was said."""
         size = size_of(entry)

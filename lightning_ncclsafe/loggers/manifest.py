@@ -1,5 +1,6 @@
 """The manifest of a folder of local staging: whose it is, and where what is in it belongs."""
 
+import errno
 import json
 import os
 import stat
@@ -109,8 +110,21 @@ def is_staging(folder: Path) -> bool:
     return isinstance(said, dict) and "schema" in said
 
 
+def open_regular(path: str, flags: int) -> int:
+    """An opener of regular files: anything else is an error at once, where to open a pipe would wait for ever.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "Not a regular file", path)
+
+
 def _manifest_text(folder: Path) -> Any:
-    with open(folder / MANIFEST, "rb") as file:
+    with open(folder / MANIFEST, "rb", opener=open_regular) as file:
         return json.loads(file.read(_MOST_BYTES))
 
 
@@ -131,6 +145,8 @@ def _check_owner(folder: Path) -> None:
     for path in (folder, *folder.iterdir()):
         # Another process may be at work there.
         with suppress(FileNotFoundError):
-            owner = path.lstat().st_uid
-            if owner != os.getuid():
-                raise PermissionError(f"{path} belongs to user {owner}")
+            found = path.lstat()
+            if found.st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to user {found.st_uid}")
+            if path != folder and not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise PermissionError(f"{path} is neither a file nor a directory")

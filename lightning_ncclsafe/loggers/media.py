@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 # Smaller arguments are encoded faster than they are handed over.
 LARGE_BYTES = 1 << 16
 
-_END_S = 5.0
-
 
 class MediaProcessError(Exception):
     """The process cannot be had, or cannot be sent this: the call has to be made here."""
@@ -64,15 +62,13 @@ class MediaProcess:
             process, self._process = self._process, None
         if process is None:
             return
+        # It keeps nothing. First, so that whoever waits for an answer lets go of the pipe.
+        process.kill()
+        process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
     def _running(self) -> "subprocess.Popen[bytes]":
         with self._lock:

@@ -1,65 +1,27 @@
 """One logger off the training thread: what it accepts is staged within half a second, and delivered in its own time."""
 
 import atexit
-import math
-import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.loggers.delivery import Delivery, Sink
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
+from lightning_ncclsafe.loggers import live
+from lightning_ncclsafe.loggers.backend import Backend
+from lightning_ncclsafe.loggers.delivery import Delivery
+from lightning_ncclsafe.loggers.intake import Entry, Intake
+from lightning_ncclsafe.loggers.ledger import Ledger
+from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.summary import summary
-from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
 from lightning_ncclsafe.settings import OffloadSettings
 
-# How long what was accepted may stay in memory only.
-_STAGE_S = 0.25
-# From this part of the disk's limit on, the newest points are thinned, twice as much for each halving of what is free.
-_THIN_FROM = 0.5
-# Media may take this part of the disk's limit; the rest is left to points, which are smaller and matter more.
-_MEDIA_SHARE = 0.75
-
-# How many different failures of single calls are printed.
-_MOST_SAID = 5
-
-_live: "weakref.WeakSet[Offload]" = weakref.WeakSet()
-
-
-class Backend(Protocol):
-    """What an offload needs to know about one kind of logger.
-
-    Attributes:
-        path: Where it writes, for people.
-    """
-
-    path: str
-
-    @property
-    def sink(self) -> Sink:
-        """Where its frames go."""
-
-    def attach(self, offload: "Offload") -> None:
-        """Puts itself between the logger and its callers."""
-
-    def detach(self) -> None:
-        """The logger is as it was."""
-
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
-        """What points become; on the staging thread."""
-
-    def call(self, call: Call) -> list[Frame]:
-        """What a call becomes; on the staging thread, or that of media."""
-
-    def finalize(self, status: str) -> None:
-        """The logger's own finalize."""
+# How long what came in at the last moment may take once everything else has been delivered.
+_LAST_S = 1.0
+# Condition variables do not wait for ever.
+_LONG_S = 3600.0
 
 
 class Offload:
@@ -70,38 +32,53 @@ class Offload:
         name: Class name of the logger.
         settings: Limits and policies.
         store: Its local staging.
+        ledger: What has become of everything.
         say: Prints to the user.
 
     Attributes:
         ending: Whether the Trainer is at its end, so that the next ``finalize`` is the last one.
+        ended: Set once everything has been delivered after that.
     """
 
     def __init__(
-        self, backend: Backend, *, name: str, settings: OffloadSettings, store: Store, say: Callable[[str], None]
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        settings: OffloadSettings,
+        store: Store,
+        ledger: Ledger,
+        say: Callable[[str], None],
     ) -> None:
         self.ending = False
+        self.ended = threading.Event()
         self._backend = backend
         self._name = name
         self._settings = settings
         self._store = store
+        self._ledger = ledger
         self._say = say
-        self._pid = os.getpid()
-        self._waited_s = 0.0
-        self._finalize_s = 0.0
-        self._failures: list[str] = []
-        self._lost = 0
-        self._fault_is_said = False
         self._closed = False
-        self._thinner = Thinner(settings.max_points_per_s)
+        # Of a process that was forked; nothing of this works there.
+        self._is_forked = False
         self._intake = Intake(settings.memory_limit_bytes, settings.overflow, settings.block_s)
         self._delivery = Delivery(
-            store, backend.sink, name=name, on_fault=self._say_fault, on_lost=partial(self._failed, "a write")
+            store,
+            backend.sink,
+            name=name,
+            after=live.unfinished(self._destination),
+            on_fault=partial(ledger.say_storage_fault, path=backend.path, staging=str(store.folder)),
+            on_lost=partial(ledger.lose, "a write", records=1),
         )
-        self._hurried = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._stage, name=f"ncclsafe-stage-{name}", daemon=True),
-            threading.Thread(target=self._encode_media, name=f"ncclsafe-media-{name}", daemon=True),
-        ]
+        self._stager = Stager(
+            backend,
+            intake=self._intake,
+            store=store,
+            delivery=self._delivery,
+            ledger=ledger,
+            settings=settings,
+            name=name,
+        )
 
     def start(self) -> None:
         """Puts itself between the logger and its callers.
@@ -111,221 +88,158 @@ class Offload:
         """
         try:
             self._backend.attach(self)
-        except Exception:
+        except BaseException:
             self._backend.detach()
-            self._delivery.close()
-            self._store.close()
+            self._end()
             raise
-        for thread in self._threads:
-            thread.start()
-        _live.add(self)
+        self._stager.start()
+        live.add(self)
         atexit.register(self._at_exit)
 
-    def put(self, entry: Entry) -> None:
-        """Accepts what a logger was given."""
-        began = time.perf_counter()
-        self._intake.put(entry)
-        self._waited_s += time.perf_counter() - began
+    def forked(self) -> None:
+        """This is a child of the process that it belongs to, which may hold its locks: it is not touched any more."""
+        self._is_forked = True
+        atexit.unregister(self._at_exit)
 
-    def run_on_delivery(self, job: Callable[[], None]) -> None:
-        """Does something that touches the storage itself, in its own time."""
-        self._delivery.add_job(job)
+    # What backends call, on any thread.
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is accepted."""
+        return self._closed
 
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is one of ours: what it calls goes through."""
         return threading.current_thread().name.startswith("ncclsafe-")
 
+    def put(self, entry: Entry) -> None:
+        """Accepts what a logger was given."""
+        if self._is_forked:
+            return
+        began = time.perf_counter()
+        self._intake.put(entry)
+        self._ledger.waited_s += time.perf_counter() - began
+
+    def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:
+        """Does something that touches the storage itself, in its own time.
+
+        Args:
+            job: What to do. If it waits already, it is done once.
+            data_bytes: How much memory its arguments hold.
+        """
+        if self._delivery.jobs_bytes + data_bytes > self._settings.memory_limit_bytes:
+            self._intake.dropped_records += 1
+        else:
+            self._delivery.add_job(job, data_bytes)
+
+    def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
+        """Something cannot be written, whatever its storage."""
+        self._ledger.lose(name, error, points=points, records=records)
+
+    def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
+        """The storage or server, to which it was given, has refused something for good."""
+        self._ledger.refuse(name, error, points=points, records=records)
+
+    # What the Trainer, the guard and the interpreter call.
+
+    def hurry(self) -> None:
+        """What was accepted until now goes to storage as fast as that goes."""
+        if not self._is_forked:
+            self._stager.hurry()
+            self._delivery.hurry()
+
+    def wait(self, deadline: float) -> bool:
+        """Waits until everything accepted is on storage; False at the deadline (seconds of the monotonic clock)."""
+        return self._is_forked or (self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline))
+
     def drain(self, timeout_s: float) -> bool:
-        """Brings everything accepted to storage; False if that took too long. Only in the process that accepted it."""
-        if self._closed or os.getpid() != self._pid:
-            return True
-        deadline = time.monotonic() + timeout_s
-        self._hurried.set()
-        self._intake.mark()
-        try:
-            return self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline)
-        finally:
-            self._hurried.clear()
+        """Brings everything accepted to storage; False if that took too long."""
+        began = time.monotonic()
+        self.hurry()
+        is_done = self.wait(began + timeout_s)
+        self._ledger.finalize_s += time.monotonic() - began
+        self._stager.relax()
+        return is_done
 
     def finalize(self, status: str) -> None:
-        """Brings everything to storage, within the deadline, and if the Trainer is at its end gives the logger back."""
-        began = time.perf_counter()
-        is_done = self.drain(self._settings.finalize_s)
-        self._finalize_s += time.perf_counter() - began
+        """Brings everything to storage, within the deadline; if the Trainer is at its end, for the last time."""
+        if self._is_forked:
+            return
         if self.ending:
-            self.close(is_done, status)
-        elif is_done:
+            self.close(status)
+        elif self.drain(self._settings.finalize_s):
             self._finalize(status)
 
-    def close(self, is_done: bool, status: str | None = None) -> None:
-        """Gives the logger back, ends the threads and says what became of everything."""
-        if self._closed:
+    def close(self, status: str | None = None) -> None:
+        """Gives the logger back, brings everything to storage, and says what became of it."""
+        if self._closed or self._is_forked:
             return
         self._closed = True
-        _live.discard(self)
+        live.discard(self)
         atexit.unregister(self._at_exit)
+        # First, so that nothing new comes in meanwhile.
         self._backend.detach()
+        is_done = self.drain(self._settings.finalize_s)
         self._intake.close()
-        self._delivery.wake()
-        for thread in self._threads:
-            thread.join(1.0)
-        if is_done and status is not None:
-            self._finalize(status)
+        is_done = is_done and self._stager.join(_LAST_S) and self._delivery.flush(time.monotonic() + _LAST_S)
+        if is_done:
+            self._backend.close()
+            if status is not None:
+                self._finalize(status)
         self._say(summary(self.facts(), is_done=is_done))
         if is_done:
             self._end()
         else:
-            # As long as there is this process, it goes on trying.
-            self._delivery.when_idle(self._end)
-
-    def _end(self) -> None:
-        self._delivery.close()
-        self._store.close()
+            # As long as there is this process, it goes on trying; whoever writes there next waits for it.
+            live.set_unfinished(self._destination, self.ended)
+            threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._name}", daemon=True).start()
 
     def facts(self) -> LoggerFacts:
         """What it has come to."""
-        delivery, intake, store = self._delivery, self._intake, self._store
+        delivery, intake, store, ledger = self._delivery, self._intake, self._store, self._ledger
+        dropped = intake.dropped_points + intake.dropped_records + store.dropped_points + store.dropped_records
         return LoggerFacts(
             logger=self._name,
             path=self._backend.path,
-            points=delivery.points,
-            records=delivery.records,
-            thinned=self._thinner.thinned + intake.thinned,
-            dropped=intake.dropped_points
-            + intake.dropped_records
-            + store.dropped_points
-            + store.dropped_records
-            + self._lost,
-            pending_bytes=intake.pending_bytes + store.pending_bytes,
+            points=delivery.points - ledger.refused_points,
+            records=delivery.records - ledger.refused_records,
+            thinned=self._stager.thinned + intake.thinned,
+            dropped=dropped + ledger.lost_points + ledger.lost_records,
+            memory_bytes=intake.pending_bytes + delivery.jobs_bytes,
+            staged_bytes=store.pending_bytes,
             writing_s=round(delivery.writing_s, 3),
             longest_write_s=round(max(delivery.longest_write_s, delivery.writing_s), 3),
-            waited_s=round(self._waited_s, 3),
-            finalize_s=round(self._finalize_s, 3),
-            faults=delivery.faults + len(self._failures),
-            last_fault=repr(delivery.last_fault) if delivery.last_fault else "".join(self._failures[-1:]),
+            waited_s=round(ledger.waited_s, 3),
+            finalize_s=round(ledger.finalize_s, 3),
+            faults=delivery.faults + ledger.failures,
+            last_fault=repr(delivery.last_fault) if delivery.last_fault else ledger.last_failure,
             staging=str(store.folder),
         )
+
+    @property
+    def _destination(self) -> str:
+        return f"{self._name} {self._backend.path}"
 
     def _finalize(self, status: str) -> None:
         try:
             self._backend.finalize(status)
         except Exception as error:
-            self._failed("finalize", error)
+            self._ledger.lose("finalize", error)
 
-    def _stage(self) -> None:
-        while self._intake.wait_for_entries(None if self._thinner.idle else _STAGE_S):
-            # So that many calls become one write.
-            self._hurried.wait(_STAGE_S)
-            entries = self._intake.take()
-            try:
-                self._append(self._frames(entries), self._settings.disk_limit_bytes)
-            except Exception as error:
-                self._failed("staging", error)
-            finally:
-                self._intake.done(entries)
+    def _end_later(self) -> None:
+        self._stager.join()
+        while not self._delivery.flush(time.monotonic() + _LONG_S):
+            pass
+        with suppress(Exception):
+            self._backend.close()
+        self._end()
 
-    def _encode_media(self) -> None:
-        while True:
-            call = self._intake.take_media()
-            if call is None:
-                return
-            try:
-                self._append(self._frames_of_call(call), int(_MEDIA_SHARE * self._settings.disk_limit_bytes))
-            finally:
-                self._intake.done([call])
-
-    def _frames(self, entries: Sequence[Entry]) -> list[Frame]:
-        """What these entries become, in order."""
-        now = time.monotonic()
-        self._thinner.coarseness = self._coarseness()
-        frames: list[Frame] = []
-        points: list[Scalars] = []
-        for entry in entries:
-            if isinstance(entry, Scalars):
-                points += self._thinner.offer(entry, now)
-                continue
-            frames += self._backend.scalars(points + (self._thinner.rest() if entry.is_marker else []))
-            points = []
-            frames += [] if entry.is_marker else self._frames_of_call(entry)
-        return frames + self._backend.scalars(points + self._thinner.due(now))
-
-    def _frames_of_call(self, call: Call) -> list[Frame]:
-        try:
-            for event in call.events:
-                event.synchronize()
-            return self._backend.call(call)
-        except Exception as error:
-            self._failed(call.name, error)
-            return []
-
-    def _append(self, frames: list[Frame], limit_bytes: int) -> None:
-        if not frames:
-            return
-        size = sum(len(frame.body) for frame in frames)
-        if self._settings.overflow == "block":
-            self._delivery.wait_until(lambda: self._store.pending_bytes + size <= limit_bytes or self._closed)
-        while self._store.pending_bytes + size > limit_bytes and self._settings.overflow == "drop_oldest":
-            if not self._store.drop_oldest():
-                break
-        is_full = self._store.pending_bytes + size > limit_bytes
-        self._store.append(self._kept(frames) if is_full else frames)
-        self._delivery.wake()
-
-    def _kept(self, frames: list[Frame]) -> list[Frame]:
-        for frame in frames:
-            if not frame.keep:
-                self._store.count_dropped(frame)
-        return [frame for frame in frames if frame.keep]
-
-    def _coarseness(self) -> int:
-        if self._settings.overflow == "drop_oldest":
-            return 0
-        free = max(1.0 - self._store.pending_bytes / self._settings.disk_limit_bytes, 1e-6)
-        return 1 + int(math.log2(_THIN_FROM / free)) if free <= _THIN_FROM else 0
-
-    def lose(self, name: str, error: Exception) -> None:
-        """A call that cannot be made, however often it is tried."""
-        self._failed(name, error)
-
-    def count_dropped(self) -> None:
-        """A call was dropped over the limit of memory."""
-        self._intake.dropped_records += 1
-
-    def _failed(self, name: str, error: Exception) -> None:
-        """One call could not be written, whatever its storage: said once for each kind."""
-        text = f"{self._name}: {name} failed: {error!r}"
-        self._lost += 1
-        if text not in self._failures:
-            self._failures.append(text)
-            if len(self._failures) <= _MOST_SAID:
-                self._say(f"{text}; it is left out, training goes on")
-
-    def _say_fault(self, error: Exception) -> None:
-        if not self._fault_is_said:
-            self._fault_is_said = True
-            self._say(
-                f"{self._name} cannot write to {self._backend.path}: {error!r}; training goes on, it is tried again,"
-                f" what is logged waits in {self._store.folder}"
-            )
+    def _end(self) -> None:
+        self._delivery.close()
+        self._store.close()
+        self.ended.set()
 
     def _at_exit(self) -> None:
         with suppress(Exception):
-            self.close(self.drain(self._settings.finalize_s))
-
-
-def drain_all(timeout_s: float) -> None:
-    """Brings what all offloaded loggers of this process have accepted to storage, as far as that goes in the time.
-
-    Args:
-        timeout_s: Seconds for all of them together.
-    """
-    deadline = time.monotonic() + timeout_s
-    for offload in list(_live):
-        with suppress(Exception):
-            offload.drain(deadline - time.monotonic())
-
-
-def live_facts() -> tuple[LoggerFacts, ...]:
-    """What the offloaded loggers of this process have come to."""
-    return tuple(offload.facts() for offload in list(_live))
+            self.close()

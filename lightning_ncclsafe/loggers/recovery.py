@@ -14,8 +14,8 @@ from typing import Any
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, read_manifest
-from lightning_ncclsafe.loggers.staging import Claim
+from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, open_regular, read_manifest
+from lightning_ncclsafe.loggers.staging import Claim, is_alive
 from lightning_ncclsafe.loggers.store import Portion, Store
 
 Replay = Callable[[Sequence[Frame]], None]
@@ -70,8 +70,10 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
     recovery = _Recovery(folder, read_manifest(folder), replay)
     try:
         with _claimed(folder) as claim:
+            # A lock that a living process has lost says nothing; one that it has given up does.
+            lives = claim.is_new and is_alive(recovery.done.manifest)
             # Without a manifest it has just been recovered by somebody else.
-            if claim.is_mine and (folder / MANIFEST).is_file():
+            if claim.is_mine and not lives and (folder / MANIFEST).is_file():
                 recovery.run()
                 return recovery.done
             if claim.is_mine:
@@ -197,7 +199,7 @@ def _check_staging(folder: Path) -> None:
             file.write(bytes(_PROBE_BYTES))
         # The store takes what it cannot open for lost.
         for path in folder.glob("*.frames"):
-            path.open("rb").close()
+            open(path, "rb", opener=open_regular).close()
     except OSError as error:
         raise StagingError(f"{folder} must be readable and writable for a recovery: {error}") from error
 

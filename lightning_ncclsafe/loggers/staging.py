@@ -14,7 +14,14 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from lightning_ncclsafe.loggers.manifest import Manifest, StagingError, read_manifest, staging_folders, write_manifest
+from lightning_ncclsafe.loggers.manifest import (
+    MANIFEST,
+    Manifest,
+    StagingError,
+    read_manifest,
+    staging_folders,
+    write_manifest,
+)
 
 _LOCK = "lock"
 _folders = count()
@@ -33,6 +40,7 @@ class Claim:
 
     Attributes:
         is_mine: Whether nobody else had it.
+        is_new: Whether there was no lock in the folder before: nobody has ever worked there, or it was removed.
 
     Raises:
         OSError: If the folder is there and cannot be locked.
@@ -43,6 +51,7 @@ class Claim:
         self._key = os.getpid(), os.path.realpath(folder)
         self._handle: int | None = None
         self.is_mine = False
+        self.is_new = False
         if _claims.setdefault(self._key, self) is self:
             self._lock()
 
@@ -55,23 +64,44 @@ class Claim:
         if _claims.get(self._key) is self:
             del _claims[self._key]
 
+    def renew(self) -> None:
+        """Makes the lock again if somebody has removed it: cleaners of temporary directories do.
+
+        Raises:
+            OSError: If that fails, or somebody else has taken the folder meanwhile.
+        """
+        if self._handle is None or self._key[0] != os.getpid() or _is_at(self._handle, self._folder / _LOCK):
+            return
+        handle, _ = _open_lock(self._folder / _LOCK)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise
+        # It is of another file, so that to close it ends no lock of the new one.
+        os.close(self._handle)
+        self._handle = handle
+
     def remove_lock(self) -> None:
-        """Removes a folder that was just being removed, and has nothing in it but the lock that this has made anew."""
+        """Removes the lock that this has made anew, and the folder if it was just being removed and is empty."""
         with suppress(OSError):
             (self._folder / _LOCK).unlink()
             self._folder.rmdir()
 
     def _lock(self) -> None:
+        path = self._folder / _LOCK
         try:
-            self._handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._handle, self.is_new = _open_lock(path)
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Else whoever had it has removed it since, and another one may have been made.
+            self.is_mine = _is_at(self._handle, path)
         except OSError as error:
             is_taken = self._handle is not None and error.errno in (errno.EACCES, errno.EAGAIN)
-            self.give_up()
             if not is_taken and self._folder.exists():
                 raise
-        else:
-            self.is_mine = True
+        finally:
+            if not self.is_mine:
+                self.give_up()
 
 
 def default_staging_dir() -> Path:
@@ -103,12 +133,55 @@ def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, Claim]:
         if not claim.is_mine:
             raise OSError(f"{folder} is claimed by another process")
         write_manifest(folder, here)
-    except OSError:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if claim is not None:
             claim.give_up()
         raise
     return folder, claim
+
+
+def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
+    """Makes a folder of local staging again if it was removed, or a part of it, and lets it look used.
+
+    Cleaners of temporary directories remove what was not changed for days; a run may take weeks.
+
+    Args:
+        folder: The folder; made, for this user only.
+        claim: The claim to it, if there is one.
+        manifest: The text of its manifest; none if it had none.
+
+    Raises:
+        OSError: If it cannot be made, somebody else could change what is in it, or has taken it.
+    """
+    for private in (folder.parent, folder):
+        _make_private(private)
+    if claim is not None:
+        # Before the manifest, so that no recovery takes the folder for one that was left behind.
+        claim.renew()
+    if manifest and not (folder / MANIFEST).exists():
+        temporary = folder / f"{MANIFEST}.tmp"
+        temporary.write_bytes(manifest)
+        os.replace(temporary, folder / MANIFEST)
+    for name in (_LOCK, MANIFEST):
+        with suppress(FileNotFoundError):
+            os.utime(folder / name)
+
+
+def is_alive(manifest: Manifest) -> bool:
+    """Whether the process that has made a folder is another one of this host, and lives."""
+    if manifest.host != socket.gethostname() or manifest.pid in (0, os.getpid()):
+        return False
+    # Imported for the rare case: the command line answers at once without it.
+    import psutil
+
+    try:
+        process = psutil.Process(manifest.pid)
+        # One that has got its number since is younger than the folder.
+        is_it = process.create_time() * 1e9 < manifest.created_ns
+        return is_it and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ValueError, OverflowError):
+        return False
 
 
 def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -118,6 +191,21 @@ def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
             if (os.getpid(), os.path.realpath(folder)) not in _claims:
                 with suppress(StagingError):
                     yield folder, read_manifest(folder)
+
+
+def _open_lock(path: Path) -> tuple[int, bool]:
+    """A handle of the lock, and whether it was made."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(FileNotFoundError):
+        return os.open(path, flags), False
+    return os.open(path, flags | os.O_CREAT, 0o600), True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether this is the file that is there."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    return False
 
 
 def _make_private(staging_dir: Path) -> None:

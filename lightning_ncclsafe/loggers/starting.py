@@ -13,11 +13,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend, experiment_is_known
 from lightning_ncclsafe.loggers.csv_backend import CSVBackend
+from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.manifest import Manifest
 from lightning_ncclsafe.loggers.mlflow_backend import MLFlowBackend
-from lightning_ncclsafe.loggers.offload import Backend, Offload
+from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.recovery import recover
 from lightning_ncclsafe.loggers.staging import leftovers, make_staging
 from lightning_ncclsafe.loggers.store import Store
@@ -44,16 +46,17 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     manifest = Manifest(
         logger=name,
         kind="files" if _writes_files(logger) else "calls",
-        destination=_absolute(getattr(logger, "log_dir", None) or logger.save_dir or ""),
-        root=_absolute(logger.save_dir or ""),
+        destination=str(getattr(logger, "log_dir", None) or logger.save_dir or ""),
+        root=str(logger.save_dir or ""),
         identity=f"{logger.name}/{logger.version}",
     )
+    ledger = Ledger(name, say_on_stderr)
     folder, claim = make_staging(settings.staging_dir, manifest)
-    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim)
+    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.say_staging_fault)
     with ExitStack() as undo:
         undo.callback(store.close)
         backend = _backend(logger, store, settings)
-        offload = Offload(backend, name=name, settings=settings, store=store, say=say_on_stderr)
+        offload = Offload(backend, name=name, settings=settings, store=store, ledger=ledger, say=say_on_stderr)
         offload.start()
         undo.pop_all()
     offload.run_on_delivery(partial(_recover_leftovers, settings.staging_dir, manifest, backend))
@@ -73,12 +76,6 @@ def writes_on_this_rank(logger: Logger) -> bool:
 def _writes_files(logger: Logger) -> bool:
     is_tensorboard = isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
     return is_tensorboard or isinstance(logger, CSVLogger)
-
-
-def _absolute(path: Any) -> str:
-    """For whoever recovers it, from another directory."""
-    text = str(path)
-    return text if "://" in text or not text else os.path.abspath(text)
 
 
 def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
@@ -114,3 +111,5 @@ def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) 
                     f"recovered {done.points} points and {done.records} other records that an earlier run of"
                     f" {found.logger} had staged: they are in {done.to}"
                 )
+            if done.problem and not done.is_busy:
+                say_on_stderr(f"what an earlier run of {found.logger} has left in {folder} stays there: {done.problem}")

@@ -7,14 +7,15 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.loggers.frames import Frame, decode, encode
-from lightning_ncclsafe.loggers.staging import Claim
+from lightning_ncclsafe.loggers.manifest import MANIFEST, open_regular
+from lightning_ncclsafe.loggers.staging import Claim, keep_staging
 
 _DELIVERED = "delivered.json"
 _SEGMENT_BYTES = 1 << 20
@@ -33,11 +34,21 @@ class _Segment:
         number: Its place in the order.
         bytes: How long it is.
         released: How much of it, from its beginning, has been delivered.
+        points: Points in the rest, as far as this process has written it.
+        records: Everything else in the rest, as far as this process has written it.
     """
 
     number: int
     bytes: int = 0
     released: int = 0
+    points: int = 0
+    records: int = 0
+
+    def add(self, frames: Sequence[Frame], times: int = 1) -> None:
+        """Counts frames that have been added, or with ``times=-1`` taken away."""
+        # Never below nothing: what an earlier process has left was not counted.
+        self.points = max(self.points + times * sum(frame.points for frame in frames), 0)
+        self.records = max(self.records + times * sum(frame.records for frame in frames), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +69,44 @@ class Portion:
 class Store:
     """A folder of staged frames. Any thread may append; one reads and releases.
 
-    Where the folder cannot be written to (a full disk), frames stay in memory, at most ``spill_bytes`` of them.
+    Where the folder cannot be written to (a full disk), frames stay in memory, at most ``spill_bytes`` of them. If it
+    was removed it is made again; what was in it is counted as dropped.
 
     Args:
         folder: The folder; made, readable for this user only.
         spill_bytes: Most bytes kept in memory while the folder cannot be written to.
         claim: The right to the folder, which is given up with the store.
+        on_fault: Told of the first error of each row of failures, on the thread that came upon it.
 
     Attributes:
         dropped_points: Points that had to be dropped.
         dropped_records: Media, texts and the like that had to be dropped.
-        fault: What is wrong with the folder, if anything is.
         anchors: What the last delivery has left in each file of the destination; kept across a crash.
 
     Raises:
         OSError: If the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, spill_bytes: int = 1 << 26, claim: Claim | None = None) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        spill_bytes: int = 1 << 26,
+        claim: Claim | None = None,
+        on_fault: Callable[[OSError], None] | None = None,
+    ) -> None:
         self.folder = folder
         self.dropped_points = 0
         self.dropped_records = 0
-        self.fault: OSError | None = None
         self.anchors: dict[str, dict[str, Any]] = {}
         self._spill_bytes = spill_bytes
         self._claim = claim
+        self._on_fault = on_fault
+        self._is_faulty = False
+        # What is to be said as soon as nobody has to wait for it.
+        self._unsaid: OSError | None = None
+        self._pid = os.getpid()
+        self._closed = False
         self._spilled: deque[tuple[Frame, int]] = deque()
         self._spilled_bytes = 0
         self._next_try_s = 0.0
@@ -93,7 +116,13 @@ class Store:
         # How many of the spilled frames are being delivered.
         self._reading_spilled = 0
         self._lock = threading.Lock()
-        self._load()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._manifest = _read(folder / MANIFEST)
+            self._load()
+        except BaseException:
+            self._give_up_claim()
+            raise
 
     @property
     def pending_bytes(self) -> int:
@@ -106,26 +135,26 @@ class Store:
         data = b"".join(map(encode, frames))
         if not data:
             return
-        with self._lock:
+        with self._working():
             if self._spilled and not self._unspill():
                 self._spill(frames)
                 return
             try:
-                self._write(data)
-                self.fault = None
+                self._write(data, frames)
             except OSError as error:
-                self.fault = error
+                self._failed(error)
                 self._spill(frames)
 
     def read(self, most_bytes: int = 4 << 20) -> Portion | None:
         """The oldest frames that have not been released, about ``most_bytes`` of them; None if there are none.
 
-        A segment that cannot be read any further is left behind, its rest counted as one lost record.
+        A segment that cannot be read any further is left behind, its rest counted as dropped: as one record where an
+        earlier process has written it.
 
         Raises:
             OSError: If this process has too many files open just now.
         """
-        with self._lock:
+        with self._working():
             while self._segments:
                 segment = self._segments[0]
                 if segment.released < segment.bytes:
@@ -133,7 +162,7 @@ class Store:
                     if portion is not None:
                         self._reading = segment.number
                         return portion
-                    self.dropped_records += 1
+                    self._count_lost(segment)
                 self._retire_first()
             if self._spilled:
                 self._reading_spilled = len(self._spilled)
@@ -150,6 +179,7 @@ class Store:
                     self._spilled_bytes -= self._spilled.popleft()[1]
             elif self._segments and self._segments[0].number == portion.segment:
                 self._segments[0].released = portion.end
+                self._segments[0].add(portion.frames, -1)
             is_noted = self._note_delivered()
             if self._segments and self._segments[0].released >= self._segments[0].bytes:
                 self._retire_first()
@@ -159,7 +189,7 @@ class Store:
 
     def drop_oldest(self) -> bool:
         """Drops the oldest segment that is not being delivered, but for what must be kept; False if there is none."""
-        with self._lock:
+        with self._working():
             return any(segment.number != self._reading and self._drop(segment) for segment in self._segments)
 
     def count_dropped(self, frame: Frame) -> None:
@@ -168,26 +198,74 @@ class Store:
         self.dropped_records += frame.records
 
     def close(self) -> bool:
-        """Gives the folder up, and removes it if everything in it has been delivered; returns whether it has."""
+        """Gives the folder up, and removes it if everything in it has been delivered; returns whether it has.
+
+        In a child that was forked it does nothing: the folder is the parent's, and its lock may be held for ever.
+        """
+        if os.getpid() != self._pid:
+            return False
         with self._lock:
-            is_empty = not self._pending()
-            if is_empty:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            if self._claim is not None:
-                self._claim.give_up()
-            return is_empty
+            self._closed = True
+            try:
+                is_empty = not self._pending()
+                if is_empty:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                return is_empty
+            finally:
+                self._give_up_claim()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Holds the lock, and says afterwards what has gone wrong."""
+        fault: OSError | None = None
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    fault, self._unsaid = self._unsaid, None
+        finally:
+            if fault is not None and self._on_fault is not None:
+                self._on_fault(fault)
+
+    def _failed(self, error: OSError) -> None:
+        if not self._is_faulty:
+            self._is_faulty, self._unsaid = True, error
+
+    def _give_up_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.give_up()
 
     def _pending(self) -> int:
         return sum(segment.bytes - segment.released for segment in self._segments) + self._spilled_bytes
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, frames: Sequence[Frame]) -> None:
+        segment = self._segments[-1] if self._segments else None
         # Behind half a frame of an earlier process nothing would be found.
-        if not self._segments or self._segments[-1].number <= self._found or self._segments[-1].bytes >= _SEGMENT_BYTES:
-            self._number += 1
-            self._segments.append(_Segment(self._number))
-        segment = self._segments[-1]
+        if segment is None or segment.number <= self._found or segment.bytes >= _SEGMENT_BYTES:
+            segment = self._next_segment()
+        try:
+            self._write_to(segment, data)
+        except FileNotFoundError:
+            # Somebody has removed it; after the end that was us.
+            if self._closed:
+                raise
+            keep_staging(self.folder, self._claim, self._manifest)
+            segment = self._next_segment()
+            self._write_to(segment, data)
+        segment.add(frames)
+        self._is_faulty = False
+
+    def _next_segment(self) -> _Segment:
+        self._number += 1
+        self._segments.append(_Segment(self._number))
+        return self._segments[-1]
+
+    def _write_to(self, segment: _Segment, data: bytes) -> None:
+        # What was written before must still be there: behind nothing it would be looked for in the wrong place.
+        makes = 0 if segment.bytes else os.O_CREAT
         # Not through a buffer: what is written here must outlive the process from now on.
-        handle = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle = os.open(self._path(segment), os.O_WRONLY | os.O_APPEND | makes, 0o600)
         try:
             view = memoryview(data)
             while view:
@@ -222,9 +300,10 @@ class Store:
         if self._reading_spilled or time.monotonic() < self._next_try_s:
             return False
         try:
-            self._write(b"".join(encode(frame) for frame, _ in self._spilled))
+            frames = [frame for frame, _ in self._spilled]
+            self._write(b"".join(map(encode, frames)), frames)
         except OSError as error:
-            self.fault = error
+            self._failed(error)
             self._next_try_s = time.monotonic() + _TRY_AGAIN_S
             return False
         self._spilled.clear()
@@ -233,13 +312,13 @@ class Store:
 
     def _portion(self, segment: _Segment, most_bytes: int) -> Portion | None:
         try:
-            with open(self._path(segment), "rb") as file:
+            with open(self._path(segment), "rb", opener=open_regular) as file:
                 file.seek(segment.released)
                 data = file.read(segment.bytes - segment.released)
         except OSError as error:
             if error.errno in _PASSING:
                 raise
-            self.fault = error
+            self._failed(error)
             return None
         frames: list[Frame] = []
         end = 0
@@ -262,14 +341,23 @@ class Store:
                 return False
             self._rewrite(segment, kept)
         except OSError as error:
-            self.fault = error
+            self._failed(error)
             return False
+        segment.add(frames, -1)
+        if portion is None or portion.end < segment.bytes:
+            self._count_lost(segment)
         for frame in frames:
             if not frame.keep:
                 self.count_dropped(frame)
-        self.dropped_records += portion is None or portion.end < segment.bytes
         segment.bytes = segment.released + len(kept)
+        segment.points = segment.records = 0
+        segment.add([frame for frame in frames if frame.keep])
         return True
+
+    def _count_lost(self, segment: _Segment) -> None:
+        """Counts what cannot be read any more."""
+        self.dropped_points += segment.points
+        self.dropped_records += segment.records or not segment.points
 
     def _rewrite(self, segment: _Segment, data: bytes) -> None:
         temporary = self._path(segment).with_suffix(".tmp")
@@ -287,6 +375,9 @@ class Store:
             self._note_delivered()
 
     def _note_delivered(self) -> bool:
+        if self._claim is not None and not self._closed:
+            with suppress(OSError):
+                keep_staging(self.folder, self._claim, self._manifest)
         segment = self._segments[0] if self._segments else None
         noted = {
             "segment": segment.number if segment else 0,
@@ -319,10 +410,19 @@ class Store:
         return self.folder / f"{segment.number:08d}{_SUFFIX}"
 
 
+def _read(path: Path) -> bytes:
+    """What is in a small file; nothing if there is none."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

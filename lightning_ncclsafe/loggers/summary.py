@@ -21,8 +21,8 @@ def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     if facts.faults:
         text += f"\n{facts.faults} failure{'s' * (facts.faults != 1)}, the last: {facts.last_fault}"
     if not is_done:
-        text += (
-            f"\nits storage did not take everything in time: {size_words(facts.pending_bytes)} wait in {facts.staging};"
-            f" once it answers: ncclsafe logs recover {facts.staging}"
-        )
+        text += f"\nnot everything could be written in time: {size_words(facts.staged_bytes)} wait in {facts.staging};"
+        text += f" if this process ends before they are written: ncclsafe logs recover {facts.staging}"
+        if facts.memory_bytes:
+            text += f"\n{size_words(facts.memory_bytes)} are still in memory, and are lost with this process"
     return text

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.utils.tensorboard._convert_np import make_np
 from torch.utils.tensorboard._utils import figure_to_image
+from torch.utils.tensorboard.writer import SummaryWriter
 
+from lightning_ncclsafe.loggers.backend import Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.destination import LocalDestination, open_destination
@@ -24,7 +26,6 @@ from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaPro
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.methods import ReplacedMethod
 
 # Traced, or read from a file, when they are called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}
@@ -59,7 +60,7 @@ class TensorBoardBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._destination = open_destination(self.path)
-        self.sink = FilesSink(self._destination, store.anchors, store.note)
+        self.sink = FilesSink(self._destination, store.anchors, store.note, reject=self._reject)
         settings = {"default_bins": self._writer.default_bins}
         # One for each thread that makes events.
         self._in_line = EventMaker(self.path, **settings)
@@ -70,14 +71,17 @@ class TensorBoardBackend:
         # The event file of each directory, relative to the logger's.
         self._files: dict[str, str] = {}
         self._files_lock = threading.Lock()
-        self._replaced: list[ReplacedMethod] = []
+        self._replacements = Replacements()
+        self._keeps = threading.local()
 
     def attach(self, offload: Offload) -> None:
         """Replaces the writer's methods, and of the logger those that reach storage."""
         self._offload = offload
         self._continue_open_file()
         writer, logger = self._writer, self._logger
-        names = [name for name in dir(writer) if name.startswith("add_") and callable(getattr(writer, name))]
+        replace = self._replacements.replace
+        # A method of the user's own runs when it is called; what it calls in turn is one of these.
+        names = [name for name in dir(SummaryWriter) if name.startswith("add_") and _is_torchs(writer, name)]
         calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names if name not in _NOW}
         calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
         calls |= {
@@ -86,23 +90,26 @@ class TensorBoardBackend:
             "add_embedding": partial(self._run_later, writer.add_embedding),
         }
         calls |= {"_get_file_writer": self._caught_file, "flush": lambda: None, "close": self._files.clear}
-        self._replaced = [ReplacedMethod(writer, name, call) for name, call in calls.items()]
+        for name, call in calls.items():
+            if _is_torchs(writer, name):
+                replace(writer, name, call)
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-        self._replaced += [
-            ReplacedMethod(logger, "log_metrics", partial(self._log_metrics, log_metrics)),
-            ReplacedMethod(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None)),
-            ReplacedMethod(logger, "finalize", offload.finalize),
-        ]
+        replace(logger, "log_metrics", partial(self._log_metrics, log_metrics))
+        replace(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None))
+        replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
+        replace(logger, "finalize", offload.finalize)
         # Some take the writer of the file itself.
         writer.file_writer = self._caught_file()
         writer.all_writers = {self.path: writer.file_writer}
 
     def detach(self) -> None:
-        """The logger is as it was; its writer opens a new file when it is used again, as after any ``close``."""
-        for replaced in reversed(self._replaced):
-            replaced.remove()
+        """Its methods are its own again; its writer opens a new file when it is used again, as after any ``close``."""
+        self._replacements.undo()
         self._writer.close()
+
+    def close(self) -> None:
+        """Ends the process that encodes media."""
         self._process.close()
 
     def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
@@ -134,6 +141,17 @@ class TensorBoardBackend:
             self._files[self.path] = file
             self._store.anchors[file] = {"size": size}
             self._store.note()
+
+    def _reject(self, frames: Sequence[Frame], error: Exception) -> None:
+        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
+        self._offload.refuse(frames[0].file, error, points=points, records=records)
+
+    def _log_hyperparams(self, log_hyperparams: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._keeps.is_on = True
+        try:
+            return log_hyperparams(*args, **kwargs)
+        finally:
+            self._keeps.is_on = False
 
     def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._collecting.scalars() as collected:
@@ -197,20 +215,22 @@ class TensorBoardBackend:
 
     def _run_later(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         copied = Copied()
-        self._offload.run_on_delivery(partial(self._try, method, *copied.copy(args), **copied.copy(kwargs)))
+        job = partial(self._try, method, *copied.copy(args), **copied.copy(kwargs))
+        self._offload.run_on_delivery(job, copied.data_bytes)
 
     def _try(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """On the thread that delivers, which tries again for as long as the storage fails, but not the caller."""
+        """On the thread that delivers, which tries again where the storage fails, but not where the caller does."""
         try:
             method(*args, **kwargs)
+        except OSError:
+            raise
         except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, NotADirectoryError):
-                raise
-            self._offload.lose(method.__name__, error)
+            self._offload.lose(method.__name__, error, records=1)
 
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
-            call = Call(name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=True)
+            keep = getattr(self._keeps, "is_on", False)
+            call = Call(name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep)
             self._offload.put(call)
 
         return CaughtFile(self.path, take)
@@ -251,7 +271,12 @@ class TensorBoardBackend:
         return file
 
     def _is_ours(self, logdir: str) -> bool:
-        return os.path.relpath(logdir, self.path).split(os.sep)[0] != os.pardir
+        return "\0" not in logdir and os.path.relpath(logdir, self.path).split(os.sep)[0] != os.pardir
+
+
+def _is_torchs(writer: Any, name: str) -> bool:
+    """Whether a method is that of torch's own class, not one that a user's class has in its place."""
+    return getattr(type(writer), name, None) is getattr(SummaryWriter, name)
 
 
 def _text(tag: Any) -> str:

@@ -302,3 +302,14 @@ def test_it_is_installed_and_a_reader_that_goes_away_stops_nothing(tmp_path: Pat
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.read_text() for path in sorted(logs.glob("*/log.txt"))] == ["first", "second"]
+
+
+def test_a_pipe_in_staging_is_one_error_and_the_others_are_recovered(
+    default: Path, logs: Path, recover: Recover
+) -> None:
+    first, second = left(default, logs, "first"), left(default, logs, "second")
+    os.mkfifo(first / "delivered.json")
+    code, out, err = recover(logs)
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"{first}/delivered.json is neither a file nor a directory" in err
+    assert out.startswith(f"{second}: recovered 1 point") and not second.exists()

@@ -1,5 +1,6 @@
 """Frames are delivered in the background, and tried again for as long as storage refuses."""
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -251,20 +252,37 @@ def test_a_flush_gives_up_at_its_deadline_where_storage_refuses(
     assert store.pending_bytes
 
 
-def test_jobs_are_done_in_order_and_once_before_what_waits(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_jobs_are_done_in_order_and_once_behind_what_waits(store: Store, storage: Storage, delivery: Delivery) -> None:
     done: list[str] = []
     blocks = threading.Event()
     jobs = [lambda name=name: done.append(f"{name} {len(storage.frames)}") for name in ("one", "two")]
+    stage(store, b"a")
     delivery.add_job(lambda: assert_waits(blocks))
     for job in [*jobs, *jobs]:
         delivery.add_job(job)
-    stage(store, b"a")
     blocks.set()
     assert delivery.flush(soon())
-    assert done == ["one 0", "two 0"]
+    assert done == ["one 1", "two 1"]
     delivery.add_job(jobs[0])
     assert delivery.flush(soon())
-    assert done == ["one 0", "two 0", "one 1"]
+    assert done == ["one 1", "two 1", "one 1"]
+
+
+def test_what_jobs_hold_counts_until_they_are_done(delivery: Delivery) -> None:
+    blocks, is_begun = threading.Event(), threading.Event()
+
+    def block() -> None:
+        is_begun.set()
+        assert_waits(blocks)
+
+    delivery.add_job(block, 100)
+    assert_waits(is_begun)
+    delivery.add_job(lambda: None, 10)
+    delivery.add_job(lambda: None, 20)
+    assert delivery.jobs_bytes == 30
+    blocks.set()
+    assert delivery.flush(soon())
+    assert delivery.jobs_bytes == 0
 
 
 def assert_waits(event: threading.Event) -> None:
@@ -299,6 +317,34 @@ def test_a_job_that_fails_for_another_reason_than_storage_holds_nothing_up(
     stage(store, b"a")
     assert delivery.flush(soon())
     assert (len(tries), told, delivery.faults, storage.bodies) == (1, ["lost: nonsense"], 0, [b"a"])
+
+
+def test_a_job_whose_path_cannot_be_is_given_up_after_some_tries(
+    store: Store, storage: Storage, delivery: Delivery, told: list[str]
+) -> None:
+    tries: list[int] = []
+
+    def job() -> None:
+        tries.append(1)
+        raise OSError(errno.ENAMETOOLONG, "too long")
+
+    delivery.add_job(job)
+    stage(store, b"a")
+    assert delivery.flush(soon())
+    assert (len(tries), storage.bodies) == (3, [b"a"])
+    assert told[-1].startswith("lost: ")
+
+
+def test_nothing_is_delivered_before_somebody_elses_rest(store: Store, storage: Storage) -> None:
+    before = threading.Event()
+    late = Delivery(store, storage, name="test", on_fault=lambda _: None, after=before)
+    stage(store, b"a")
+    assert not late.flush(time.monotonic() + 0.05)
+    assert storage.bodies == []
+    before.set()
+    assert late.flush(soon())
+    assert storage.bodies == [b"a"]
+    late.close()
 
 
 def test_a_job_that_is_asked_for_while_it_is_being_done_is_done_again(delivery: Delivery) -> None:
@@ -357,27 +403,6 @@ def test_who_waits_for_a_condition_is_told_of_the_end(delivery: Delivery) -> Non
     delivery.close()
     thread.join(LONG_S)
     assert not thread.is_alive()
-
-
-def test_what_comes_at_the_end_is_done_once_when_all_is_delivered(
-    store: Store, storage: Storage, delivery: Delivery
-) -> None:
-    storage.answers.clear()
-    done: list[tuple[str, int]] = []
-    stage(store, b"a")
-    delivery.wake()
-    assert storage.is_asked.wait(LONG_S)
-
-    def at_the_end() -> None:
-        done.append((threading.current_thread().name, store.pending_bytes))
-        delivery.close()
-
-    delivery.when_idle(at_the_end)
-    assert done == []
-    storage.answers.set()
-    delivery._thread.join(LONG_S)
-    assert done == [("ncclsafe-write-Logger", 0)]
-    assert storage.bodies == [b"a"]
 
 
 def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Delivery) -> None:

@@ -6,7 +6,7 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +203,16 @@ class Asked(Faulty):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.asked: list[str] = []
+        self.read_files: list[str] = []
 
     def size(self, file: str) -> int | None:
-        self.asked.append(file)
+        # Of rows, it is whether they are still there.
+        self.asked += [] if file == CSV else [file]
         return super().size(file)
 
     def read(self, file: str, start: int = 0) -> bytes:
         self.asked.append(file)
+        self.read_files.append(file)
         return super().read(file, start)
 
 
@@ -219,13 +222,13 @@ def test_the_storage_is_asked_for_what_it_has_only_after_a_fault(logs: Path) -> 
     frames = [appended("a"), rows_frame({"loss": 1, "step": 1})]
     sink.deliver(frames)
     sink.deliver(frames)
-    assert destination.asked == ["events", CSV]
+    assert (destination.asked, destination.read_files) == (["events", CSV], [CSV])
     destination.left = 0
     with pytest.raises(OSError, match="Input/output"):
         sink.deliver(frames)
     destination.left = float("inf")
     sink.deliver(frames)
-    assert destination.asked == ["events", CSV] * 2
+    assert (destination.asked, destination.read_files) == (["events", CSV] * 2, [CSV] * 2)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, len(ROWS)])
@@ -499,3 +502,189 @@ def test_numbered_files_are_not_looked_for_from_the_first_every_time(
     assert len(asked) <= 40
     assert WithoutAppend.refusals == 1
     assert destination.size("events") == 20
+
+
+class Rejected(list[tuple[list[bytes], Exception]]):
+    """What a sink has left out."""
+
+    def __call__(self, frames: Sequence[Frame], error: Exception) -> None:
+        self.append(([frame.body for frame in frames], error))
+
+
+def add_rows(folder: Path, text: bytes) -> None:
+    with open(folder / CSV, "ab") as file:
+        file.write(text)
+
+
+def test_rows_that_somebody_else_has_added_take_none_of_ours(again: Callable[[str], Again]) -> None:
+    rows = [{"loss": number, "step": number} for number in range(4)]
+    one = again("logs")
+    one.deliver([rows_frame(rows[0])])
+    one.fail([rows_frame(*rows[1:3])], 0)
+    add_rows(one.folder, b"7,7\r\n8,8\r\n")
+    one.deliver([rows_frame(*rows[1:])])
+    assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "7", "8", "1", "2", "3"]
+
+
+def test_rows_that_somebody_else_has_added_behind_a_half_delivery_take_none_of_ours(
+    again: Callable[[str], Again],
+) -> None:
+    rows = [{"loss": number, "note": None, "step": number} for number in range(4)]
+    one = again("logs")
+    one.deliver([rows_frame(rows[0])])
+    one.fail([rows_frame(*rows[1:3])], len("1,,1\r\n"))
+    add_rows(one.folder, b"8,,8\r\n")
+    one.deliver([rows_frame(*rows[1:])])
+    assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "1", "8", "2", "3"]
+
+
+def test_rows_that_somebody_else_has_added_between_deliveries_take_none_of_ours(logs: Path) -> None:
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    sink.deliver([rows_frame({"loss": 0, "step": 0})])
+    add_rows(logs, b"1,1\r\n")
+    for _ in range(2):
+        sink.deliver([rows_frame({"loss": 1, "step": 1})])
+    assert [row["step"] for row in parsed((logs / CSV).read_bytes())] == ["0", "1", "1", "1"]
+
+
+def test_one_file_that_can_never_be_written_keeps_no_other(logs: Path) -> None:
+    destination, rejected = Faulty(str(logs)), Rejected()
+    sink = FilesSink(destination, {}, reject=rejected)
+    frames = [appended("a", "a"), appended("never", "m" * 300), rows_frame({"loss": 0, "step": 0}), whole("h")]
+    for _ in range(2):
+        with pytest.raises(OSError, match="File name too long"):
+            sink.deliver(frames)
+    assert {path.name: path.read_bytes() for path in logs.iterdir()} == {
+        "a": b"a",
+        CSV: b"loss,step\r\n0,0\r\n",
+        "h.yaml": b"h",
+    }
+    assert rejected == []
+    sink.deliver([*frames, appended("b", "a")])
+    assert [bodies for bodies, _ in rejected] == [[b"never"]]
+    assert (logs / "a").read_bytes() == b"ab"
+    sink.deliver([appended("c", "a"), rows_frame({"loss": 1, "step": 1})])
+    assert (logs / "a").read_bytes() == b"abc"
+    assert (logs / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n"
+
+
+def test_without_anybody_to_tell_it_is_tried_for_ever(logs: Path) -> None:
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    for _ in range(5):
+        with pytest.raises(OSError, match="File name too long"):
+            sink.deliver([appended("never", "m" * 300)])
+
+
+def test_a_failure_that_may_pass_is_never_a_reason_to_leave_something_out(logs: Path) -> None:
+    destination, rejected = Faulty(str(logs)), Rejected()
+    sink = FilesSink(destination, {}, reject=rejected)
+    frames = [appended("never", "m" * 300), appended("x", "z")]
+    destination.left = 0
+    for _ in range(5):
+        with pytest.raises(OSError, match=r"Input/output|too long"):
+            sink.deliver(frames)
+    assert rejected == []
+    destination.left = float("inf")
+    sink.deliver(frames)
+    assert len(rejected) == 1
+    assert (logs / "z").read_bytes() == b"x"
+
+
+def test_an_outage_that_is_no_oserror_leaves_nothing_out(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ClientError(Exception):
+        """As clients of object stores raise."""
+
+    def unreachable(*_: Any) -> None:
+        raise ClientError
+
+    destination, rejected = LocalDestination(str(logs)), Rejected()
+    sink = FilesSink(destination, {}, reject=rejected)
+    with monkeypatch.context() as patched:
+        patched.setattr(destination, "append", unreachable)
+        for _ in range(5):
+            with pytest.raises(ClientError):
+                sink.deliver([appended("a")])
+    sink.deliver([appended("a")])
+    assert (rejected, (logs / "events").read_bytes()) == ([], b"a")
+
+
+def test_what_was_written_of_a_delivery_that_is_left_out_hides_nothing_of_the_next(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Half(LocalDestination):
+        def append(self, file: str, data: bytes) -> None:
+            super().append(file, data[:2])
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    rejected = Rejected()
+    sink = FilesSink(Half(str(logs)), {}, reject=rejected)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Invalid"):
+            sink.deliver([appended("abcdefgh")])
+    sink.deliver([appended("abcdefgh")])
+    assert len(rejected) == 1
+    sink.destination = LocalDestination(str(logs))
+    sink.deliver([appended("next")])
+    assert (logs / "events").read_bytes() == b"abcdefnext"
+
+
+def test_half_a_surrogate_pair_is_written_so_that_it_is_known_again(logs: Path) -> None:
+    anchors: Anchors = {}
+    row = {"note": "a\ud800", "step": 0}
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(row)])
+    before = copy.deepcopy(anchors)
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(row)])
+    # Of that one nothing was noted.
+    FilesSink(LocalDestination(str(logs)), before).deliver([rows_frame(row)])
+    assert (logs / CSV).read_bytes() == b"note,step\r\na\\ud800,0\r\na\\ud800,0\r\n"
+
+
+def test_a_text_that_is_longer_than_csv_reads_is_read_and_its_limit_stays(logs: Path) -> None:
+    limit = csv.field_size_limit()
+    anchors: Anchors = {}
+    for step in range(2):
+        row = {"note": "x" * (limit + 1), "step": step}
+        FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(row)])
+    assert anchors[CSV]["rows"] == 2
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize("removed", ["file", "directory"])
+def test_rows_behind_a_file_that_was_removed_have_a_header(logs: Path, removed: str) -> None:
+    sink = FilesSink(LocalDestination(str(logs)), {})
+    sink.deliver([rows_frame({"loss": 0, "step": 0})])
+    (logs / CSV).unlink()
+    if removed == "directory":
+        logs.rmdir()
+    sink.deliver([rows_frame({"loss": 1, "step": 1})])
+    sink.deliver([rows_frame({"loss": 2, "step": 2})])
+    assert (logs / CSV).read_bytes() == b"loss,step\r\n1,1\r\n2,2\r\n"
+
+
+def test_the_size_of_a_table_is_known_however_it_has_grown(logs: Path) -> None:
+    anchors: Anchors = {}
+    sink = FilesSink(LocalDestination(str(logs)), anchors)
+    for number, row in enumerate(ROWS):
+        if number == 5:
+            add_rows(logs, b"torn")
+        sink.deliver([rows_frame(row)])
+        assert anchors[CSV]["size"] == (logs / CSV).stat().st_size
+
+
+def test_what_an_earlier_version_has_noted_is_continued(logs: Path) -> None:
+    anchors: Anchors = {}
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 0, "step": 0})])
+    del anchors[CSV]["size"]
+    FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 1, "step": 1})])
+    assert (logs / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n"
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_rows_are_in_one_file_in_order_where_nothing_can_be_appended(without_append: str, crashes: bool) -> None:
+    anchors: Anchors = {}
+    sink = FilesSink(RemoteDestination(without_append), anchors)
+    for step in range(4):
+        sink.deliver([rows_frame({"loss": step, "step": step})])
+        if crashes:
+            sink = FilesSink(RemoteDestination(without_append), anchors)
+    assert numbered(without_append) == {CSV: b"loss,step\r\n0,0\r\n1,1\r\n2,2\r\n3,3\r\n"}

@@ -73,4 +73,4 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
     assert child is not None
     process.close()
     process.close()
-    assert child.returncode == 0
+    assert child.returncode == -signal.SIGKILL

@@ -2,14 +2,17 @@
 
 import csv
 import errno
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -433,8 +436,7 @@ def test_staging_that_cannot_be_written_to_is_not_begun(
 
 def test_what_cannot_be_opened_is_not_taken_for_lost(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
-    (folder / "00000002.frames").symlink_to("loop")
-    (folder / "loop").symlink_to("loop")
+    (folder / "00000002.frames").mkdir()
     done = recover(folder)
     assert "must be readable and writable" in done.problem
     assert list(logs.iterdir()) == []
@@ -577,3 +579,68 @@ def test_one_folder_that_cannot_be_read_hides_no_others(tmp_path: Path, logs: Pa
     assert [folder for folder, _ in leftovers(tmp_path / "all")] == [good]
     assert staging_folders(tmp_path / "all") == [damaged, good]
     assert list(leftovers(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+@pytest.mark.parametrize("removed", ["lock", None])
+def test_a_live_process_that_a_cleaner_took_the_lock_from_is_left_alone(
+    tmp_path: Path, logs: Path, is_alive: bool, removed: str | None
+) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        began_ns = time.time_ns() + 10**9 if is_alive else 1
+        made = manifest(logs, host=socket.gethostname(), pid=process.pid, created_ns=began_ns)
+        folder = left(tmp_path / "staging", made, append("1"))
+        # One that is there and free was given up.
+        (folder / "lock").touch()
+        if removed:
+            (folder / removed).unlink()
+        # However often somebody asks.
+        for _ in range(2 if is_alive and removed else 1):
+            done = recover(folder)
+            assert done.is_busy == (is_alive and removed is not None)
+        process.communicate(b"\n")
+    assert folder.exists() == done.is_busy
+    if done.is_busy:
+        assert f"process {process.pid} on " in done.problem
+        assert recover(folder).points == 1
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**40, 10**30])
+def test_a_process_that_cannot_be_is_not_alive(tmp_path: Path, logs: Path, pid: int) -> None:
+    made = manifest(logs, host=socket.gethostname(), pid=pid, created_ns=time.time_ns())
+    assert recover(left(tmp_path / "staging", made, append("1"))).points == 1
+
+
+def test_a_lock_that_was_removed_when_it_was_had_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = fcntl.lockf
+
+    def after_its_owner(handle: int, how: int) -> None:
+        (tmp_path / "lock").unlink()
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "lockf", after_its_owner)
+    assert not Claim(tmp_path).is_mine
+    monkeypatch.undo()
+    again = Claim(tmp_path)
+    assert again.is_mine
+    again.give_up()
+
+
+@pytest.mark.parametrize("name", ["delivered.json", "00000002.frames", "lock", "anything"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, logs: Path, name: str) -> None:
+    folder = left(tmp_path / "staging", manifest(logs), append("1"))
+    os.mkfifo(folder / name)
+    with pytest.raises(StagingError, match=f"{name} is neither a file nor a directory"):
+        recover(folder)
+    assert list(leftovers(tmp_path)) == []
+    assert list(logs.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["delivered.json", "00000002.frames", "manifest.json"])
+def test_a_store_does_not_wait_for_a_pipe(tmp_path: Path, name: str) -> None:
+    (tmp_path / "staging").mkdir()
+    os.mkfifo(tmp_path / "staging" / name)
+    store = Store(tmp_path / "staging")
+    store.append([append("1")])
+    portion = store.read()
+    assert portion is not None and portion.frames == (append("1"),)

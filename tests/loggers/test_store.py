@@ -3,16 +3,24 @@
 import errno
 import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_ncclsafe.loggers import staging
 from lightning_ncclsafe.loggers import store as store_module
 from lightning_ncclsafe.loggers.frames import Frame, encode
-from lightning_ncclsafe.loggers.staging import Claim
+from lightning_ncclsafe.loggers.manifest import Manifest
+from lightning_ncclsafe.loggers.staging import Claim, make_staging
 from lightning_ncclsafe.loggers.store import Portion, Store
 
 SIZE = len(encode(Frame(kind="append", file="f", body=b"0000", points=1)))
@@ -172,15 +180,17 @@ def test_a_torn_tail_hides_nothing_but_itself(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_segments")
 def test_a_segment_that_is_damaged_or_gone_is_left_behind_and_its_rest_is_counted(folder: Path) -> None:
-    store = Store(folder)
+    faults: list[OSError] = []
+    store = Store(folder, on_fault=faults.append)
     append(store, *range(6))
     damaged = bytearray((folder / "00000001.frames").read_bytes())
     damaged[-1] ^= 1
     (folder / "00000001.frames").write_bytes(damaged)
     (folder / "00000002.frames").unlink()
     assert deliver(store) == [0, 4, 5]
-    assert store.dropped_records == 2
-    assert isinstance(store.fault, FileNotFoundError)
+    assert (store.dropped_points, store.dropped_records) == (3, 0)
+    (fault,) = faults
+    assert isinstance(fault, FileNotFoundError)
 
 
 def test_a_segment_that_cannot_be_opened_for_a_moment_is_not_lost(
@@ -284,14 +294,14 @@ def test_nothing_is_counted_as_dropped_that_could_not_be(folder: Path, monkeypat
     assert deliver(store) == [0, 1]
 
 
-def test_a_damaged_segment_that_is_dropped_counts_as_one_record_more(folder: Path) -> None:
+def test_of_a_damaged_segment_that_is_dropped_all_is_counted(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1, 2)
     with open(folder / "00000001.frames", "r+b") as file:
         file.seek(2 * SIZE - 1)
         file.write(b"x")
     assert store.drop_oldest()
-    assert (store.dropped_points, store.dropped_records) == (1, 1)
+    assert (store.dropped_points, store.dropped_records) == (3, 0)
     assert store.read() is None
 
 
@@ -306,11 +316,11 @@ def test_counters_know_points_and_records(folder: Path) -> None:
 def test_on_a_full_disk_frames_wait_in_memory_in_order(tmp_path: Path, disk: Disk) -> None:
     for free in range(0, 4 * SIZE, 7):
         folder = tmp_path / str(free)
-        store = Store(folder)
+        faults: list[OSError] = []
+        store = Store(folder, on_fault=faults.append)
         disk.free = free
         append(store, *range(6))
-        assert isinstance(store.fault, OSError)
-        assert store.fault.errno == errno.ENOSPC
+        assert [fault.errno for fault in faults] == [errno.ENOSPC]
         # All of what was written down is whole, and nothing of the rest is there.
         assert sum(path.stat().st_size for path in folder.glob("*.frames")) == free // SIZE * SIZE
         disk.free = float("inf")
@@ -326,7 +336,6 @@ def test_when_the_disk_is_well_again_it_is_used_again(folder: Path, disk: Disk) 
     disk.free = float("inf")
     assert deliver(store) == [0]
     append(store, 1)
-    assert store.fault is None
     assert numbers_of(Store(folder).read()) == [1]
     assert deliver(store) == [1]
 
@@ -446,3 +455,178 @@ def test_what_is_noted_is_plain_json(folder: Path) -> None:
     append(store, 0, 1)
     deliver(store, portions=1, most_bytes=1)
     assert json.loads((folder / "delivered.json").read_text()) == {"segment": 1, "released": SIZE, "anchors": {}}
+
+
+def test_each_row_of_failures_is_said_once_and_outside_the_lock(folder: Path, disk: Disk) -> None:
+    said: list[tuple[int | None, int]] = []
+    # What it asks for would wait for ever if it were called within.
+    store = Store(folder, on_fault=lambda error: said.append((error.errno, store.pending_bytes)))
+    for _ in range(2):
+        disk.free = 0
+        append(store, 0, 1, 2)
+        disk.free = float("inf")
+        deliver(store)
+        append(store, 3)
+        deliver(store)
+    assert [number for number, _ in said] == [errno.ENOSPC] * 2
+    assert all(waits > 0 for _, waits in said)
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> Iterator[tuple[Path, Claim]]:
+    """A folder as a run has it."""
+    made = Manifest(logger="CSVLogger", kind="files", destination=str(tmp_path), root="", identity="run/7")
+    folder, claim = make_staging(tmp_path / "all", made)
+    yield folder, claim
+    claim.give_up()
+
+
+def is_locked(folder: Path) -> bool:
+    """As another process finds it."""
+    script = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'r+')\n"
+        "try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept OSError: print('locked')"
+    )
+    command = [sys.executable, "-S", "-c", script, str(folder / "lock")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout == "locked\n"
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_folder_that_was_removed_is_made_again_and_what_was_in_it_is_counted(
+    claimed: tuple[Path, Claim], above: bool
+) -> None:
+    folder, claim = claimed
+    manifest = (folder / "manifest.json").read_bytes()
+    faults: list[OSError] = []
+    store = Store(folder, claim=claim, on_fault=faults.append)
+    append(store, 0, 1, 2)
+    store.append([Frame(kind="append", file="f", body=b"0003", records=2)])
+    deliver(store, portions=1, most_bytes=1)
+    shutil.rmtree(folder.parent if above else folder)
+    append(store, 4)
+    assert ((folder / "manifest.json").read_bytes(), is_locked(folder)) == (manifest, True)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder)] == [0o700, 0o700]
+    assert numbers_of(Store(folder).read()) == [4]
+    assert deliver(store) == [4]
+    assert (store.dropped_points, store.dropped_records) == (2, 2)
+    assert [fault.errno for fault in faults] == [errno.ENOENT]
+    assert store.close()
+    assert not folder.exists()
+
+
+def test_of_what_was_being_delivered_when_the_folder_was_removed_nothing_is_counted(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+    portion = store.read(most_bytes=1)
+    shutil.rmtree(folder)
+    append(store, 2)
+    assert portion is not None
+    store.release(portion)
+    assert deliver(store) == [2]
+    assert (store.dropped_points, store.dropped_records) == (1, 0)
+
+
+def test_behind_a_segment_that_was_removed_alone_nothing_is_lost(folder: Path) -> None:
+    store = Store(folder)
+    append(store, 0, 1)
+    (folder / "00000001.frames").unlink()
+    append(store, 2)
+    assert deliver(store) == [2]
+    assert (store.dropped_points, store.dropped_records) == (2, 0)
+
+
+def test_a_folder_is_not_made_again_where_others_may_write(claimed: tuple[Path, Claim]) -> None:
+    folder, claim = claimed
+    faults: list[OSError] = []
+    store = Store(folder, claim=claim, on_fault=faults.append)
+    shutil.rmtree(folder.parent)
+    folder.parent.mkdir(mode=0o700)
+    folder.parent.chmod(0o777)
+    append(store, 0)
+    assert isinstance(faults[0], PermissionError)
+    assert not folder.exists()
+    assert deliver(store) == [0]
+
+
+def test_what_comes_after_the_end_makes_no_folder(folder: Path) -> None:
+    store = Store(folder)
+    assert store.close()
+    append(store, 0)
+    assert not folder.exists()
+    assert deliver(store) == [0]
+
+
+@pytest.mark.parametrize("removed", [(), ("lock",), ("manifest.json",), ("lock", "manifest.json")])
+def test_a_delivery_keeps_a_folder_from_cleaners(claimed: tuple[Path, Claim], removed: tuple[str, ...]) -> None:
+    folder, claim = claimed
+    store = Store(folder, claim=claim)
+    append(store, 0)
+    for name in ("lock", "manifest.json"):
+        os.utime(folder / name, (0, 0))
+    for name in removed:
+        (folder / name).unlink()
+    deliver(store)
+    assert all(time.time() - (folder / name).stat().st_mtime < 100 for name in ("lock", "manifest.json"))
+    assert is_locked(folder)
+
+
+def test_a_lock_that_somebody_else_has_made_meanwhile_is_left_to_them(claimed: tuple[Path, Claim]) -> None:
+    folder, claim = claimed
+    (folder / "lock").unlink()
+    with locked_by_another(folder), pytest.raises(OSError, match="unavailable"):
+        claim.renew()
+    claim.renew()
+    assert is_locked(folder)
+
+
+@contextmanager
+def locked_by_another(folder: Path) -> Iterator[None]:
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        " print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", script, str(folder / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+        process.communicate()
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_of_a_store_that_is_closed_no_claim_is_remembered(claimed: tuple[Path, Claim], is_empty: bool) -> None:
+    folder, claim = claimed
+    before = len(staging._claims)
+    store = Store(folder, claim=claim)
+    append(store, *([] if is_empty else [0]))
+    assert store.close() == is_empty
+    assert len(staging._claims) == before - 1
+
+
+def test_of_a_store_that_cannot_be_made_no_claim_is_remembered(
+    claimed: tuple[Path, Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, claim = claimed
+    before = len(staging._claims)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "glob", refused)
+    with pytest.raises(OSError, match="Input/output"):
+        Store(folder, claim=claim)
+    assert len(staging._claims) == before - 1
+
+
+def test_a_forked_child_closes_nothing(claimed: tuple[Path, Claim], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, claim = claimed
+    store = Store(folder, claim=claim)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        # As a thread that was not forked left it.
+        with store._lock:
+            assert not store.close()
+    assert folder.exists() and is_locked(folder)
+    append(store, 0)
+    assert deliver(store) == [0]
+    assert store.close()

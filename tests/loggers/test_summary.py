@@ -54,14 +54,14 @@ def test_failures_are_counted_and_the_last_one_is_told(faults: int, said: str) -
 
 
 def test_what_is_still_staged_is_told_with_what_brings_it_to_storage() -> None:
-    text = summary(replace(FACTS, pending_bytes=2048), is_done=False)
+    text = summary(replace(FACTS, staged_bytes=2048), is_done=False)
     first, rest = text.split("\n")
     assert first == summary(FACTS, is_done=True)
-    assert f" wait in {FACTS.staging};" in rest
+    assert f"2.0 kB wait in {FACTS.staging};" in rest
     assert rest.endswith(f"ncclsafe logs recover {FACTS.staging}")
     assert "recover" not in first
 
 
 def test_failures_come_before_what_is_still_staged() -> None:
-    text = summary(replace(FACTS, faults=1, last_fault="gone", pending_bytes=1), is_done=False)
-    assert [line.split(" ")[0] for line in text.split("\n")] == ["CSVLogger", "1", "its"]
+    text = summary(replace(FACTS, faults=1, last_fault="gone", staged_bytes=1, memory_bytes=2), is_done=False)
+    assert [line.split(" ")[0] for line in text.split("\n")] == ["CSVLogger", "1", "not", "2"]

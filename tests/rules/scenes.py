@@ -173,7 +173,7 @@ def offloaded_logger_blocks(net: Backend) -> JobFacts:
     """The same with LoggerOffload(overflow="block"), whose limits are used up: its threads wait for the storage."""
     culprit = net.working(0, OFFLOAD_PUT, seq=60, idle=9)
     offloaded = LoggerFacts(
-        logger="TensorBoardLogger", path="/mnt/logs", pending_bytes=1_073_000_000, writing_s=41.0, waited_s=9.0
+        logger="TensorBoardLogger", path="/mnt/logs", staged_bytes=1_073_000_000, writing_s=41.0, waited_s=9.0
     )
     others = (net.in_sigterm_broadcast(rank, seq=61, batch=12) for rank in (1, 2, 3))
     return job(replace(culprit, loggers=(offloaded,)), *others)

@@ -96,5 +96,5 @@ def _offload_words(logger: LoggerFacts) -> str:
     longest, waited = duration_words(logger.longest_write_s), duration_words(logger.waited_s)
     return (
         f"{logger.logger} is off the training thread{to}: {now}the longest took {longest}, "
-        f"{size_words(logger.pending_bytes)} wait, training has waited {waited} for it."
+        f"{size_words(logger.memory_bytes + logger.staged_bytes)} wait, training has waited {waited} for it."
     )

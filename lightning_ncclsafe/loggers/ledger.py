@@ -1,0 +1,84 @@
+"""What has become of everything that one logger was given, and what the user has been told of it."""
+
+from collections.abc import Callable
+
+# How many different failures of single calls are printed.
+_MOST_SAID = 5
+
+
+class Ledger:
+    """Counts, and says each kind of trouble once.
+
+    Args:
+        logger: Class name of the logger.
+        say: Prints to the user.
+
+    Attributes:
+        waited_s: For how long training has waited, seconds.
+        finalize_s: For how long the end of the run has waited, seconds.
+        lost_points: Points that were left out because they could not be written.
+        lost_records: Everything else that was left out.
+        refused_points: Those of the lost points that had been handed to the storage or server before.
+        refused_records: Those of the lost records that had.
+        failures: How often something was left out.
+        last_failure: What was said of it last.
+    """
+
+    def __init__(self, logger: str, say: Callable[[str], None]) -> None:
+        self.waited_s = 0.0
+        self.finalize_s = 0.0
+        self.lost_points = 0
+        self.lost_records = 0
+        self.refused_points = 0
+        self.refused_records = 0
+        self.failures = 0
+        self.last_failure = ""
+        self._logger = logger
+        self._say = say
+        self._said: set[str] = set()
+
+    def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
+        """Something cannot be written, whatever its storage.
+
+        Args:
+            name: The method that was called, or the file.
+            error: Why not.
+            points: Scalar points in it.
+            records: Everything else in it.
+        """
+        self.lost_points += points
+        self.lost_records += records
+        self.failures += 1
+        self.last_failure = f"{self._logger}: {name} failed: {error!r:.500}"
+        # Of the same kind, which may differ in a step or a value from call to call.
+        kind = f"{name} {type(error).__name__}"
+        if kind not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(kind)
+            self._say(f"{self.last_failure}; it is left out, training goes on")
+
+    def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
+        """The same of something that the storage or server was given, and has refused for good."""
+        self.refused_points += points
+        self.refused_records += records
+        self.lose(name, error, points=points, records=records)
+
+    def say_storage_fault(self, error: Exception, path: str, staging: str) -> None:
+        """The storage or server does not take what it is given; said once."""
+        self._say_once(
+            "storage",
+            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, it is tried"
+            f" again, what is logged waits in {staging}",
+        )
+
+    def say_staging_fault(self, error: OSError) -> None:
+        """Local staging cannot be written to; said once."""
+        self._say_once(
+            "staging",
+            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, what is logged waits in memory,"
+            " and until staging works again does not survive the end of this process by force",
+        )
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(text)

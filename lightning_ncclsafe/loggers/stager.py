@@ -1,0 +1,168 @@
+"""The threads that turn what a logger was given into frames, and put these into local staging."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+from lightning_ncclsafe.loggers.backend import Backend
+from lightning_ncclsafe.loggers.delivery import Delivery
+from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
+from lightning_ncclsafe.loggers.ledger import Ledger
+from lightning_ncclsafe.loggers.store import Store
+from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
+from lightning_ncclsafe.settings import OffloadSettings
+
+# How long what was accepted may stay in memory only.
+_STAGE_S = 0.25
+# From this part of the disk's limit on, the newest points are thinned, twice as much for each halving of what is free.
+_THIN_FROM = 0.5
+# Media may take this part of the disk's limit; the rest is left to points, which are smaller and matter more.
+_MEDIA_SHARE = 0.75
+
+
+class Stager:
+    """Stages what arrives in an intake: one thread for points and short calls, one for media.
+
+    Args:
+        backend: What entries become.
+        intake: Where they arrive.
+        store: Local staging.
+        delivery: Told of what is staged.
+        ledger: Told of what cannot be staged.
+        settings: Limits and policies.
+        name: Whose it is, for the threads' names.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        intake: Intake,
+        store: Store,
+        delivery: Delivery,
+        ledger: Ledger,
+        settings: OffloadSettings,
+        name: str,
+    ) -> None:
+        self._backend = backend
+        self._intake = intake
+        self._store = store
+        self._delivery = delivery
+        self._ledger = ledger
+        self._settings = settings
+        self._thinner = Thinner(settings.max_points_per_s)
+        self._hurried = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._stage, name=f"ncclsafe-stage-{name}", daemon=True),
+            threading.Thread(target=self._stage_media, name=f"ncclsafe-media-{name}", daemon=True),
+        ]
+
+    @property
+    def thinned(self) -> int:
+        """Points that were left out, others standing for them."""
+        return self._thinner.thinned
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def hurry(self) -> None:
+        """Does not wait for more to come, from now on."""
+        self._hurried.set()
+        self._intake.mark()
+
+    def relax(self) -> None:
+        """Waits again, so that many calls become one write."""
+        self._hurried.clear()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything is staged, once the intake is closed; False if that takes longer."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _stage(self) -> None:
+        while self._intake.wait_for_entries(None if self._thinner.idle else _STAGE_S):
+            self._hurried.wait(_STAGE_S)
+            entries = self._intake.take()
+            try:
+                self._append(self._frames(entries), self._settings.disk_limit_bytes)
+            except Exception as error:
+                self._ledger.lose("staging", error, records=len(entries))
+            finally:
+                self._intake.done(entries)
+        self._append(self._frames_of_points(self._thinner.rest()), self._settings.disk_limit_bytes)
+
+    def _stage_media(self) -> None:
+        while (call := self._intake.take_media()) is not None:
+            try:
+                self._append(self._frames_of_call(call), int(_MEDIA_SHARE * self._settings.disk_limit_bytes))
+            except Exception as error:
+                self._ledger.lose(call.name, error, records=1)
+            finally:
+                self._intake.done([call])
+
+    def _frames(self, entries: Sequence[Entry]) -> list[Frame]:
+        """What these entries become, in order."""
+        now = time.monotonic()
+        self._thinner.coarseness = self._coarseness()
+        frames: list[Frame] = []
+        points: list[Scalars] = []
+        for entry in entries:
+            if isinstance(entry, Scalars):
+                points += self._thinner.offer(entry, now)
+                continue
+            frames += self._frames_of_points(points + (self._thinner.rest() if entry.is_marker else []))
+            points = []
+            frames += [] if entry.is_marker else self._frames_of_call(entry)
+        return frames + self._frames_of_points(points + self._thinner.due(now))
+
+    def _frames_of_points(self, points: Sequence[Scalars]) -> list[Frame]:
+        try:
+            return self._backend.scalars(points)
+        except Exception as error:
+            if len(points) == 1:
+                self._ledger.lose("log_metrics", error, points=len(points[0].values))
+                return []
+        # One of them is wrong, and must not take the others with it.
+        return [frame for one in points for frame in self._frames_of_points([one])]
+
+    def _frames_of_call(self, call: Call) -> list[Frame]:
+        try:
+            for event in call.events:
+                event.synchronize()
+            return self._backend.call(call)
+        except Exception as error:
+            self._ledger.lose(call.name, error, records=1)
+            return []
+
+    def _append(self, frames: list[Frame], limit_bytes: int) -> None:
+        if not frames:
+            return
+        size = sum(len(frame.body) for frame in frames)
+        if self._settings.overflow == "block" and size <= limit_bytes:
+            self._delivery.wait_until(lambda: self._has_room(size, limit_bytes) or self._intake.is_closed)
+        while not self._has_room(size, limit_bytes) and self._settings.overflow == "drop_oldest":
+            if not self._store.drop_oldest():
+                break
+        self._store.append(frames if self._has_room(size, limit_bytes) else self._kept(frames))
+        self._delivery.wake()
+
+    def _has_room(self, size: int, limit_bytes: int) -> bool:
+        return self._store.pending_bytes + size <= limit_bytes
+
+    def _kept(self, frames: list[Frame]) -> list[Frame]:
+        for frame in frames:
+            if not frame.keep:
+                self._store.count_dropped(frame)
+        return [frame for frame in frames if frame.keep]
+
+    def _coarseness(self) -> int:
+        if self._settings.overflow == "drop_oldest":
+            return 0
+        free = max(1.0 - self._store.pending_bytes / self._settings.disk_limit_bytes, 1e-6)
+        return 1 + int(math.log2(_THIN_FROM / free)) if free <= _THIN_FROM else 0
