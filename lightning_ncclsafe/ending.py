@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lightning_ncclsafe import _torch
@@ -30,6 +30,7 @@ def end_run(
     world_size: int,
     main_thread_left: threading.Event,
     write_logs: Callable[[float], None],
+    logging_ranks: Sequence[int] = (),
     before_exit: Callable[[], None],
 ) -> None:
     """Ends this rank's part of the run, from a side thread.
@@ -43,6 +44,7 @@ def end_run(
         world_size: Number of ranks.
         main_thread_left: Set once the main thread has left the Trainer's function.
         write_logs: Brings what loggers were given to storage, within so many seconds.
+        logging_ranks: Ranks that have such loggers.
         before_exit: What is left to do for this process before it exits; its failure is ignored.
     """
     if _torch.groups_can_be_aborted():
@@ -50,7 +52,7 @@ def end_run(
         threading.Thread(target=_torch.abort_groups, name="ncclsafe-abort", daemon=True).start()
         if main_thread_left.wait(ABORT_GRACE_S):
             return
-    _write_logs(exchange, rank, write_logs)
+    _write_logs(exchange, write_logs, rank=rank, logging_ranks=logging_ranks)
     say_goodbye(exchange, rank)
     if _torch.hosts_store(rank):
         wait_for_others(exchange, rank, world_size)
@@ -62,15 +64,16 @@ def end_run(
     os._exit(EXIT_CODE)
 
 
-def _write_logs(exchange: Exchange, rank: int, write: Callable[[float], None]) -> None:
-    """Nobody leaves before rank 0, which has the loggers, has written: launchers end the others with the first."""
+def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int, logging_ranks: Sequence[int]) -> None:
+    """Nobody leaves before all have written: launchers end the others with the first."""
     deadline = time.monotonic() + _LOGS_S
     with suppress(Exception):
         write(_LOGS_S)
+    keys = [f"logs/{other}" for other in logging_ranks]
     with suppress(ExchangeError):
-        if rank == 0:
-            exchange.set("logs are written", b"")
-        while rank and time.monotonic() < deadline and not exchange.get_many(["logs are written"]):
+        if rank in logging_ranks:
+            exchange.set(f"logs/{rank}", b"")
+        while keys and time.monotonic() < deadline and len(exchange.get_many(keys)) < len(keys):
             time.sleep(_POLL_S)
 
 

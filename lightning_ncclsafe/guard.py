@@ -356,6 +356,7 @@ class Guard:
                 world_size=self._place.world_size,
                 main_thread_left=self._main_thread_left,
                 write_logs=self._write_logs,
+                logging_ranks=self._verdict.logging_ranks if self._verdict is not None else (),
                 before_exit=self._before_exit,
             )
 

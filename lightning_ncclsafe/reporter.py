@@ -26,6 +26,7 @@ class Verdict:
         folder: Where the report was written; empty where it could not be.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
+        logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
     """
 
     incident: Incident
@@ -33,6 +34,7 @@ class Verdict:
     folder: str = ""
     findings: tuple[Finding, ...] = ()
     ends_run: bool = False
+    logging_ranks: tuple[int, ...] = ()
 
 
 class Reporter:
@@ -61,7 +63,12 @@ class Reporter:
             self._say(f"{render_short(diagnosis)}\n{where}{closing}")
         answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
         return Verdict(
-            incident=job.incident, answer=answer, folder=folder, findings=diagnosis.findings, ends_run=ends_run
+            incident=job.incident,
+            answer=answer,
+            folder=folder,
+            findings=diagnosis.findings,
+            ends_run=ends_run,
+            logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
         )
 
     def _write(self, diagnosis: Diagnosis) -> tuple[str, str]:

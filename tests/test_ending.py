@@ -34,7 +34,6 @@ def end(
     *, rank: int = 1, left: threading.Event | None = None, kill: Callable[[], None] = lambda: None
 ) -> MemoryExchange:
     exchange = MemoryExchange()
-    exchange.set("logs are written", b"")
     ending.end_run(
         exchange=exchange,
         rank=rank,
@@ -99,7 +98,7 @@ def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:
     assert events == ["other left", f"exit {ending.EXIT_CODE}"]
 
 
-def test_nobody_leaves_before_rank_0_has_written_its_logs(events: list[str]) -> None:
+def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
     shared = SharedMemory()
 
     def write(_: float) -> None:
@@ -113,6 +112,7 @@ def test_nobody_leaves_before_rank_0_has_written_its_logs(events: list[str]) -> 
                 world_size=2,
                 main_thread_left=threading.Event(),
                 write_logs=write if rank == 0 else lambda _: None,
+                logging_ranks=[0],
                 before_exit=lambda: events.append(f"rank {rank} leaves"),
             )
 
@@ -123,7 +123,7 @@ def test_nobody_leaves_before_rank_0_has_written_its_logs(events: list[str]) -> 
     assert events[:2] == ["written", "rank 1 leaves"]
 
 
-def test_a_rank_0_that_does_not_write_is_not_waited_for_long(
+def test_a_rank_that_does_not_write_its_logs_is_not_waited_for_long(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ending, "_LOGS_S", 0.1)
@@ -134,6 +134,7 @@ def test_a_rank_0_that_does_not_write_is_not_waited_for_long(
             world_size=2,
             main_thread_left=threading.Event(),
             write_logs=lambda _: None,
+            logging_ranks=[0],
             before_exit=lambda: None,
         )
     assert events == [f"exit {ending.EXIT_CODE}"]

@@ -18,7 +18,7 @@ from lightning_ncclsafe.probes.trainer import TrainerProbe
 
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
-AFTER_HOST_FACTS = ["peers", "workers", "loaders", "storage", "versions"]
+AFTER_HOST_FACTS = ["peers", "workers", "loaders", "loggers", "storage", "versions"]
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout_s + 5
+    deadline = time.monotonic() + timeout_s + 10
     # A rank that cannot end by itself is waited for no longer than the others.
     while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
         multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
