@@ -49,13 +49,13 @@ def test_an_unseeded_split_ends_before_the_first_step(tmp_path: Path) -> None:
 
 def test_offloaded_logging_does_not_notice_its_storage(tmp_path: Path) -> None:
     # Training takes a second or two; the storage stalls for longer, and the end of the run waits for it.
-    code, output = ended(HANGS / "slow_log_storage.py", tmp_path, "--offload", "--stall", "5", "--suspect-after", "9")
+    code, output = ended(HANGS / "slow_log_storage.py", tmp_path, "--offload", "--stall", "3", "--suspect-after", "9")
     assert code == 0, output
     assert not list(tmp_path.glob("ncclsafe/*/report.json"))
     [said] = re.findall(r"longest write ([\d.]+) s; training waited ([\d.]+) s for it, its end ([\d.]+) s", output)
     longest_write_s, waited_s, end_s = map(float, said)
     assert waited_s < 0.1
-    assert 1 < end_s < longest_write_s + 1
+    assert 0.3 < end_s < longest_write_s + 1
     [log_dir] = tmp_path.glob("lightning_logs/*")
     events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
     events.Reload()

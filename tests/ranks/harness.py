@@ -55,6 +55,7 @@ def run_ranks(
     timeout_s: float = 4.0,
     before_joining: Body = lambda rank: None,
     store_of_agent: bool = False,
+    patience_s: float = 5.0,
 ) -> Ranks:
     """Runs ``body(rank)`` in every rank under a guard.
 
@@ -66,6 +67,7 @@ def run_ranks(
         timeout_s: See ``SafeDDP``.
         before_joining: What each rank does before it joins the process group.
         store_of_agent: Whether the store lives in the parent, and not in rank 0.
+        patience_s: How long beyond ``timeout_s`` ranks have to end by themselves.
     """
     limits = Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout="abort")
     pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
@@ -80,7 +82,7 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout_s + 10
+    deadline = time.monotonic() + timeout_s + patience_s
     # A rank that cannot end by itself is waited for no longer than the others.
     while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
         multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)

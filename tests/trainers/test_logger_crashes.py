@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,9 +107,33 @@ class Crashed:
     again: Cases
 
 
+@dataclass(frozen=True)
+class Programs:
+    """All programs of this file, which run at the same time: they mostly wait."""
+
+    crashed: "Future[Crashed]"
+    ended: "Future[Cases]"
+    on_small_disks: "Future[Cases | None]"
+    launched: "Future[Cases]"
+
+
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory) -> Crashed:
-    folder = tmp_path_factory.mktemp("crashed")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    crashed, ended, small_disks, launched = map(
+        tmp_path_factory.mktemp, ("crashed", "ended", "small_disks", "launched")
+    )
+    names = ("sigterm", "sigint", "raise", "sys-exit", "on-exception", "finalize", "no-versions", "no-logs")
+    more_names = ("no-staging-any-more", "child", "nested", "twice", "fit-test", "requeue")
+    with ThreadPoolExecutor() as pool:
+        yield Programs(
+            crashed=pool.submit(crash, crashed),
+            ended=pool.submit(run, ended, *names, *more_names),
+            on_small_disks=pool.submit(run_on_small_disks, small_disks),
+            launched=pool.submit(run, launched, "spawn", "fork", "popen", "guard"),
+        )
+
+
+def crash(folder: Path) -> Crashed:
     names = ("kill", "abort", "os-exit", "kill-stalled", "end-stalled")
     first = run(folder, *names)
     before = {(name, logger): first[name].steps(logger) for name in names for logger in LOGGERS}
@@ -116,26 +142,35 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Crashed:
     return Crashed(first, before, run(folder, *names, "--again"))
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    names = ("sigterm", "sigint", "raise", "sys-exit", "on-exception", "finalize", "no-versions", "no-logs")
-    more_names = ("no-staging-any-more", "child", "nested", "twice", "fit-test", "requeue")
-    return run(tmp_path_factory.mktemp("ended"), *names, *more_names)
-
-
-@pytest.fixture(scope="module")
-def on_small_disks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def run_on_small_disks(folder: Path) -> Cases | None:
     for prefix in NAMESPACES:
         with suppress(OSError):
             if not subprocess.run([*prefix, *TMPFS], capture_output=True, timeout=10).returncode:
-                folder = tmp_path_factory.mktemp("small_disks")
                 return run(folder, "full-disk", "full-staging", "no-staging", prefix=prefix)
-    pytest.skip("no small disk can be mounted here: neither as root nor in a namespace of a user")
+    return None
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    return run(tmp_path_factory.mktemp("launched"), "spawn", "fork", "popen", "guard")
+def crashed(programs: Programs) -> Crashed:
+    return programs.crashed.result()
+
+
+@pytest.fixture(scope="module")
+def ended(programs: Programs) -> Cases:
+    return programs.ended.result()
+
+
+@pytest.fixture(scope="module")
+def on_small_disks(programs: Programs) -> Cases:
+    cases = programs.on_small_disks.result()
+    if cases is None:
+        pytest.skip("no small disk can be mounted here: neither as root nor in a namespace of a user")
+    return cases
+
+
+@pytest.fixture(scope="module")
+def launched(programs: Programs) -> Cases:
+    return programs.launched.result()
 
 
 def assert_complete(case: Case, last: int, *, exit_code: int = 0) -> None:
