@@ -56,7 +56,11 @@ class Copied:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         self.data_bytes += tensor.nelement() * tensor.element_size()
-        copied = tensor.detach().clone()
+        try:
+            copied = tensor.detach().clone()
+        except torch.OutOfMemoryError:
+            # The device has no room to spare: its copy waits for what it computes, as Lightning's own does.
+            return tensor.detach().to("cpu", copy=True)
         if copied.is_cuda:
             # Not waited for here: that would stop the training thread until the device has caught up.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -31,6 +31,7 @@ from step_overhead import WARM_UP_STEPS, all_have_measured, bootstrap, ended_at_
 LOGGING_RANK = Path(__file__).with_name("logging_rank.py")
 # In this order and back again, so that a steady drift cancels out.
 TURNS = ("none", "offload", "stock")
+FEW_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class Case:
 
     Attributes:
         steps: Steps of one training.
-        stock_steps: Steps with Lightning's own logger, 0 to leave it out: on a slow storage one takes seconds.
+        with_stock: Whether Lightning's own logger is measured in turn with the others; on a slow storage, where a step
+            takes seconds, one training of a few steps says enough.
         ranks: Ranks of a training.
         scheme: ``"slow://"`` where the logger's directory is slow.
         once: Whether one training of each says enough.
@@ -47,7 +49,7 @@ class Case:
     """
 
     steps: int
-    stock_steps: int
+    with_stock: bool = True
     ranks: int = 2
     scheme: str = ""
     once: bool = False
@@ -55,22 +57,24 @@ class Case:
 
 
 CASES = {
-    "local": Case(steps=300, stock_steps=300, training={}),
-    "slow": Case(steps=300, stock_steps=4, scheme="slow://", training={"latency_s": 0.2}),
-    "stall": Case(steps=25_000, stock_steps=0, scheme="slow://", once=True, training={"stall_s": 60.0}),
-    "image": Case(steps=300, stock_steps=300, ranks=1, training={"media": True}),
-    "end": Case(steps=60, stock_steps=0, scheme="slow://", once=True, training={"latency_s": 0.02}),
-    "dead": Case(steps=60, stock_steps=0, scheme="slow://", once=True, training={"stall_s": -1.0}),
+    "local": Case(steps=300, training={}),
+    "slow": Case(steps=300, with_stock=False, scheme="slow://", training={"latency_s": 0.2}),
+    "stall": Case(steps=12_000, with_stock=False, scheme="slow://", once=True, training={"stall_s": 60.0}),
+    "image": Case(steps=300, ranks=1, training={"media": True}),
+    "end": Case(steps=60, with_stock=False, scheme="slow://", once=True, training={"latency_s": 0.02}),
+    "dead": Case(steps=60, with_stock=False, scheme="slow://", once=True, training={"stall_s": -1.0}),
 }
 
 
 def trainings_of(case: Case, blocks: int, folder: str) -> list[dict[str, Any]]:
     """The trainings of some blocks, the first of which is to be left out."""
-    steps = {"none": case.steps, "offload": case.steps, "stock": case.stock_steps}
-    turns = [how for how in TURNS if steps[how]]
+    turns = [how for how in TURNS if how != "stock" or case.with_stock]
     order = (turns if case.once else [*turns, *reversed(turns)]) * (1 if case.once else 1 + blocks)
-    to = f"{case.scheme}{folder}/logs"
-    return [{"how": how, "to": to, "steps": steps[how] + WARM_UP_STEPS, **case.training} for how in order]
+    common = {"to": f"{case.scheme}{folder}/logs", **case.training}
+    trainings = [{"how": how, "steps": case.steps + WARM_UP_STEPS, **common} for how in order]
+    if not case.with_stock and not case.once:
+        trainings.append({"how": "stock", "steps": FEW_STEPS, **common})
+    return trainings
 
 
 def launch(case: Case, blocks: int) -> list[tuple[str, dict[str, Any]]]:
@@ -96,9 +100,12 @@ def ratios(measured: Sequence[tuple[str, dict[str, Any]]], clock: str) -> dict[s
     """Mean step times of each block by how it was logged, in milliseconds."""
     times: dict[str, list[float]] = {}
     for how, found in measured:
-        times.setdefault(how, []).append(statistics.fmean(found[clock][WARM_UP_STEPS:]))
-    if all(len(values) == 1 for values in times.values()):
+        few = len(found[clock]) <= FEW_STEPS
+        times.setdefault(how, []).append(statistics.fmean(found[clock][1 if few else WARM_UP_STEPS :]))
+    if len(times["none"]) == 1:
         return times
+    # The few steps of a stock logger on a slow storage stand beside every block.
+    times = {how: values * len(times["none"]) if len(values) == 1 else values for how, values in times.items()}
     # Two trainings of each kind make one block; the first block warms up.
     pairs = {how: zip(*[iter(values)] * 2, strict=True) for how, values in times.items()}
     return {how: [statistics.fmean(pair) for pair in both][1:] for how, both in pairs.items()}
@@ -122,7 +129,7 @@ def lines(name: str, case: Case, blocks: int) -> list[str]:
             added = {how: statistics.median(times[how]) - statistics.median(times["none"]) for how in times}
             parts.append(f"added by offload/by stock {added['offload'] / added['stock']:.2f}")
         told.append(f"{clock}: " + ", ".join(parts))
-    slowest = {how: max(max(found["wall"][WARM_UP_STEPS:]) for who, found in measured if who == how) for how in times}
+    slowest = {how: max(max(found["wall"][1:]) for who, found in measured if who == how) for how in times}
     told.append("slowest step: " + ", ".join(f"{how} {value:.0f} ms" for how, value in slowest.items()))
     return told
 
