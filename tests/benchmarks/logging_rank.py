@@ -84,7 +84,7 @@ class Stall(L.Callback):
         if batch_idx == 30 and trainer.is_global_zero:
             self.stall.touch()
             if self.for_s > 0:
-                threading.Timer(self.for_s, self.stall.unlink).start()
+                threading.Timer(self.for_s, self.stall.unlink, kwargs={"missing_ok": True}).start()
 
 
 def make_logger(training: Training) -> Logger | bool:
@@ -96,12 +96,13 @@ def make_logger(training: Training) -> Logger | bool:
 def train(training: Training, ranks: int, folder: Path) -> dict[str, Any]:
     """Milliseconds of each step, and the seconds that the end took."""
     stall = folder / "stall"
+    stall.unlink(missing_ok=True)
     os.environ |= {slow_storage.LATENCY_S: str(training.latency_s), slow_storage.STALL: str(stall)}
     timer = StepTimer()
     callbacks: list[L.Callback] = [timer]
     if training.how == "offload":
         callbacks.append(LoggerOffload(staging_dir=folder / "staging"))
-    if training.stall_s:
+    if training.stall_s and training.how != "none":
         callbacks.append(Stall(training.stall_s, stall))
     trainer = L.Trainer(
         accelerator="cpu",
