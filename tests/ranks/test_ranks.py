@@ -51,7 +51,7 @@ def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Pa
         if rank == 2:
             dist.all_reduce(torch.ones(3), group=later, async_op=True).wait()
 
-    ranks = run_ranks(3, body, tmp_path)
+    ranks = run_ranks(3, body, tmp_path, patience_s=1)
     (diagnosis, *_) = ranks.diagnoses
     assert diagnosis.findings[0].ranks == (1,)
     assert "3 elements" in diagnosis.findings[0].summary
@@ -93,7 +93,7 @@ def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path)
             sum(itertools.repeat(1, 10**12))  # <- gil
         all_reduce()
 
-    (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6).diagnoses
+    (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6, patience_s=2).diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (1,))
     assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
 
