@@ -1,8 +1,9 @@
 """Tells what a logger's own ``log_metrics`` writes from what is written by calls of the user's."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning_ncclsafe.loggers.thinning import Scalars
 
@@ -29,6 +30,15 @@ class Collecting(threading.local):
             yield self._found
         finally:
             self._found = None
+
+    def call(self, put: Callable[[Scalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a logger's ``log_metrics`` and hands on what it has collected, also when it raises."""
+        with self.scalars() as collected:
+            try:
+                return log_metrics(*args, **kwargs)
+            finally:
+                for scalars in collected:
+                    put(scalars)
 
     def add(self, tag: str, value: float, step: int | None, created: float) -> None:
         """A scalar."""

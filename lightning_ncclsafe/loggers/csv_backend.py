@@ -43,7 +43,12 @@ class CSVBackend:
         self._collecting = Collecting()
         self._replacements = Replacements()
         self.path = str(self._writer.log_dir)
-        self.sink = FilesSink(open_destination(self.path), store.anchors, store.note, reject=self._reject)
+        self.sink = FilesSink(
+            open_destination(self.path),
+            store.anchors,
+            store.note,
+            reject=lambda *refused: self._offload.reject(*refused),
+        )
 
     def attach(self, offload: Offload) -> None:
         """Replaces the writer's methods; what it has not saved yet, it saves first."""
@@ -53,7 +58,7 @@ class CSVBackend:
         replace(writer, "log_metrics", self._log_row)
         replace(writer, "log_hparams", self._log_hparams)
         replace(writer, "save", self._forget_rows)
-        replace(logger, "log_metrics", partial(self._log_metrics, logger.log_metrics))
+        replace(logger, "log_metrics", partial(self._collecting.call, offload.put, logger.log_metrics))
         replace(logger, "finalize", offload.finalize)
 
     def detach(self) -> None:
@@ -83,18 +88,6 @@ class CSVBackend:
     def finalize(self, status: str) -> None:
         """The logger's own."""
         type(self._logger).finalize(self._logger, status)
-
-    def _reject(self, frames: Sequence[Frame], error: Exception) -> None:
-        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
-        self._offload.refuse(frames[0].file, error, points=points, records=records)
-
-    def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._collecting.scalars() as collected:
-            try:
-                return log_metrics(*args, **kwargs)
-            finally:
-                for scalars in collected:
-                    self._offload.put(scalars)
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step

@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,6 +11,7 @@ from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.loggers import live
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
+from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
@@ -140,6 +141,11 @@ class Offload:
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """The storage or server, to which it was given, has refused something for good."""
         self._ledger.refuse(name, error, points=points, records=records)
+
+    def reject(self, frames: Sequence[Frame], error: Exception) -> None:
+        """The same of frames of one file."""
+        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
+        self.refuse(frames[0].file, error, points=points, records=records)
 
     # What the Trainer, the guard and the interpreter call.
 

@@ -60,7 +60,9 @@ class TensorBoardBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._destination = open_destination(self.path)
-        self.sink = FilesSink(self._destination, store.anchors, store.note, reject=self._reject)
+        self.sink = FilesSink(
+            self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.reject(*refused)
+        )
         settings = {"default_bins": self._writer.default_bins}
         # One for each thread that makes events.
         self._in_line = EventMaker(self.path, **settings)
@@ -95,7 +97,7 @@ class TensorBoardBackend:
                 replace(writer, name, call)
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-        replace(logger, "log_metrics", partial(self._log_metrics, log_metrics))
+        replace(logger, "log_metrics", partial(self._collecting.call, offload.put, log_metrics))
         replace(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None))
         replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
         replace(logger, "finalize", offload.finalize)
@@ -142,24 +144,12 @@ class TensorBoardBackend:
             self._store.anchors[file] = {"size": size}
             self._store.note()
 
-    def _reject(self, frames: Sequence[Frame], error: Exception) -> None:
-        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
-        self._offload.refuse(frames[0].file, error, points=points, records=records)
-
     def _log_hyperparams(self, log_hyperparams: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._keeps.is_on = True
         try:
             return log_hyperparams(*args, **kwargs)
         finally:
             self._keeps.is_on = False
-
-    def _log_metrics(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._collecting.scalars() as collected:
-            try:
-                return log_metrics(*args, **kwargs)
-            finally:
-                for scalars in collected:
-                    self._offload.put(scalars)
 
     def _add_scalar(
         self,
