@@ -95,8 +95,8 @@ class Intake:
         """Takes an entry. Blocks only with ``"block"``, and for no longer than was said."""
         size = size_of(entry)
         with self._changed:
-            # Nothing makes way for a marker, nor for what would not fit all the same.
-            if not self._has_room(size) and entry is not MARKER and size <= self._limit_bytes:
+            # Nothing makes way for what would not fit all the same.
+            if not self._has_room(size) and size <= self._limit_bytes:
                 if self._overflow == "block" and not entry_is_kept(entry):
                     self._changed.wait_for(lambda: self._has_room(size) or self._closed, self._block_s)
                 self._make_room(size)

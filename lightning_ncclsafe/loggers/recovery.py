@@ -15,8 +15,9 @@ from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, open_regular, read_manifest
+from lightning_ncclsafe.loggers.segments import Portion
 from lightning_ncclsafe.loggers.staging import Claim, is_alive
-from lightning_ncclsafe.loggers.store import Portion, Store
+from lightning_ncclsafe.loggers.store import Store
 
 Replay = Callable[[Sequence[Frame]], None]
 """Makes calls of the logger they were meant for."""

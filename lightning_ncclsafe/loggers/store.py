@@ -1,7 +1,6 @@
 """Local staging: what a logger has accepted and its storage does not have yet, on a fast disk of this host."""
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -9,61 +8,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.frames import Frame, decode, encode
-from lightning_ncclsafe.loggers.manifest import MANIFEST, open_regular
+from lightning_ncclsafe.loggers.frames import Frame, encode
+from lightning_ncclsafe.loggers.manifest import MANIFEST
+from lightning_ncclsafe.loggers.segments import (
+    Note,
+    Portion,
+    Segment,
+    find_segments,
+    read_note,
+    read_small,
+    write_note,
+)
 from lightning_ncclsafe.loggers.staging import Claim, keep_staging
 
-_DELIVERED = "delivered.json"
 _SEGMENT_BYTES = 1 << 20
 # How long after a full disk it is tried again: what waits in memory may be large.
 _TRY_AGAIN_S = 5.0
-_SUFFIX = ".frames"
 # What a file that cannot be opened for these reasons holds is not lost: later it can.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A file of frames.
-
-    Attributes:
-        number: Its place in the order.
-        bytes: How long it is.
-        released: How much of it, from its beginning, has been delivered.
-        points: Points in the rest, as far as this process has written it.
-        records: Everything else in the rest, as far as this process has written it.
-    """
-
-    number: int
-    bytes: int = 0
-    released: int = 0
-    points: int = 0
-    records: int = 0
-
-    def add(self, frames: Sequence[Frame], times: int = 1) -> None:
-        """Counts frames that have been added, or with ``times=-1`` taken away."""
-        # Never below nothing: what an earlier process has left was not counted.
-        self.points = max(self.points + times * sum(frame.points for frame in frames), 0)
-        self.records = max(self.records + times * sum(frame.records for frame in frames), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """Frames that are read together and delivered together.
-
-    Attributes:
-        frames: The frames, in order.
-        segment: Number of the segment they are in; -1 for those that could not be written down.
-        end: Offset of their end in the segment; for those that could not be written down, their number.
-    """
-
-    frames: tuple[Frame, ...]
-    segment: int
-    end: int
 
 
 class Store:
@@ -110,7 +75,7 @@ class Store:
         self._spilled: deque[tuple[Frame, int]] = deque()
         self._spilled_bytes = 0
         self._next_try_s = 0.0
-        self._segments: deque[_Segment] = deque()
+        self._segments: deque[Segment] = deque()
         self._number = 0
         self._reading: int | None = None
         # How many of the spilled frames are being delivered.
@@ -118,7 +83,7 @@ class Store:
         self._lock = threading.Lock()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._manifest = _read(folder / MANIFEST)
+            self._manifest = read_small(folder / MANIFEST)
             self._load()
         except BaseException:
             self._give_up_claim()
@@ -157,7 +122,7 @@ class Store:
         with self._working():
             while self._segments:
                 segment = self._segments[0]
-                if segment.released < segment.bytes:
+                if segment.rest_bytes > 0:
                     portion = self._portion(segment, most_bytes)
                     if portion is not None:
                         self._reading = segment.number
@@ -178,10 +143,10 @@ class Store:
                 for _ in range(portion.end):
                     self._spilled_bytes -= self._spilled.popleft()[1]
             elif self._segments and self._segments[0].number == portion.segment:
-                self._segments[0].released = portion.end
-                self._segments[0].add(portion.frames, -1)
+                self._segments[0].released_bytes = portion.end
+                self._segments[0].count(portion.frames, -1)
             is_noted = self._note_delivered()
-            if self._segments and self._segments[0].released >= self._segments[0].bytes:
+            if self._segments and self._segments[0].rest_bytes <= 0:
                 self._retire_first()
                 # On a full disk there is room now. Anchors older than the oldest segment would hide some of it.
                 if not is_noted:
@@ -237,46 +202,29 @@ class Store:
             self._claim.give_up()
 
     def _pending(self) -> int:
-        return sum(segment.bytes - segment.released for segment in self._segments) + self._spilled_bytes
+        return sum(segment.rest_bytes for segment in self._segments) + self._spilled_bytes
 
     def _write(self, data: bytes, frames: Sequence[Frame]) -> None:
         segment = self._segments[-1] if self._segments else None
         # Behind half a frame of an earlier process nothing would be found.
-        if segment is None or segment.number <= self._found or segment.bytes >= _SEGMENT_BYTES:
+        if segment is None or segment.number <= self._found or segment.size_bytes >= _SEGMENT_BYTES:
             segment = self._next_segment()
         try:
-            self._write_to(segment, data)
+            segment.append(data)
         except FileNotFoundError:
             # Somebody has removed it; after the end that was us.
             if self._closed:
                 raise
             keep_staging(self.folder, self._claim, self._manifest)
             segment = self._next_segment()
-            self._write_to(segment, data)
-        segment.add(frames)
+            segment.append(data)
+        segment.count(frames)
         self._is_faulty = False
 
-    def _next_segment(self) -> _Segment:
+    def _next_segment(self) -> Segment:
         self._number += 1
-        self._segments.append(_Segment(self._number))
+        self._segments.append(Segment(self.folder, self._number))
         return self._segments[-1]
-
-    def _write_to(self, segment: _Segment, data: bytes) -> None:
-        # What was written before must still be there: behind nothing it would be looked for in the wrong place.
-        makes = 0 if segment.bytes else os.O_CREAT
-        # Not through a buffer: what is written here must outlive the process from now on.
-        handle = os.open(self._path(segment), os.O_WRONLY | os.O_APPEND | makes, 0o600)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(handle, view) :]
-        except OSError:
-            # Half a frame would hide those after it.
-            os.ftruncate(handle, segment.bytes)
-            raise
-        finally:
-            os.close(handle)
-        segment.bytes += len(data)
 
     def _spill(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
@@ -310,64 +258,45 @@ class Store:
         self._spilled_bytes = 0
         return True
 
-    def _portion(self, segment: _Segment, most_bytes: int) -> Portion | None:
+    def _portion(self, segment: Segment, most_bytes: int) -> Portion | None:
         try:
-            with open(self._path(segment), "rb", opener=open_regular) as file:
-                file.seek(segment.released)
-                data = file.read(segment.bytes - segment.released)
+            return segment.read(most_bytes)
         except OSError as error:
             if error.errno in _PASSING:
                 raise
             self._failed(error)
             return None
-        frames: list[Frame] = []
-        end = 0
-        for frame, end in decode(data):
-            frames.append(frame)
-            if end >= most_bytes:
-                break
-        return Portion(tuple(frames), segment.number, segment.released + end) if frames else None
 
     def _retire_first(self) -> None:
-        with suppress(OSError):
-            os.unlink(self._path(self._segments.popleft()))
+        self._segments.popleft().remove()
 
-    def _drop(self, segment: _Segment) -> bool:
+    def _drop(self, segment: Segment) -> bool:
+        before = segment.size_bytes
         try:
-            portion = self._portion(segment, segment.bytes)
+            portion = self._portion(segment, before)
             frames = portion.frames if portion is not None else ()
-            kept = b"".join(encode(frame) for frame in frames if frame.keep)
-            if len(kept) >= segment.bytes - segment.released:
+            kept = [frame for frame in frames if frame.keep]
+            data = b"".join(map(encode, kept))
+            if len(data) >= segment.rest_bytes:
                 return False
-            self._rewrite(segment, kept)
+            segment.replace_rest(data)
         except OSError as error:
             self._failed(error)
             return False
-        segment.add(frames, -1)
-        if portion is None or portion.end < segment.bytes:
+        segment.count(frames, -1)
+        if portion is None or portion.end < before:
             self._count_lost(segment)
         for frame in frames:
             if not frame.keep:
                 self.count_dropped(frame)
-        segment.bytes = segment.released + len(kept)
         segment.points = segment.records = 0
-        segment.add([frame for frame in frames if frame.keep])
+        segment.count(kept)
         return True
 
-    def _count_lost(self, segment: _Segment) -> None:
+    def _count_lost(self, segment: Segment) -> None:
         """Counts what cannot be read any more."""
         self.dropped_points += segment.points
         self.dropped_records += segment.records or not segment.points
-
-    def _rewrite(self, segment: _Segment, data: bytes) -> None:
-        temporary = self._path(segment).with_suffix(".tmp")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(handle, "wb") as file:
-            # A hole takes the place of what has been delivered: what is noted about it stays true.
-            file.truncate(segment.released)
-            file.seek(segment.released)
-            file.write(data)
-        os.replace(temporary, self._path(segment))
 
     def note(self) -> None:
         """Writes the anchors down."""
@@ -378,55 +307,13 @@ class Store:
         if self._claim is not None and not self._closed:
             with suppress(OSError):
                 keep_staging(self.folder, self._claim, self._manifest)
-        segment = self._segments[0] if self._segments else None
-        noted = {
-            "segment": segment.number if segment else 0,
-            "released": segment.released if segment else 0,
-            "anchors": self.anchors,
-        }
-        # Without it a recovery compares with what the storage has; the run itself does not need it.
-        with suppress(OSError):
-            temporary = self.folder / f"{_DELIVERED}.tmp"
-            temporary.write_text(json.dumps(noted))
-            os.replace(temporary, self.folder / _DELIVERED)
-            return True
-        return False
+        first = self._segments[0] if self._segments else Segment(self.folder, 0)
+        return write_note(self.folder, Note(segment=first.number, released=first.released_bytes, anchors=self.anchors))
 
     def _load(self) -> None:
         """Takes over what an earlier process has left in the folder."""
-        noted = _read_json(self.folder / _DELIVERED)
-        anchors = noted.get("anchors")
-        found = anchors.items() if isinstance(anchors, dict) else ()
-        self.anchors = {file: anchor for file, anchor in found if isinstance(anchor, dict)}
-        first, released = _count(noted, "segment"), _count(noted, "released")
-        numbers = sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
-        for segment in map(_Segment, (number for number in numbers if number >= first)):
-            segment.bytes = self._path(segment).stat().st_size
-            segment.released = min(released, segment.bytes) if segment.number == first else 0
-            self._segments.append(segment)
-        self._number = self._found = max([first, *numbers])
-
-    def _path(self, segment: _Segment) -> Path:
-        return self.folder / f"{segment.number:08d}{_SUFFIX}"
-
-
-def _read(path: Path) -> bytes:
-    """What is in a small file; nothing if there is none."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _count(noted: dict[str, Any], name: str) -> int:
-    count = noted.get(name)
-    return count if isinstance(count, int) and count >= 0 else 0
+        note = read_note(self.folder)
+        self.anchors = note.anchors
+        self._segments.extend(find_segments(self.folder, note))
+        last = self._segments[-1].number if self._segments else 0
+        self._number = self._found = max(note.segment, last)

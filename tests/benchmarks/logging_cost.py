@@ -16,17 +16,14 @@ python tests/benchmarks/logging_cost.py local image --blocks 20
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_overhead import WARM_UP_STEPS, all_have_measured, bootstrap, ended_at_exit, free_port
+from step_overhead import WARM_UP_STEPS, bootstrap, run_ranks
 
 LOGGING_RANK = Path(__file__).with_name("logging_rank.py")
 # In this order and back again, so that a steady drift cancels out.
@@ -81,19 +78,8 @@ def launch(case: Case, blocks: int) -> list[tuple[str, dict[str, Any]]]:
     """How each training was logged, and what rank 0 has measured."""
     with tempfile.TemporaryDirectory() as folder:
         trainings = trainings_of(case, blocks, folder)
-        results = [Path(folder, f"rank{rank}.json") for rank in range(case.ranks)]
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
-            for rank, result in enumerate(results):
-                command = [sys.executable, str(LOGGING_RANK), json.dumps(trainings)]
-                command += [f"--ranks={case.ranks}", f"--result={result}"]
-                environment |= {"LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            if not all_have_measured(processes, results):
-                output.seek(0)
-                raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
-        measured = json.loads(results[0].read_text())
-        return [(training["how"], found) for training, found in zip(trainings, measured, strict=True)]
+        measured, *_ = run_ranks(LOGGING_RANK, [json.dumps(trainings)], case.ranks, folder)
+    return [(training["how"], found) for training, found in zip(trainings, measured, strict=True)]
 
 
 def ratios(measured: Sequence[tuple[str, dict[str, Any]]], clock: str) -> dict[str, list[float]]:

@@ -97,20 +97,24 @@ def bootstrap(values: Sequence[float], draws: int = 4000) -> tuple[float, float]
 
 def launch(strategies: Sequence[str], training: Training) -> list[dict[str, Any]]:
     """Runs the trainings on all ranks; what each rank has written down."""
+    arguments = [*strategies, f"--steps={training.steps + WARM_UP_STEPS}", f"--data={training.data}"]
     with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"rank{rank}.json") for rank in range(training.ranks)]
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        arguments = [*strategies, f"--steps={training.steps + WARM_UP_STEPS}", f"--ranks={training.ranks}"]
-        arguments += [f"--data={training.data}", f"--batch-size={training.batch_size}"]
-        with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
-            for rank, result in enumerate(results):
-                command = [sys.executable, str(ONE_RANK), *arguments, f"--result={result}"]
-                environment |= {"LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            if not all_have_measured(processes, results):
-                output.seek(0)
-                raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
-        return [json.loads(result.read_text()) for result in results]
+        return run_ranks(ONE_RANK, [*arguments, f"--batch-size={training.batch_size}"], training.ranks, folder)
+
+
+def run_ranks(script: Path, arguments: Sequence[str], ranks: int, folder: str) -> list[Any]:
+    """Runs a script on all ranks; what each rank has written down."""
+    results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
+        for rank, result in enumerate(results):
+            command = [sys.executable, str(script), *arguments, f"--ranks={ranks}", f"--result={result}"]
+            environment |= {"LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        if not all_have_measured(processes, results):
+            output.seek(0)
+            raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
+    return [json.loads(result.read_text()) for result in results]
 
 
 @contextmanager

@@ -58,10 +58,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + LONG_S
-    while any(thread.name.startswith("ncclsafe-") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")]:
+        thread.join(LONG_S)
+        assert not thread.is_alive(), thread
     assert not list((tmp_path / "staging").glob("*")), "staging"
 
 
@@ -309,7 +308,7 @@ def test_a_writer_of_the_users_own_keeps_its_methods(tmp_path: Path) -> None:
 def test_what_another_thread_logs_at_the_end_is_not_lost_between(tmp_path: Path, said: list[str]) -> None:
     logger = CSVLogger(str(tmp_path))
     offload = start(logger, tmp_path)
-    accepted, stops = [0], threading.Event()
+    accepted, stops, is_logging = [0], threading.Event(), threading.Event()
 
     def log() -> None:
         while not stops.is_set():
@@ -317,12 +316,13 @@ def test_what_another_thread_logs_at_the_end_is_not_lost_between(tmp_path: Path,
                 return
             logger.log_metrics({"a": 1.0}, step=accepted[0])
             accepted[0] += 1
+            if accepted[0] == 20:
+                is_logging.set()
             stops.wait(0.002)
 
     thread = threading.Thread(target=log)
     thread.start()
-    while accepted[0] < 20:
-        time.sleep(0.001)
+    assert is_logging.wait(LONG_S)
     end(logger, offload)
     stops.set()
     thread.join()

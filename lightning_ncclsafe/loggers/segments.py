@@ -1,0 +1,197 @@
+"""The files of a folder of local staging: segments of frames, and the note of what of them has been delivered."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.loggers.frames import Frame, decode
+from lightning_ncclsafe.loggers.manifest import open_regular
+
+_DELIVERED = "delivered.json"
+_SUFFIX = ".frames"
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Frames that are read together and delivered together.
+
+    Attributes:
+        frames: The frames, in order.
+        segment: Number of the segment they are in; -1 for those that could not be written down.
+        end: Offset of their end in the segment; for those that could not be written down, their number.
+    """
+
+    frames: tuple[Frame, ...]
+    segment: int
+    end: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A file of frames.
+
+    Attributes:
+        folder: The folder it is in.
+        number: Its place in the order.
+        size_bytes: How long it is.
+        released_bytes: How much of it, from its beginning, has been delivered.
+        points: Points in the rest, as far as this process has written it.
+        records: Everything else in the rest, as far as this process has written it.
+    """
+
+    folder: Path
+    number: int
+    size_bytes: int = 0
+    released_bytes: int = 0
+    points: int = 0
+    records: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.number:08d}{_SUFFIX}"
+
+    @property
+    def rest_bytes(self) -> int:
+        """How much of it has not been delivered."""
+        return self.size_bytes - self.released_bytes
+
+    def count(self, frames: Sequence[Frame], times: int = 1) -> None:
+        """Counts frames that have been added, or with ``times=-1`` taken away."""
+        # Never below nothing: what an earlier process has left was not counted.
+        self.points = max(self.points + times * sum(frame.points for frame in frames), 0)
+        self.records = max(self.records + times * sum(frame.records for frame in frames), 0)
+
+    def append(self, data: bytes) -> None:
+        """Writes at the end, all or nothing.
+
+        Raises:
+            OSError: If that fails; ``FileNotFoundError`` if somebody has removed the file, or the folder.
+        """
+        # What was written before must still be there: behind nothing it would be looked for in the wrong place.
+        makes = 0 if self.size_bytes else os.O_CREAT
+        # Not through a buffer: what is written here must outlive the process from now on.
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | makes, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        except OSError:
+            # Half a frame would hide those after it.
+            os.ftruncate(handle, self.size_bytes)
+            raise
+        finally:
+            os.close(handle)
+        self.size_bytes += len(data)
+
+    def read(self, most_bytes: int) -> Portion | None:
+        """The first frames of the rest, about ``most_bytes`` of them; None if there is no whole one.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        with open(self.path, "rb", opener=open_regular) as file:
+            file.seek(self.released_bytes)
+            data = file.read(self.rest_bytes)
+        frames: list[Frame] = []
+        end = 0
+        for frame, end in decode(data):
+            frames.append(frame)
+            if end >= most_bytes:
+                break
+        return Portion(tuple(frames), self.number, self.released_bytes + end) if frames else None
+
+    def replace_rest(self, data: bytes) -> None:
+        """Has this in place of what has not been delivered.
+
+        Raises:
+            OSError: If that fails; the file is as it was.
+        """
+        temporary = self.path.with_suffix(".tmp")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(handle, "wb") as file:
+            # A hole takes the place of what has been delivered: what is noted about it stays true.
+            file.truncate(self.released_bytes)
+            file.seek(self.released_bytes)
+            file.write(data)
+        os.replace(temporary, self.path)
+        self.size_bytes = self.released_bytes + len(data)
+
+    def remove(self) -> None:
+        """Removes the file."""
+        with suppress(OSError):
+            os.unlink(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What has been delivered.
+
+    Attributes:
+        segment: Number of the first segment that is still needed; 0 for all that are there.
+        released: How much of that one has been delivered, bytes.
+        anchors: What the last delivery has left in each file of the destination.
+    """
+
+    segment: int = 0
+    released: int = 0
+    anchors: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def write_note(folder: Path, note: Note) -> bool:
+    """Writes it down; returns whether it could."""
+    # Without it a recovery compares with what the storage has; the run itself does not need it.
+    with suppress(OSError):
+        temporary = folder / f"{_DELIVERED}.tmp"
+        temporary.write_text(json.dumps(asdict(note)))
+        os.replace(temporary, folder / _DELIVERED)
+        return True
+    return False
+
+
+def read_note(folder: Path) -> Note:
+    """What an earlier process has noted, as far as it makes sense."""
+    try:
+        found = json.loads(read_small(folder / _DELIVERED))
+    except (ValueError, RecursionError):
+        found = {}
+    noted = found if isinstance(found, dict) else {}
+    anchors = noted.get("anchors")
+    pairs = anchors.items() if isinstance(anchors, dict) else ()
+    return Note(
+        segment=_count(noted, "segment"),
+        released=_count(noted, "released"),
+        anchors={file: anchor for file, anchor in pairs if isinstance(anchor, dict)},
+    )
+
+
+def find_segments(folder: Path, note: Note) -> list[Segment]:
+    """The segments that an earlier process has left, in order.
+
+    Raises:
+        OSError: If one cannot be looked at.
+    """
+    numbers = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
+    segments = [Segment(folder, number) for number in numbers if number >= note.segment]
+    for segment in segments:
+        segment.size_bytes = segment.path.stat().st_size
+        segment.released_bytes = min(note.released, segment.size_bytes) if segment.number == note.segment else 0
+    return segments
+
+
+def read_small(path: Path) -> bytes:
+    """What is in a small file; nothing if there is none."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _count(noted: dict[str, Any], name: str) -> int:
+    count = noted.get(name)
+    return count if isinstance(count, int) and count >= 0 else 0
