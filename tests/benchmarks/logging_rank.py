@@ -117,7 +117,6 @@ def train(training: Training, ranks: int, folder: Path) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    torch.manual_seed(0)
     loader = make_loader("known", training.steps + 1, 16, ranks)
     gc.collect()
     gc.freeze()

@@ -83,6 +83,8 @@ def make_strategy(name: str) -> DDPStrategy:
 def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoader[Any]:
     if data == "stream":
         return DataLoader(Stream(batches, batch_size), batch_size=None)
+    # The same on all ranks, as it is split among them.
+    torch.manual_seed(0)
     return DataLoader(TensorDataset(torch.rand(batches * batch_size * ranks, WIDTH)), batch_size=batch_size)
 
 
