@@ -71,6 +71,7 @@ class Guard:
         probe: Sees this rank.
         write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
         before_exit: What else is left to do then.
+        on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         say: Prints one or more lines to the user.
     """
 
@@ -84,6 +85,7 @@ class Guard:
         probe: RankProbe,
         write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -94,6 +96,7 @@ class Guard:
         self._probe = probe
         self._write_logs = write_logs
         self._before_exit = before_exit
+        self._on_tick = on_tick
         self._say = say
         self._patience = Patience(limits)
         self._reporter = Reporter(report_dir, limits, say)
@@ -212,6 +215,8 @@ class Guard:
     def _tick(self, idle_s: float) -> None:
         self._change_exchange()
         self._know_peers()
+        if self._joined:
+            self._on_tick()
         # Before there is a store there are only files, on storage that may be the very trouble.
         has_reason = self._probe.exception is not None or idle_s >= self._patience.suspect_after_s(joined=False)
         if not self._joined and not has_reason:

@@ -28,12 +28,17 @@ class PhaseTracker:
         """Counts actions begun and ended: it moves as long as the Trainer does."""
         self.last_action = ""
         """Name of the action that ended last."""
+        self.listeners: tuple[Callable[[str], None], ...] = ()
+        """Called on the main thread, some 50 times a step, with the innermost action whenever that changes: its name,
+        or an empty one between actions."""
 
     def enter(self, name: str) -> None:
         """An action begins."""
         if get_ident() == self._thread:
             self._open.append((name, monotonic()))
             self.transitions += 1
+            for listen in self.listeners:
+                listen(name)
 
     def leave(self, name: str) -> None:
         """An action ends; so do those within it that an exception has left without a word."""
@@ -45,6 +50,8 @@ class PhaseTracker:
             self._leave_with_inner(name)
         self.last_action = name
         self.transitions += 1
+        for listen in self.listeners:
+            listen(self._open[-1][0] if self._open else "")
 
     def _leave_with_inner(self, name: str) -> None:
         for index in range(len(self._open) - 1, -1, -1):
