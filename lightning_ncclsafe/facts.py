@@ -254,6 +254,33 @@ class ExceptionFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that keeps the others waiting again and again, by the times of its collectives.
+
+    Attributes:
+        rank: Global rank.
+        phase: Where it falls behind: ``"data loading"``, ``"forward/backward"``, …; empty where that cannot be told.
+        share: Share of the last steps in which it was the last and late, from 0 to 1.
+        of_steps: Number of those steps.
+        mean_s: How late it was then, on average, seconds.
+        op: The collective for which the others waited most often.
+        since_ns: When this began, wall-clock time, nanoseconds since the epoch.
+        until_ns: When it was last seen to be so.
+        is_over: Whether it has not been late for a while.
+    """
+
+    rank: int
+    phase: str = ""
+    share: float = 0.0
+    of_steps: int = 0
+    mean_s: float = 0.0
+    op: str = ""
+    since_ns: int = 0
+    until_ns: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
     """Everything one rank says about itself at one moment.
 
@@ -274,6 +301,7 @@ class RankFacts:
         data: The dataloaders that the rank presents for comparison; None where the incident is not about data.
         storage: Directories of loggers and checkpoints.
         loggers: Loggers whose writes are off the training thread.
+        stragglers: Ranks that kept others waiting before, as far as this rank has been told.
         exception: The exception that this rank raised, if any.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
         missing: What could not be found out, one sentence each.
@@ -295,6 +323,7 @@ class RankFacts:
     data: DataFacts | None = None
     storage: tuple[StorageFacts, ...] = ()
     loggers: tuple[LoggerFacts, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
     exception: ExceptionFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

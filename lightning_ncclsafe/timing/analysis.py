@@ -1,0 +1,121 @@
+"""Makes of all ranks' windows what is told of them; runs on rank 0, bit by bit, in bounded memory."""
+
+import numpy as np
+
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
+from lightning_ncclsafe.timing.lateness import lateness
+from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
+from lightning_ncclsafe.timing.statistics import Statistics
+from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.timing.steps import Step, Steps
+from lightning_ncclsafe.timing.stragglers import LEAST_LATE_NS, Stragglers
+from lightning_ncclsafe.timing.summary import RankSummary, TimingSummary
+from lightning_ncclsafe.timing.windows import Clock, Window
+
+_TRACE_BYTES = 64 << 20
+_TRACE_SPANS = 2_000_000
+# What no phase explains is counted with what is between hooks.
+_OTHER = STEP_PHASES.index(StepPhase.OTHER)
+
+
+class Analysis:
+    """Takes windows of any ranks in any order.
+
+    Args:
+        world_size: Number of ranks.
+        trace_bytes: Most bytes of collectives that are kept for a trace.
+
+    Attributes:
+        history: How late each rank was over the whole run.
+        calls: The last collectives.
+        spans: The last phases.
+    """
+
+    def __init__(self, world_size: int, *, trace_bytes: int = _TRACE_BYTES) -> None:
+        self.history = LatenessHistory(world_size)
+        self.calls = RecentCalls(trace_bytes)
+        self.spans = RecentSpans(_TRACE_SPANS)
+        self._matcher = Matcher()
+        self._statistics = Statistics()
+        self._steps = Steps(world_size)
+        self._stragglers = Stragglers(world_size)
+        self._late_steps = np.zeros(world_size, dtype=np.int64)
+        self._waited_ns = np.zeros(world_size)
+        self._late_ns = np.zeros((world_size, len(STEP_PHASES)))
+        self._clocks: dict[int, Clock] = {}
+        self._began_ns = self._ended_ns = 0
+        self._lost = self._left_out = self._compared_steps = 0
+        self._missing: dict[str, None] = {}
+
+    def add(self, window: Window) -> list[Straggler]:
+        """Takes a window; returns stragglers to tell of: newly named, or no longer late."""
+        self._clocks |= window.clocks
+        self._lost += sum(window.lost.values())
+        self._left_out += sum(window.left_out.values())
+        self._missing |= dict.fromkeys(window.missing)
+        self._statistics.count(window)
+        self._add_spans(window)
+        for calls in self._matcher.add(window):
+            self._compare(calls)
+        return self._take(self._steps.complete())
+
+    def finish(self) -> list[Straggler]:
+        """No more windows will come."""
+        return self._take(self._steps.complete(all_of_them=True))
+
+    def summary(self) -> TimingSummary:
+        """What it has come to."""
+        return TimingSummary(
+            began_ns=self._began_ns,
+            ended_ns=self._ended_ns,
+            steps=self._compared_steps,
+            ops=self._statistics.summaries(),
+            ranks=tuple(self._rank(rank) for rank in range(len(self._late_steps))),
+            stragglers=self._stragglers.named,
+            lost=self._lost,
+            left_out=self._left_out,
+            unmatched=self._matcher.unmatched,
+            missing=tuple(self._missing),
+        )
+
+    def _add_spans(self, window: Window) -> None:
+        spans, offset_ns = window.spans.copy(), np.zeros(len(self._late_steps), dtype=np.int64)
+        for rank, clock in self._clocks.items():
+            offset_ns[rank] = clock.offset_ns
+        spans["begin_ns"] -= offset_ns[spans["rank"]]
+        self.spans.add(spans)
+
+    def _compare(self, calls: MatchedCalls) -> None:
+        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS / 2)
+        self._began_ns = self._began_ns or int(calls.arrival_ns.min())
+        self._ended_ns = max(self._ended_ns, int(calls.arrival_ns.max()))
+        self._statistics.compare(calls, late)
+        self._steps.add(calls, late)
+        self.history.add(calls, late)
+        self.calls.add(calls)
+
+    def _take(self, steps: list[Step]) -> list[Straggler]:
+        for step in steps:
+            self._add_to_ranks(step)
+        self._compared_steps += len(steps)
+        return self._stragglers.add(steps)
+
+    def _add_to_ranks(self, step: Step) -> None:
+        self._waited_ns += step.wait_ns
+        latest = int(step.late_ns.argmax())
+        if step.late_ns[latest] >= LEAST_LATE_NS:
+            self._late_steps[latest] += 1
+            self._late_ns[latest, max(step.phase, _OTHER)] += step.late_ns[latest]
+
+    def _rank(self, rank: int) -> RankSummary:
+        late_s = self._late_ns[rank] / 1e9
+        return RankSummary(
+            rank=rank,
+            steps=self._compared_steps,
+            late_steps=int(self._late_steps[rank]),
+            late_s=float(late_s.sum()),
+            waited_s=float(self._waited_ns[rank] / 1e9),
+            by_phase_s={STEP_PHASES[number]: float(late_s[number]) for number in np.flatnonzero(late_s)},
+            clock=self._clocks.get(rank, Clock()),
+        )

@@ -1,0 +1,188 @@
+"""Which rank was late for a collective, by how much, and in which phase of its step it fell behind.
+
+The rank for which the others wait never waits itself: its call comes last, and its collective takes the shortest time.
+What a collective takes is about the shortest duration among the ranks (*transfer*), the rest is *waiting*.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ncclsafe.timing.matching import MatchedCalls, durations_known
+from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.timing.windows import SPAN, Spans
+
+# To find the phase in which one rank fell behind, it is compared with so many others at most.
+_COMPARED = 16
+# A phase is named if it explains so much of the delay.
+_EXPLAINS = 0.4
+# Of many late arrivals only so many, the latest, are looked into for each block.
+_MOST_EXPLAINED = 256
+NO_PHASE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lateness:
+    """Who was late in a block of matched calls: R ranks, K collectives, nanoseconds.
+
+    Attributes:
+        late_ns: How late each rank came, beyond what it already was at the collective before, against the median of
+            the ranks; 0 where clocks cannot tell. Shape (R, K).
+        wait_ns: How long each rank waited for the last one, shape (R, K).
+        transfer_ns: Shortest duration among the ranks; -1 where durations are not known. Shape (K,).
+        skew_ns: Between the first arrival and the last, shape (K,).
+        phase: Number of the phase in which a rank fell behind; :data:`NO_PHASE` where it was not late, or where no
+            phase explains it. Shape (R, K).
+    """
+
+    late_ns: NDArray[Any]
+    wait_ns: NDArray[Any]
+    transfer_ns: NDArray[Any]
+    skew_ns: NDArray[Any]
+    phase: NDArray[Any]
+
+
+def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float = 0.0) -> Lateness:
+    """Who was late.
+
+    Args:
+        calls: A block of collectives of one group.
+        spans: Phases of the group's ranks by rank, on the reference clock.
+        least_ns: Arrivals that are less late than this are not looked into for a phase.
+    """
+    timed = durations_known(calls.duration_ns)
+    # All ranks are released at the same moment, so on the device the shortest duration is the latest arrival; this
+    # needs no clocks. Without durations, the calls' own times are compared.
+    # Less the first moment: nanoseconds since the epoch are too many for a float.
+    on_device = np.where(timed, -calls.duration_ns, calls.arrival_ns - calls.arrival_ns.min())
+    skew_ns = on_device.max(axis=0) - on_device.min(axis=0)
+    wait_ns = on_device.max(axis=0) - on_device
+    began_ns = _own_work_began(calls)
+    late_ns = np.maximum(on_device - _middle(on_device), 0)
+    late_ns = np.where(timed, late_ns, np.minimum(late_ns, _fell_behind(calls, began_ns)))
+    late_ns[:, ~timed] = _resolved(late_ns[:, ~timed], calls.uncertainty_ns)
+    return Lateness(
+        late_ns=late_ns,
+        wait_ns=wait_ns,
+        transfer_ns=np.where(timed, calls.duration_ns.min(axis=0), -1),
+        skew_ns=skew_ns,
+        phase=_phases(calls, late_ns, began_ns, spans, max(least_ns, 1.0)),
+    )
+
+
+def _middle(values: NDArray[Any]) -> NDArray[Any]:
+    """Median over ranks; of two, the earlier one, which is what the other is compared with."""
+    middle: NDArray[Any] = values.min(axis=0) if len(values) == 2 else np.median(values, axis=0)
+    return middle
+
+
+def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
+    """When each rank was free to go on after the collective before, shape (R, K); 0 in columns that follow none.
+
+    That is when it called that one or, if it has waited for it, when the last rank had come. A rank that makes its
+    next call before then has not waited.
+    """
+    now = calls.arrival_ns
+    before = np.concatenate([calls.before_ns[:, None], now[:, :-1]], axis=1)
+    released_ns = before.max(axis=0)
+    began_ns = np.where(released_ns <= now, np.maximum(before, released_ns), before)
+    began_ns[:, ~calls.follows] = 0
+    return began_ns
+
+
+def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any]) -> NDArray[Any]:
+    """How much longer than the others each rank has worked since the collective before.
+
+    A rank that is 20 ms late for one gradient bucket is so for the next, which nobody waits for in between; that is
+    one delay, and not two.
+    """
+    work_ns = calls.arrival_ns - began_ns
+    behind_ns = np.maximum(work_ns - _middle(work_ns), 0)
+    return np.where(began_ns > 0, behind_ns, np.iinfo(np.int64).max)
+
+
+def _resolved(late_ns: NDArray[Any], uncertainty_ns: NDArray[Any]) -> NDArray[Any]:
+    """Without what may be the clocks' fault; a clock of which nothing is known may be anything."""
+    if (uncertainty_ns == 0).all():
+        return late_ns
+    known = uncertainty_ns >= 0
+    doubt_ns = uncertainty_ns + (np.median(uncertainty_ns[known]) if known.any() else 0)
+    return np.where(known[:, None] & (late_ns > doubt_ns[:, None]), late_ns, 0)
+
+
+def _phases(
+    calls: MatchedCalls,
+    late_ns: NDArray[Any],
+    began_ns: NDArray[Any],
+    spans: Mapping[int, Spans],
+    least_ns: float,
+) -> NDArray[Any]:
+    found = np.full(late_ns.shape, NO_PHASE, dtype=np.int64)
+    rows, columns = _where((late_ns >= least_ns) & (late_ns == late_ns.max(axis=0)))
+    worst = sorted(zip(rows, columns, strict=True), key=lambda at: -late_ns[at])[:_MOST_EXPLAINED]
+    timelines: dict[int, _Timeline] = {}
+    for row, column in worst:
+        if began_ns[row, column]:
+            others = [other for other in range(len(calls.group.ranks)) if other != row][:_COMPARED]
+            for each in (row, *others):
+                if each not in timelines:
+                    timelines[each] = _Timeline(spans.get(calls.group.ranks[each], np.zeros(0, SPAN)))
+            found[row, column] = _phase(calls, late_ns, began_ns, timelines, row, column, others)
+    return found
+
+
+def _where(chosen: NDArray[Any]) -> tuple[list[int], list[int]]:
+    rows, columns = np.nonzero(chosen)
+    return rows.tolist(), columns.tolist()
+
+
+def _phase(
+    calls: MatchedCalls,
+    late_ns: NDArray[Any],
+    began_ns: NDArray[Any],
+    timelines: dict[int, "_Timeline"],
+    row: int,
+    column: int,
+    others: list[int],
+) -> int:
+    """The phase in which a rank has spent the time that the others have not."""
+
+    def spent_ns(rank: int) -> NDArray[Any]:
+        return timelines[rank].spent_ns(began_ns[rank, column], calls.arrival_ns[rank, column])
+
+    excess_ns = spent_ns(row) - np.median([spent_ns(other) for other in others], axis=0)
+    most = int(np.argmax(excess_ns))
+    if excess_ns[most] >= _EXPLAINS * late_ns[row, column]:
+        return most
+    # The host was in time and the device was not: it computes more slowly.
+    if durations_known(calls.duration_ns[:, column : column + 1])[0]:
+        return STEP_PHASES.index(StepPhase.COMPUTE)
+    return NO_PHASE
+
+
+class _Timeline:
+    """How long one rank has been in each phase, up to any moment."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._begin_ns = spans["begin_ns"]
+        self._phase = spans["phase"]
+        lasted_ns = np.diff(self._begin_ns, append=self._begin_ns[-1:])
+        self._before_ns = np.zeros((len(spans) + 1, len(STEP_PHASES)), dtype=np.int64)
+        for phase in range(len(STEP_PHASES)):
+            self._before_ns[1:, phase] = np.cumsum(np.where(self._phase == phase, lasted_ns, 0))
+
+    def spent_ns(self, begin_ns: int, end_ns: int) -> NDArray[Any]:
+        """Nanoseconds in each phase between two moments."""
+        spent: NDArray[Any] = self._until(end_ns) - self._until(begin_ns)
+        return spent
+
+    def _until(self, moment_ns: int) -> NDArray[Any]:
+        index = int(np.searchsorted(self._begin_ns, moment_ns, side="right")) - 1
+        if index < 0:
+            return np.zeros(len(STEP_PHASES), dtype=np.int64)
+        until: NDArray[Any] = self._before_ns[index].copy()
+        until[self._phase[index]] += moment_ns - self._begin_ns[index]
+        return until

@@ -1,0 +1,142 @@
+"""Puts the calls of all members of a group beside each other: equal sequence numbers are the same collective."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Calls, Clock, GroupMembers, Window
+
+# What waits for a member's word at most, rows of all groups together: 64 MB.
+_MOST_PENDING = 1_000_000
+# A call that not all members have told of by then is given up, on the clock of the calls themselves.
+_GIVE_UP_NS = 60_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedCalls:
+    """Collectives of one group that all its members have called: R ranks, K collectives.
+
+    Attributes:
+        group: The group; its ``ranks`` are the rows.
+        ops: Names of operations.
+        op: Position in ``ops`` of each collective, shape (K,).
+        seq: Sequence numbers, ascending, shape (K,).
+        step: Training batch that the first rank called it in, shape (K,).
+        size_bytes: Bytes on one rank, shape (K,).
+        arrival_ns: When each rank called it, on the reference clock, shape (R, K).
+        duration_ns: Duration on each rank's device, or :data:`UNKNOWN_NS`, shape (R, K).
+        uncertainty_ns: By how much a rank's arrivals may be wrong against those of another, shape (R,).
+        before_ns: Arrivals at the collective that came before the first column, shape (R,).
+        follows: Whether the collective before it in sequence is the column to its left, or for the first column the
+            one of ``before_ns``, shape (K,).
+    """
+
+    group: GroupMembers
+    ops: tuple[str, ...]
+    op: NDArray[Any]
+    seq: NDArray[Any]
+    step: NDArray[Any]
+    size_bytes: NDArray[Any]
+    arrival_ns: NDArray[Any]
+    duration_ns: NDArray[Any]
+    uncertainty_ns: NDArray[Any]
+    before_ns: NDArray[Any]
+    follows: NDArray[Any]
+
+
+class Matcher:
+    """Takes windows as they come, and gives what all members of a group have called.
+
+    Attributes:
+        unmatched: Calls that were given up, as not all members have told of them.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[tuple[tuple[str, ...], Calls]]] = defaultdict(list)
+        self._groups: dict[str, GroupMembers] = {}
+        self._clocks: dict[int, Clock] = {}
+        self._last: dict[str, tuple[int, NDArray[Any]]] = {}
+        self.unmatched = 0
+
+    def add(self, window: Window) -> list[MatchedCalls]:
+        """What can be matched now that this has come, by group."""
+        self._clocks |= window.clocks
+        for group in window.groups:
+            if group.ranks or group.name not in self._groups:
+                self._groups[group.name] = group
+        for number in np.unique(window.calls["group"]):
+            calls = window.calls[window.calls["group"] == number]
+            self._pending[window.groups[number].name].append((window.ops, calls))
+        return [matched for name in [*self._pending] if (matched := self._match(name)) is not None]
+
+    def _match(self, name: str) -> MatchedCalls | None:
+        group = self._groups[name]
+        ops, calls = _with_common_ops(self._pending[name])
+        calls = _first_of_each(calls[np.isin(calls["rank"], group.ranks)])
+        seq, times_told = np.unique(calls["seq"], return_counts=True)
+        whole = seq[times_told == len(group.ranks)]
+        is_whole = np.isin(calls["seq"], whole)
+        self._keep(name, ops, calls[~is_whole])
+        if not len(whole) or len(group.ranks) < 2:
+            return None
+        # Sorted by rank and then by number, these are the rows of a matrix.
+        return self._matched(group, ops, calls[is_whole].reshape(len(group.ranks), len(whole)))
+
+    def _matched(self, group: GroupMembers, ops: tuple[str, ...], table: Calls) -> MatchedCalls:
+        clocks = [self._clocks.get(rank, Clock()) for rank in group.ranks]
+        offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
+        seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
+        last_seq, before_ns = self._last.get(group.name, (-1, arrival_ns[:, 0]))
+        self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1])
+        return MatchedCalls(
+            group=group,
+            ops=ops,
+            op=table["op"][0].astype(np.int64),
+            seq=seq,
+            step=table["step"][0],
+            size_bytes=table["size_bytes"].max(axis=0),
+            arrival_ns=arrival_ns,
+            duration_ns=table["duration_ns"],
+            uncertainty_ns=np.array([clock.uncertainty_ns for clock in clocks], dtype=np.int64),
+            before_ns=before_ns,
+            follows=np.diff(seq, prepend=last_seq) == 1,
+        )
+
+    def _keep(self, name: str, ops: tuple[str, ...], calls: Calls) -> None:
+        """What some members have not told of yet may still come; not for ever."""
+        newest_ns = int(calls["created_ns"].max()) if len(calls) else 0
+        kept = calls[calls["created_ns"] > newest_ns - _GIVE_UP_NS][-_MOST_PENDING // max(len(self._pending), 1) :]
+        self.unmatched += len(calls) - len(kept)
+        self._pending[name] = [(ops, kept)]
+
+
+def _with_common_ops(parts: list[tuple[tuple[str, ...], Calls]]) -> tuple[tuple[str, ...], Calls]:
+    """Each part numbers its operations for itself."""
+    numbers: dict[str, int] = {}
+    found = []
+    for ops, calls in parts:
+        for op in ops:
+            numbers.setdefault(op, len(numbers))
+        renumbered = calls.copy()
+        if len(calls):
+            renumbered["op"] = np.array([numbers[op] for op in ops], dtype="<u2")[calls["op"]]
+        found.append(renumbered)
+    return tuple(numbers), np.concatenate(found)
+
+
+def _first_of_each(calls: Calls) -> Calls:
+    """Sorted by rank and sequence number; of operations that were coalesced under one number, the first."""
+    order = np.lexsort((calls["created_ns"], calls["seq"], calls["rank"]))
+    ordered = calls[order]
+    is_new: NDArray[Any] = np.ones(len(ordered), dtype=bool)
+    is_new[1:] = np.logical_or(np.diff(ordered["seq"]), np.diff(ordered["rank"]))
+    first: Calls = ordered[is_new]
+    return first
+
+
+def durations_known(duration_ns: NDArray[Any]) -> NDArray[Any]:
+    """For which collectives every rank's duration is known, shape (K,)."""
+    return np.asarray((duration_ns > UNKNOWN_NS).all(axis=0))

@@ -1,0 +1,80 @@
+"""Lateness by step: what the collectives of one training batch come to, for each rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ncclsafe.timing.lateness import NO_PHASE, Lateness
+from lightning_ncclsafe.timing.matching import MatchedCalls
+
+# A step is complete once the one after next has been seen: ranks fetch data one batch ahead.
+_AHEAD = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step of all ranks.
+
+    Attributes:
+        number: Counts training batches.
+        began_ns: First arrival at its first collective, on the reference clock.
+        late_ns: How late each rank was in it, in all, shape (world size,).
+        wait_ns: How long each rank waited, shape (world size,).
+        phase: Phase in which the rank that was latest fell behind.
+        op: The collective for which it was.
+        worst_ns: How late it was for that one.
+    """
+
+    number: int
+    began_ns: int
+    late_ns: NDArray[Any]
+    wait_ns: NDArray[Any]
+    phase: int = NO_PHASE
+    op: str = ""
+    worst_ns: float = 0.0
+
+
+class Steps:
+    """Puts together what different groups and blocks say of the same step.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._open: dict[int, Step] = {}
+
+    def add(self, calls: MatchedCalls, late: Lateness) -> None:
+        """Adds a block of collectives."""
+        for number in np.unique(calls.step).tolist():
+            chosen = np.flatnonzero(calls.step == number)
+            arrival_ns = int(calls.arrival_ns[:, chosen].min())
+            step = self._open.get(number) or self._new(number, arrival_ns)
+            step.began_ns = min(step.began_ns, arrival_ns)
+            ranks = np.array(calls.group.ranks)
+            step.late_ns[ranks] += late.late_ns[:, chosen].sum(axis=1)
+            step.wait_ns[ranks] += late.wait_ns[:, chosen].sum(axis=1)
+            self._explain(step, calls, late, chosen)
+
+    def complete(self, *, all_of_them: bool = False) -> list[Step]:
+        """The steps to which nothing is added any more, in order; they are given once."""
+        newest = max(self._open, default=0)
+        done = [number for number in sorted(self._open) if all_of_them or number <= newest - _AHEAD]
+        return [self._open.pop(number) for number in done]
+
+    def _new(self, number: int, began_ns: int) -> Step:
+        step = self._open[number] = Step(
+            number=number, began_ns=began_ns, late_ns=np.zeros(self._world_size), wait_ns=np.zeros(self._world_size)
+        )
+        return step
+
+    def _explain(self, step: Step, calls: MatchedCalls, late: Lateness, chosen: NDArray[Any]) -> None:
+        part = late.late_ns[:, chosen]
+        row, column = np.unravel_index(int(part.argmax()), part.shape)
+        if part[row, column] > step.worst_ns:
+            step.worst_ns = float(part[row, column])
+            step.phase = int(late.phase[row, chosen[column]])
+            step.op = calls.ops[int(calls.op[chosen[column]])]

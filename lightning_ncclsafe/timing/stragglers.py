@@ -1,0 +1,141 @@
+"""Names a rank that keeps the others waiting again and again; not one that was late for a moment, as any rank is."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.timing.lateness import NO_PHASE
+from lightning_ncclsafe.timing.step_phases import STEP_PHASES
+from lightning_ncclsafe.timing.steps import Step
+
+WINDOW_STEPS = 200
+"""Steps that are looked at together."""
+
+LEAST_LATE_NS = 2e6
+"""What a busy host's scheduler alone does to any rank; less is never called late."""
+
+_LEAST_STEPS = 50
+# Bursts of something else on a host last some hundred milliseconds.
+_LEAST_SPAN_NS = 1e9
+# Nor is less than this share of a step called late.
+_LEAST_OF_STEP = 0.02
+_LEAST_LATE_STEPS = 10
+# Waiting for it must cost at least this share of the time.
+_LEAST_COST = 0.005
+# As often would one of several equal ranks be the late one by chance.
+_CHANCE = 1e-3
+# It is late throughout: in so many of the parts that the window is divided into.
+_PARTS, _LEAST_PARTS = 8, 5
+# Of the late steps so many must be its own: of two ranks most, of many three times its share.
+_OWN_SHARE, _TIMES_FAIR_SHARE = 0.8, 3.0
+
+
+class Stragglers:
+    """Looks at the last :data:`WINDOW_STEPS` steps again whenever there are new ones.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._steps: deque[Step] = deque(maxlen=WINDOW_STEPS)
+        self._named: dict[int, Straggler] = {}
+        self._not_late_for: Counter[int] = Counter()
+
+    @property
+    def named(self) -> tuple[Straggler, ...]:
+        """All that were named, those that have recovered too, as of now; in the order in which they were named."""
+        return tuple(self._named.values())
+
+    def add(self, steps: Iterable[Step]) -> list[Straggler]:
+        """Takes new steps; returns those that are to be told of: newly named, or no longer late."""
+        new = list(steps)
+        self._steps.extend(new)
+        if not new or self._world_size < 2 or not self._is_enough():
+            return []
+        found = {straggler.rank: straggler for straggler in self._find()}
+        return [*self._name(found), *self._release(found, len(new))]
+
+    def _is_enough(self) -> bool:
+        return len(self._steps) >= _LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
+
+    def _span_ns(self) -> float:
+        return float(self._steps[-1].began_ns - self._steps[0].began_ns)
+
+    def _name(self, found: dict[int, Straggler]) -> Iterator[Straggler]:
+        for rank, straggler in found.items():
+            known = self._named.get(rank)
+            self._not_late_for[rank] = 0
+            if known is None or known.is_over:
+                self._named[rank] = straggler
+                yield straggler
+            else:
+                self._named[rank] = replace(straggler, since_ns=known.since_ns)
+                if known.phase != straggler.phase and straggler.phase:
+                    yield self._named[rank]
+
+    def _release(self, found: dict[int, Straggler], new_steps: int) -> Iterator[Straggler]:
+        """It has recovered once all steps that it was late in are out of sight."""
+        for rank, known in [*self._named.items()]:
+            if rank in found or known.is_over:
+                continue
+            self._not_late_for[rank] += new_steps
+            if self._not_late_for[rank] >= WINDOW_STEPS:
+                self._named[rank] = replace(known, is_over=True)
+                yield self._named[rank]
+
+    def _find(self) -> Iterator[Straggler]:
+        late_ns = np.stack([step.late_ns for step in self._steps])
+        latest, worst_ns = late_ns.argmax(axis=1), late_ns.max(axis=1)
+        least_ns = max(LEAST_LATE_NS, _LEAST_OF_STEP * self._span_ns() / len(self._steps))
+        found: set[int] = set()
+        # One that is 20 ms late now and then stands out only where what happens to all ranks is left aside.
+        while least_ns <= worst_ns.max():
+            is_late = worst_ns >= least_ns
+            for rank in np.unique(latest[is_late]).tolist():
+                if rank not in found and self._stands_out(is_late, is_late & (latest == rank), worst_ns):
+                    found.add(rank)
+                    yield self._straggler(rank, is_late & (latest == rank), worst_ns)
+            least_ns *= 2
+
+    def _stands_out(self, is_late: NDArray[Any], is_own: NDArray[Any], worst_ns: NDArray[Any]) -> bool:
+        own, late = int(is_own.sum()), int(is_late.sum())
+        return bool(
+            own >= _LEAST_LATE_STEPS
+            and own / late >= min(_OWN_SHARE, _TIMES_FAIR_SHARE / self._world_size)
+            and worst_ns[is_own].sum() >= _LEAST_COST * self._span_ns()
+            and sum(part.any() for part in np.array_split(is_own, _PARTS)) >= _LEAST_PARTS
+            and _chance(own, late, 1 / self._world_size) <= _CHANCE
+        )
+
+    def _straggler(self, rank: int, is_own: NDArray[Any], worst_ns: NDArray[Any]) -> Straggler:
+        own = [step for step, is_its in zip(self._steps, is_own, strict=True) if is_its]
+        phases, ops = Counter[int](), Counter[str]()
+        for step in own:
+            phases[step.phase] += int(step.worst_ns)
+            ops[step.op] += 1
+        phase = phases.most_common(1)[0][0]
+        return Straggler(
+            rank=rank,
+            phase=STEP_PHASES[phase].value if phase != NO_PHASE else "",
+            share=round(len(own) / len(self._steps), 4),
+            of_steps=len(self._steps),
+            mean_s=round(float(worst_ns[is_own].mean()) / 1e9, 6),
+            op=ops.most_common(1)[0][0],
+            since_ns=own[0].began_ns,
+            until_ns=own[-1].began_ns,
+        )
+
+
+def _chance(own: int, late: int, probability: float) -> float:
+    """How probable it is that one rank is the latest in at least ``own`` of ``late`` steps by chance: binomial."""
+    return sum(
+        comb(late, count) * probability**count * (1 - probability) ** (late - count) for count in range(own, late + 1)
+    )

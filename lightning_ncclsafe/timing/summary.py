@@ -1,0 +1,96 @@
+"""What the times of collectives have come to: for the table, the scalars and the reports."""
+
+from dataclasses import dataclass, field
+
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.windows import Clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSummary:
+    """One operation on one process group.
+
+    Attributes:
+        group: Name of the group.
+        description: What it is for.
+        backend: ``"nccl"``, ``"gloo"``, …
+        op: The operation.
+        ranks: Number of the group's members.
+        count: Calls of one rank, the most that any rank has made.
+        size_bytes: Bytes of one call on one rank, on average.
+        compared: Calls whose times were compared among all members.
+        skew_s: Seconds between the first rank's arrival and the last one's, on average over the compared calls.
+        wait_s: Seconds that a rank waited for the others in a call, on average over calls and ranks.
+        transfer_s: Seconds of the shortest duration among the ranks, on average: what a call takes once all have come.
+            None where the back end gives no durations.
+        algorithm_bandwidth: Bytes a second by nccl-tests' definition; None where there are no durations.
+        bus_bandwidth: Bytes a second that each link carries, by nccl-tests' definition; None likewise, and for
+            operations that it does not define one for.
+    """
+
+    group: str
+    description: str = ""
+    backend: str = ""
+    op: str
+    ranks: int
+    count: int = 0
+    size_bytes: float = 0.0
+    compared: int = 0
+    skew_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float | None = None
+    algorithm_bandwidth: float | None = None
+    bus_bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """How one rank has kept the others waiting.
+
+    Attributes:
+        rank: Global rank.
+        steps: Steps in which it was compared with the others.
+        late_steps: Steps in which it was the last, by more than clocks and noise explain.
+        late_s: Seconds, in all, for which others waited for it in those steps.
+        waited_s: Seconds, in all, that it waited for others.
+        by_phase_s: ``late_s`` by the phase in which it fell behind.
+        clock: Its clock against rank 0's.
+    """
+
+    rank: int
+    steps: int = 0
+    late_steps: int = 0
+    late_s: float = 0.0
+    waited_s: float = 0.0
+    by_phase_s: dict[StepPhase, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingSummary:
+    """All of it.
+
+    Attributes:
+        began_ns: Wall-clock time of rank 0 at the first compared collective, nanoseconds since the epoch; 0 if none.
+        ended_ns: The same of the last one.
+        steps: Steps that were compared.
+        ops: By group and operation, those on which ranks waited longest first.
+        ranks: By rank, ascending.
+        stragglers: Those that were named, in the order in which they were.
+        lost: Calls that the recorder had forgotten before they were read, all ranks.
+        left_out: Calls that were read and counted but not compared, all ranks.
+        unmatched: Calls that not all members of the group have made, or told of.
+        missing: What could not be had, one sentence each.
+    """
+
+    began_ns: int = 0
+    ended_ns: int = 0
+    steps: int = 0
+    ops: tuple[OpSummary, ...] = ()
+    ranks: tuple[RankSummary, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    lost: int = 0
+    left_out: int = 0
+    unmatched: int = 0
+    missing: tuple[str, ...] = ()

@@ -1,0 +1,270 @@
+"""What ranks tell each other about their collectives: some seconds' worth, of one rank or of many."""
+
+import io
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Calls = NDArray[Any]
+Spans = NDArray[Any]
+
+CALL = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("group", "<u2"),
+        ("op", "<u2"),
+        ("seq", "<i8"),
+        ("step", "<i8"),
+        ("size_bytes", "<i8"),
+        ("created_ns", "<i8"),
+        ("duration_ns", "<i8"),
+    ]
+)
+"""One collective as one rank called it. ``group`` and ``op`` are positions in the window's tables; ``step`` counts the
+rank's training batches; ``created_ns`` is the rank's own wall clock; ``duration_ns`` is that on the device, or -1."""
+
+SPAN = np.dtype([("rank", "<i4"), ("phase", "u1"), ("begin_ns", "<i8")])
+"""From ``begin_ns``, on the rank's own wall clock, on it is in a phase, by number, until its next span begins."""
+
+UNKNOWN_NS = -1
+"""Of a duration that the back end does not give."""
+
+# An array of this size would be some 5 GB: nothing that a rank of ours has written.
+_MOST_ROWS = 100_000_000
+
+
+class WindowError(ValueError):
+    """What a rank has told about its collectives cannot be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """A rank's wall clock against that of the reference, rank 0.
+
+    Attributes:
+        offset_ns: How much it is ahead.
+        uncertainty_ns: By how much that may be wrong; negative where nothing is known yet.
+    """
+
+    offset_ns: int = 0
+    uncertainty_ns: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMembers:
+    """A process group.
+
+    Attributes:
+        name: Its name, unique in the job.
+        description: What it is for, in the words of whoever made it.
+        ranks: Global ranks of its members, ascending.
+        backend: ``"nccl"``, ``"gloo"``, …
+    """
+
+    name: str
+    description: str = ""
+    ranks: tuple[int, ...] = ()
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTotal:
+    """How often a rank has called an operation since the last window, whether or not each call is in the window.
+
+    Attributes:
+        group: Name of the process group.
+        op: The operation.
+        count: Number of calls.
+        size_bytes: Bytes of all of them.
+        duration_ns: Time on the device of those whose duration is known.
+        timed: Number of those.
+    """
+
+    group: str
+    op: str
+    count: int = 0
+    size_bytes: int = 0
+    duration_ns: int = 0
+    timed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Some seconds of one rank or of many.
+
+    Attributes:
+        calls: Array of :data:`CALL`, in ascending order of ``created_ns`` for each rank.
+        spans: Array of :data:`SPAN`, likewise.
+        groups: Process groups, by the number that calls give them.
+        ops: Operations, by number, e.g. ``"all_reduce"``.
+        clocks: Clock of each rank in the window.
+        totals: What the ranks have called in all, by rank.
+        lost: Calls that the recorder had forgotten before they were read, by rank.
+        left_out: Calls that were read, and are not in the window because there were too many, by rank.
+        last: Whether this is the last window, by rank.
+        missing: What could not be had, one sentence each.
+    """
+
+    calls: Calls
+    spans: Spans
+    groups: tuple[GroupMembers, ...] = ()
+    ops: tuple[str, ...] = ()
+    clocks: dict[int, Clock]
+    totals: dict[int, tuple[OpTotal, ...]]
+    lost: dict[int, int]
+    left_out: dict[int, int]
+    last: frozenset[int] = frozenset()
+    missing: tuple[str, ...] = ()
+
+
+def empty_window() -> Window:
+    """A window with nothing in it."""
+    return Window(calls=np.zeros(0, CALL), spans=np.zeros(0, SPAN), clocks={}, totals={}, lost={}, left_out={})
+
+
+def joined(windows: list[Window]) -> Window:
+    """Windows of different ranks, or of the same ones in the order of time, as one."""
+    groups: dict[str, GroupMembers] = {}
+    ops: dict[str, int] = {}
+    parts = []
+    for window in windows:
+        # A group that a rank has only just met has no members yet, on another rank it may.
+        groups |= {group.name: group for group in window.groups if group.ranks or group.name not in groups}
+        for op in window.ops:
+            ops.setdefault(op, len(ops))
+        parts.append(window)
+    numbers = {name: number for number, name in enumerate(groups)}
+    return Window(
+        calls=_concatenated([_renumbered(window, numbers, ops) for window in parts], CALL),
+        spans=_concatenated([window.spans for window in parts], SPAN),
+        groups=tuple(groups.values()),
+        ops=tuple(ops),
+        clocks={rank: clock for window in parts for rank, clock in window.clocks.items()},
+        totals=_totals(parts),
+        lost=_sums([window.lost for window in parts]),
+        left_out=_sums([window.left_out for window in parts]),
+        last=frozenset().union(*(window.last for window in parts)),
+        missing=tuple(dict.fromkeys(sentence for window in parts for sentence in window.missing)),
+    )
+
+
+def encode(window: Window) -> bytes:
+    """A window as bytes: numpy's own format, without anything that would be run on reading."""
+    told = {
+        "groups": [[group.name, group.description, group.ranks, group.backend] for group in window.groups],
+        "ops": window.ops,
+        "clocks": [[rank, clock.offset_ns, clock.uncertainty_ns] for rank, clock in window.clocks.items()],
+        "totals": [
+            [rank, total.group, total.op, total.count, total.size_bytes, total.duration_ns, total.timed]
+            for rank, totals in window.totals.items()
+            for total in totals
+        ],
+        "lost": [*window.lost.items()],
+        "left_out": [*window.left_out.items()],
+        "last": sorted(window.last),
+        "missing": window.missing,
+    }
+    made = io.BytesIO()
+    text = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
+    np.savez_compressed(made, calls=window.calls, spans=window.spans, told=text)
+    return made.getvalue()
+
+
+def decode(data: bytes) -> Window:
+    """The window that :func:`encode` made.
+
+    Raises:
+        WindowError: If it is not one.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as parts:
+            told = json.loads(bytes(parts["told"]).decode())
+            calls, spans = parts["calls"], parts["spans"]
+        if calls.dtype != CALL or spans.dtype != SPAN or max(len(calls), len(spans)) > _MOST_ROWS:
+            raise ValueError(f"arrays of {calls.dtype} and {spans.dtype}")
+        groups = tuple(
+            GroupMembers(
+                name=str(name), description=str(description), ranks=tuple(map(int, ranks)), backend=str(backend)
+            )
+            for name, description, ranks, backend in told["groups"]
+        )
+        ops = tuple(map(str, told["ops"]))
+        if len(calls) and (calls["group"].max() >= len(groups) or calls["op"].max() >= len(ops)):
+            raise ValueError("a call of a group or an operation that is not named")
+        totals: dict[int, tuple[OpTotal, ...]] = {}
+        for rank, group, op, count, size_bytes, duration_ns, timed in told["totals"]:
+            total = OpTotal(
+                group=str(group),
+                op=str(op),
+                count=int(count),
+                size_bytes=int(size_bytes),
+                duration_ns=int(duration_ns),
+                timed=int(timed),
+            )
+            totals[int(rank)] = (*totals.get(int(rank), ()), total)
+        return Window(
+            calls=calls,
+            spans=spans,
+            groups=groups,
+            ops=ops,
+            clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in told["clocks"]},
+            totals=totals,
+            lost={int(rank): int(count) for rank, count in told["lost"]},
+            left_out={int(rank): int(count) for rank, count in told["left_out"]},
+            last=frozenset(map(int, told["last"])),
+            missing=tuple(map(str, told["missing"])),
+        )
+    except Exception as error:  # numpy, zipfile and json each have errors of their own
+        raise WindowError(f"What ranks have told about their collectives cannot be read: {error!r}.") from error
+
+
+def without_spans_before(window: Window, ns: int) -> Window:
+    """The same, without the spans that began earlier, except each rank's last of them."""
+    spans = window.spans
+    keep = spans["begin_ns"] >= ns
+    for rank in np.unique(spans["rank"]):
+        earlier = np.flatnonzero((spans["rank"] == rank) & ~keep)
+        keep[earlier[-1:]] = True
+    return replace(window, spans=spans[keep])
+
+
+def _renumbered(window: Window, groups: dict[str, int], ops: dict[str, int]) -> Calls:
+    calls: Calls = window.calls.copy()
+    if len(calls):
+        calls["group"] = np.array([groups[group.name] for group in window.groups], dtype="<u2")[calls["group"]]
+        calls["op"] = np.array([ops[op] for op in window.ops], dtype="<u2")[calls["op"]]
+    return calls
+
+
+def _concatenated(parts: list[NDArray[Any]], dtype: "np.dtype[Any]") -> NDArray[Any]:
+    made: NDArray[Any] = np.concatenate([np.zeros(0, dtype), *parts])
+    return made
+
+
+def _totals(windows: list[Window]) -> dict[int, tuple[OpTotal, ...]]:
+    sums: dict[int, dict[tuple[str, str], OpTotal]] = {}
+    for window in windows:
+        for rank, totals in window.totals.items():
+            known = sums.setdefault(rank, {})
+            for total in totals:
+                before = known.get((total.group, total.op), OpTotal(group=total.group, op=total.op))
+                known[total.group, total.op] = OpTotal(
+                    group=total.group,
+                    op=total.op,
+                    count=before.count + total.count,
+                    size_bytes=before.size_bytes + total.size_bytes,
+                    duration_ns=before.duration_ns + total.duration_ns,
+                    timed=before.timed + total.timed,
+                )
+    return {rank: tuple(known.values()) for rank, known in sums.items()}
+
+
+def _sums(counts: list[dict[int, int]]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for count in counts:
+        for rank, number in count.items():
+            sums[rank] = sums.get(rank, 0) + number
+    return sums
