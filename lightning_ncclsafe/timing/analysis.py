@@ -4,7 +4,7 @@ import numpy as np
 
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
-from lightning_ncclsafe.timing.lateness import lateness
+from lightning_ncclsafe.timing.lateness import Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
 from lightning_ncclsafe.timing.statistics import Statistics
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
@@ -15,6 +15,8 @@ from lightning_ncclsafe.timing.windows import Clock, Window
 
 _TRACE_BYTES = 64 << 20
 _TRACE_SPANS = 2_000_000
+# Should nobody take them.
+_MOST_FRESH = 64
 # What no phase explains is counted with what is between hooks.
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
 
@@ -47,6 +49,7 @@ class Analysis:
         self._began_ns = self._ended_ns = 0
         self._lost = self._left_out = self._compared_steps = 0
         self._missing: dict[str, None] = {}
+        self._fresh: list[tuple[MatchedCalls, Lateness]] = []
 
     def add(self, window: Window) -> list[Straggler]:
         """Takes a window; returns stragglers to tell of: newly named, or no longer late."""
@@ -59,6 +62,11 @@ class Analysis:
         for calls in self._matcher.add(window):
             self._compare(calls)
         return self._take(self._steps.complete())
+
+    def take_fresh(self) -> list[tuple[MatchedCalls, Lateness]]:
+        """What was compared since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def finish(self) -> list[Straggler]:
         """No more windows will come."""
@@ -94,6 +102,7 @@ class Analysis:
         self._steps.add(calls, late)
         self.history.add(calls, late)
         self.calls.add(calls)
+        self._fresh = [*self._fresh[-_MOST_FRESH:], (calls, late)]
 
     def _take(self, steps: list[Step]) -> list[Straggler]:
         for step in steps:

@@ -123,13 +123,16 @@ def _phases(
     found = np.full(late_ns.shape, NO_PHASE, dtype=np.int64)
     rows, columns = _where((late_ns >= least_ns) & (late_ns == late_ns.max(axis=0)))
     worst = sorted(zip(rows, columns, strict=True), key=lambda at: -late_ns[at])[:_MOST_EXPLAINED]
+    earliest_ns = int(began_ns[began_ns > 0].min()) if (began_ns > 0).any() else 0
     timelines: dict[int, _Timeline] = {}
     for row, column in worst:
         if began_ns[row, column]:
             others = [other for other in range(len(calls.group.ranks)) if other != row][:_COMPARED]
             for each in (row, *others):
                 if each not in timelines:
-                    timelines[each] = _Timeline(spans.get(calls.group.ranks[each], np.zeros(0, SPAN)))
+                    known = spans.get(calls.group.ranks[each], np.zeros(0, SPAN))
+                    first = int(np.searchsorted(known["begin_ns"], earliest_ns, side="right")) - 1
+                    timelines[each] = _Timeline(known[max(first, 0) :])
             found[row, column] = _phase(calls, late_ns, began_ns, timelines, row, column, others)
     return found
 

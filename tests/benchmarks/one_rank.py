@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 WIDTH = 128
+NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast")
 
 
 class Model(L.LightningModule):
@@ -71,13 +72,14 @@ def _gaps_ms(times: list[float]) -> list[float]:
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
 
-def make_strategy(name: str) -> DDPStrategy:
+def make_strategy(name: str) -> tuple[DDPStrategy, list[L.Callback]]:
     if name == "stock":
-        return DDPStrategy()
+        return DDPStrategy(), []
     # Not at the top: a process that trains with stock alone, to compare memory, must not load the package.
-    from lightning_ncclsafe import SafeDDP
+    from lightning_ncclsafe import CollectiveTimer, SafeDDP
 
-    return SafeDDP()
+    timers: list[L.Callback] = [CollectiveTimer(table=False)] if name.startswith("timer") else []
+    return SafeDDP(sigterm_broadcast=name.endswith("broadcast")), timers
 
 
 def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoader[Any]:
@@ -91,13 +93,14 @@ def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoa
 def train(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of each step of one training."""
     timer = StepTimer()
+    ddp, callbacks = make_strategy(strategy)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.ranks,
-        strategy=make_strategy(strategy),
+        strategy=ddp,
         max_epochs=1,
         default_root_dir=options.result.parent,
-        callbacks=[timer],
+        callbacks=[timer, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -120,7 +123,7 @@ def peak_mb() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("strategies", nargs="+", choices=["stock", "safe"], help="one for each training, in this order")
+    parser.add_argument("strategies", nargs="+", choices=NAMES, help="one for each training, in this order")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--data", choices=["known", "stream"], required=True)

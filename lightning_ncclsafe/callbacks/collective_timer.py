@@ -1,0 +1,98 @@
+"""The callback that times collectives."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table, save_trace
+from lightning_ncclsafe.reporter import say_own_failure
+from lightning_ncclsafe.settings import TimerSettings
+from lightning_ncclsafe.strategies import guards, timer_of
+
+
+class CollectiveTimer(Callback):
+    """Times every collective of every process group, and names the rank for which the others wait.
+
+    PyTorch's Flight Recorder is read from a thread at the side: nothing is added to the training's collectives, and
+    nothing is synchronised. All ranks' recordings meet on rank 0, over the job's store. Of each collective the shortest
+    duration among the ranks is about what it takes (*transfer*), the rest is waiting for the rank that came last.
+
+    Scalars go to the Trainer's loggers: ``collectives/<op>/…`` (``skew_ms``, ``wait_ms``, ``size_bytes`` and, where the
+    back end times collectives on the device, as NCCL does, ``transfer_ms`` and ``busbw_gb_per_s`` by nccl-tests'
+    definition), ``straggler/rank`` and ``straggler/late_ms_per_step``. A rank that is late again and again is named in
+    one line, with the phase in which it falls behind. At the end come a table, a picture of lateness by rank and time
+    for loggers that take images, and ``<report_dir>/collectives/…-trace.json.gz`` for https://ui.perfetto.dev.
+
+    Args:
+        every_n_steps: After about how many steps ranks share what they have recorded, and scalars are logged. It is
+            not done more often than twice a second, nor, in a large job, than every 10 ms for each rank.
+        table: Whether a table is printed at the end.
+        trace: Whether a trace is written at the end. It has the last of what fits into 64 MiB of rank 0's memory.
+        heat_map: Whether a picture of lateness is logged at the end.
+
+    Raises:
+        ValueError: If ``every_n_steps`` is not a whole number of at least 1.
+        TypeError: When a Trainer is run with a strategy that times nothing.
+
+    Example::
+
+        trainer = L.Trainer(strategy=SafeDDP(), callbacks=[CollectiveTimer()])
+    """
+
+    def __init__(
+        self, *, every_n_steps: int = 50, table: bool = True, trace: bool = True, heat_map: bool = True
+    ) -> None:
+        self.settings = TimerSettings(every_n_steps=every_n_steps, table=table, trace=trace, heat_map=heat_map)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that the strategy is one that times."""
+        if not guards(trainer.strategy):
+            raise TypeError(
+                f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "
+                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs what has come together meanwhile."""
+        if trainer.global_step % self.settings.every_n_steps == 0:
+            self._log(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """What was timed up to here is kept; the others may be gone."""
+        self._end(trainer, is_orderly=False)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Puts all ranks' last recordings together, and shows what has come of it."""
+        self._end(trainer, is_orderly=True)
+
+    def _log(self, trainer: Trainer) -> None:
+        attached = timer_of(trainer.strategy)
+        if attached is not None and trainer.is_global_zero:
+            log_scalars(attached.timer.scalars(), trainer.loggers, trainer.global_step)
+
+    def _end(self, trainer: Trainer, *, is_orderly: bool) -> None:
+        attached = timer_of(trainer.strategy)
+        if attached is None:
+            return
+        try:
+            attached.timer.end()
+            if trainer.is_global_zero and not attached.timer.is_off:
+                self._show(attached, trainer, is_orderly)
+        except Exception as error:
+            say_own_failure(error, what="the results of timing collectives")
+
+    def _show(self, attached: AttachedTimer, trainer: Trainer, is_orderly: bool) -> None:
+        analysis = attached.timer.analysis
+        summary = analysis.summary()
+        if not summary.ops:
+            return
+        if is_orderly:
+            log_scalars(attached.timer.scalars(), trainer.loggers, trainer.global_step)
+        if self.settings.heat_map and is_orderly:
+            log_heat_map(analysis.history, trainer.loggers, trainer.global_step)
+        where = save_trace(analysis, summary, attached.report_dir) if self.settings.trace else ""
+        if self.settings.table and is_orderly:
+            print_table(summary, where)

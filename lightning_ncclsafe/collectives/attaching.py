@@ -1,0 +1,81 @@
+"""Lets a timer listen to one call of the Trainer; the Trainer is used by duck type, Lightning is not imported here."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.collectives.timer import Timer
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.exchange import Exchange
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.methods import ReplacedMethod
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.settings import TimerSettings
+from lightning_ncclsafe.timing.step_phases import LOG_METRICS
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class AttachedTimer:
+    """The timer of one call of the Trainer.
+
+    Args:
+        trainer: The ``Trainer``.
+        tracker: What Lightning is doing.
+        exchange: What the ranks share.
+        settings: What the user has set.
+        rank: This rank.
+        world_size: Number of ranks.
+        report_dir: The folder of reports.
+
+    Attributes:
+        timer: The timer.
+        report_dir: The folder of reports.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        tracker: PhaseTracker,
+        exchange: Exchange,
+        settings: TimerSettings,
+        *,
+        rank: int,
+        world_size: int,
+        report_dir: Path,
+    ) -> None:
+        self.report_dir = report_dir
+        self._tracker = tracker
+        self._trail = Trail()
+        self._log_metrics: ReplacedMethod | None = None
+        connector = getattr(trainer, "_logger_connector", None)
+        if hasattr(connector, LOG_METRICS):
+            self._log_metrics = ReplacedMethod(connector, LOG_METRICS, self._log)
+        tracker.listeners += (self._trail,)
+        self.timer = Timer(settings, exchange, rank=rank, world_size=world_size, trail=self._trail, boot_id=boot_id())
+        self.timer.start()
+
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Ranks that keep others waiting, as far as this rank has been told."""
+        return self.timer.stragglers
+
+    def detach(self) -> None:
+        """Ends the timer, if nobody has yet; everything it listened to is as it was."""
+        self.timer.end()
+        self._tracker.listeners = tuple(listen for listen in self._tracker.listeners if listen is not self._trail)
+        if self._log_metrics is not None:
+            self._log_metrics.remove()
+
+    def _log(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's profiler is told of every hook, and not of this."""
+        assert self._log_metrics is not None
+        with self._tracker.action(LOG_METRICS):
+            return self._log_metrics.original(*args, **kwargs)
+
+
+def boot_id() -> str:
+    """What processes have in common that run on one machine since it was started, and so share a clock."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,215 @@
+"""What this rank's Flight Recorder has got since it was last read, as a window."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives.sizes import size_bytes
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
+
+Entry = dict[str, Any]
+
+# Calls that are left out are so in runs: who was late for one is found from the one before.
+_RUN = 64
+# How long a duration on the device is waited for; a collective that takes longer is a hang's business.
+_PATIENCE_NS = 30_000_000_000
+_KEPT_STARTS = 4096
+
+
+class Recording:
+    """Reads the recorders of this process, each entry once.
+
+    Args:
+        rank: This rank.
+        trail: Where its main thread has been.
+        most_calls: Calls of a group that a window holds at most; of more than that, whole runs are left out, the same
+            ones on every rank.
+        entries: What gives the entries of each recorder; for tests.
+
+    Attributes:
+        new: Entries that the last window has come from.
+        steps: Batches that the rank has begun to fetch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        trail: Trail,
+        *,
+        most_calls: int,
+        entries: Callable[[], Iterable[list[Entry]]] = _torch.recorder_entries,
+    ) -> None:
+        self._rank = rank
+        self._trail = trail
+        self._most_calls = most_calls
+        self._entries = entries
+        self._read_to: dict[int, int] = {}
+        self._unfinished: dict[int, dict[int, Entry]] = defaultdict(dict)
+        self._groups: dict[str, GroupMembers] = {}
+        self._starts: list[int] = []
+        self._missing: list[str] = []
+        self._device_times_fail = False
+        self.new = 0
+        self.steps = 0
+
+    def read(self, clock: Clock, *, last: bool = False) -> Window:
+        """Everything new.
+
+        Args:
+            clock: This rank's clock.
+            last: Whether nothing more will be read.
+        """
+        found, lost = self._new_entries(last)
+        self._know_groups(found)
+        collectives = [entry for entry in found if entry["process_group"][1] != VOTE_GROUP]
+        self._read_starts()
+        ops: dict[str, int] = {}
+        groups = {name: number for number, name in enumerate(self._groups)}
+        rows = [self._row(entry, groups, ops) for entry in collectives if not entry["is_p2p"]]
+        calls = np.array(rows, dtype=CALL)
+        kept = calls[self._is_kept(calls)]
+        missing, self._missing = tuple(self._missing), []
+        return Window(
+            calls=kept,
+            spans=self._spans(),
+            groups=tuple(self._groups.values()),
+            ops=tuple(ops),
+            clocks={self._rank: clock},
+            totals={self._rank: _totals(collectives)},
+            lost={self._rank: lost} if lost else {},
+            left_out={self._rank: len(calls) - len(kept)} if len(kept) < len(calls) else {},
+            last=frozenset((self._rank,) if last else ()),
+            missing=missing,
+        )
+
+    def say(self, sentence: str) -> None:
+        """Something that is missing, for the next window."""
+        self._missing.append(f"Rank {self._rank}: {sentence}")
+
+    def _new_entries(self, last: bool) -> tuple[list[Entry], int]:
+        """New entries, and those whose duration has become known; and how many were overwritten before."""
+        found: list[Entry] = []
+        lost = self.new = 0
+        for number, entries in enumerate(self._entries()):
+            if not entries:
+                continue
+            read_to, unfinished = self._read_to.get(number, -1), self._unfinished[number]
+            lost += max(entries[0]["record_id"] - read_to - 1, 0) if read_to >= 0 else 0
+            self._read_to[number] = entries[-1]["record_id"]
+            self.new += sum(entry["record_id"] > read_to for entry in entries)
+            wanted = [entry for entry in entries if entry["record_id"] > read_to or entry["record_id"] in unfinished]
+            forgotten = unfinished.keys() - {entry["record_id"] for entry in wanted}
+            found += [unfinished.pop(record) for record in sorted(forgotten)]
+            for entry in wanted:
+                if last or not _may_get_a_duration(entry, entries[-1]["time_created_ns"]):
+                    unfinished.pop(entry["record_id"], None)
+                    found.append(entry)
+                else:
+                    unfinished[entry["record_id"]] = entry
+        return found, lost
+
+    def _know_groups(self, entries: list[Entry]) -> None:
+        names = {entry["process_group"][0]: entry for entry in entries if entry["process_group"][1] != VOTE_GROUP}
+        if names.keys() <= self._groups.keys():
+            return
+        members = {group.name: group.ranks for group in _torch.process_groups()}
+        for name, entry in names.items():
+            if name not in self._groups:
+                backend, mark, _ = entry["profiling_name"].partition(":")
+                self._groups[name] = GroupMembers(
+                    name=name,
+                    description=entry["process_group"][1],
+                    ranks=members.get(name, ()),
+                    backend=backend if mark else "",
+                )
+                if name not in members:
+                    self.say(f"the members of the process group {name!r} are not known: it is gone already.")
+        self._time_on_device()
+
+    def _time_on_device(self) -> None:
+        """Groups may be made at any time, so whenever one is met for the first time."""
+        if self._device_times_fail:
+            return
+        try:
+            _torch.time_collectives_on_device()
+        except Exception as error:
+            self._device_times_fail = True
+            self.say(f"this torch does not time collectives on the device ({type(error).__name__}: {error}).")
+
+    def _row(self, entry: Entry, groups: dict[str, int], ops: dict[str, int]) -> tuple[int, ...]:
+        name = entry["profiling_name"]
+        created_ns, duration_ms = entry["time_created_ns"], entry.get("duration_ms")
+        return (
+            self._rank,
+            groups[entry["process_group"][0]],
+            ops.setdefault(_op(name), len(ops)),
+            entry["collective_seq_id"],
+            self._step(created_ns),
+            size_bytes(entry),
+            created_ns,
+            UNKNOWN_NS if duration_ms is None else int(duration_ms * 1e6),
+        )
+
+    def _read_starts(self) -> None:
+        starts = self._trail.starts
+        while starts:
+            self._starts.append(starts.popleft())
+            self.steps += 1
+        if (too_many := len(self._starts) - _KEPT_STARTS) > 0:
+            del self._starts[:too_many]
+
+    def _step(self, created_ns: int) -> int:
+        return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)
+
+    def _spans(self) -> Any:
+        marks = self._trail.marks
+        found = []
+        while marks:
+            began_ns, phase = marks.popleft()
+            found.append((self._rank, phase, began_ns))
+        return np.array(found, dtype=SPAN)
+
+    def _is_kept(self, calls: Any) -> Any:
+        """Which calls of each group stay: all, or every second, fourth, … run of them."""
+        kept = np.ones(len(calls), dtype=bool)
+        for group in np.unique(calls["group"]):
+            own = calls["group"] == group
+            stride = 1
+            while own.sum() > self._most_calls * stride:
+                stride *= 2
+            kept[own] = (calls["seq"][own] // _RUN) % stride == 0
+        return kept
+
+
+def _op(profiling_name: str) -> str:
+    return profiling_name.partition(":")[2] or profiling_name
+
+
+def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:
+    """Whether an entry is of a back end that times collectives on the device, and has not ended there yet."""
+    is_timed = entry["profiling_name"].startswith("nccl") and entry.get("duration_ms") is None
+    is_over = entry["state"] == "completed" or entry["retired"] or now_ns - entry["time_created_ns"] > _PATIENCE_NS
+    return is_timed and not is_over
+
+
+def _totals(entries: list[Entry]) -> tuple[OpTotal, ...]:
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0])
+    for entry in entries:
+        total = sums[entry["process_group"][0], _op(entry["profiling_name"])]
+        total[0] += 1
+        total[1] += size_bytes(entry)
+        if entry.get("duration_ms") is not None:
+            total[2] += entry["duration_ms"] * 1e6
+            total[3] += 1
+    return tuple(
+        OpTotal(
+            group=group, op=op, count=int(count), size_bytes=int(bytes_), duration_ns=int(duration_ns), timed=int(timed)
+        )
+        for (group, op), (count, bytes_, duration_ns, timed) in sums.items()
+    )

@@ -1,0 +1,53 @@
+"""Where people look at what was timed: loggers, the terminal, a trace."""
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.report.heat_map import heat_map
+from lightning_ncclsafe.report.timing_table import render_timing
+from lightning_ncclsafe.report.trace import write_trace
+from lightning_ncclsafe.reporter import say_on_stderr
+from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.history import LatenessHistory
+from lightning_ncclsafe.timing.summary import TimingSummary
+
+_HEAT_MAP = "straggler/late_s_by_rank_and_time"
+
+
+def log_scalars(scalars: dict[str, float], loggers: Iterable[Any], step: int) -> None:
+    """Gives scalars to the Trainer's loggers; on rank 0."""
+    for logger in loggers if scalars else ():
+        logger.log_metrics(scalars, step=step)
+
+
+def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) -> None:
+    """Gives a picture of lateness by rank and time to those loggers that take pictures; on rank 0."""
+    if not history.late_s.size:
+        return
+    picture = heat_map(history.late_s, bin_s=history.bin_ns / 1e9)
+    for logger in loggers:
+        experiment = getattr(logger, "experiment", None)
+        if callable(getattr(experiment, "add_image", None)):
+            experiment.add_image(_HEAT_MAP, picture, step, dataformats="HWC")  # type: ignore[union-attr]
+        elif callable(getattr(logger, "log_image", None)):
+            logger.log_image(_HEAT_MAP, [picture], step=step)
+
+
+def save_trace(analysis: Analysis, summary: TimingSummary, report_dir: Path) -> str:
+    """Writes the trace, and returns a line that says where; on rank 0."""
+    now = datetime.now(tz=timezone.utc)
+    folder = report_dir / "collectives"
+    path = folder / f"{now:%Y-%m-%dT%H-%M-%S}Z-trace.json.gz"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_trace(path, calls=analysis.calls.blocks, spans=analysis.spans.all(), summary=summary)
+    except OSError as error:
+        return f"the trace could not be written: {error}"
+    return f"trace: {path} (open it at https://ui.perfetto.dev)"
+
+
+def print_table(summary: TimingSummary, where: str) -> None:
+    """Prints the table, with a line on the trace below it; on rank 0."""
+    say_on_stderr("\n".join(filter(None, [f"collectives of {summary.steps:,} steps", render_timing(summary), where])))

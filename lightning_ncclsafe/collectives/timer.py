@@ -1,0 +1,201 @@
+"""The thread of one rank that reads its recorder, shares it with the others and, on rank 0, judges what has come."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives.clocks import ClockSync
+from lightning_ncclsafe.collectives.pace import Pace
+from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.scalars import Scalars
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.collectives.tree import Told, Tree
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.report.straggler_line import straggler_sentence
+from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.settings import TimerSettings
+from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.windows import Window, joined
+
+RECORDER_SIZE = 1000
+"""Entries that a recorder keeps that is read all the time; to read each of them takes 7 µs, new or not."""
+
+# Of all ranks together, so much is shared at a time: some 10 MB.
+_MOST_CALLS = 400_000
+_LEAST_CALLS = 128
+_MOST_CALLS_OF_A_RANK = 20_000
+# What rank 0 waits for the others' last words; they end at the same time.
+_LAST_S = 2.0
+_LAST_POLL_S = 0.02
+
+
+class Timer:
+    """Times the collectives of one call of the Trainer, on one rank.
+
+    It never holds up training: nobody waits for it before the end, and then no longer than 2 seconds. If it fails it
+    says so once, and times nothing more.
+
+    Args:
+        settings: What the user has set.
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        trail: Where the main thread has been.
+        boot_id: What is equal on processes that share a clock.
+        say: Prints one or more lines to the user.
+
+    Attributes:
+        stragglers: Ranks that keep others waiting, as far as this rank has been told.
+        analysis: What has come together; on rank 0, to be read once the timer has ended.
+    """
+
+    def __init__(
+        self,
+        settings: TimerSettings,
+        exchange: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        trail: Trail,
+        boot_id: str,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.settings = settings
+        self.stragglers: tuple[Straggler, ...] = ()
+        self.analysis = Analysis(world_size if rank == 0 else 1)
+        self._exchange = exchange
+        self._rank = rank
+        self._world_size = world_size
+        self._trail = trail
+        self._say = say
+        most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
+        self._recording = Recording(rank, trail, most_calls=most_calls)
+        self._tree = Tree(exchange, rank=rank, world_size=world_size)
+        self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
+        self._scalars = Scalars(world_size) if rank == 0 else None
+        self._pace = Pace(
+            world_size=world_size,
+            every_n_steps=settings.every_n_steps,
+            recorder_size=_torch.recorder_size(RECORDER_SIZE),
+        )
+        self._unsent: list[Window] = []
+        self._last: set[int] = set()
+        self._steps = 0
+        self._ready: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._is_off = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ncclsafe-timer", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        if not _torch.recorder_size(RECORDER_SIZE):
+            self._recording.say(
+                "the Flight Recorder is off, so no collective is timed; unset TORCH_FR_BUFFER_SIZE, or set it to 2000."
+            )
+        self._thread.start()
+
+    def scalars(self) -> dict[str, float]:
+        """What there is to log since the last call, by name; on rank 0. Waits for nothing."""
+        with self._lock:
+            ready, self._ready = self._ready, {}
+        return ready
+
+    def end(self) -> None:
+        """Shares what is left, waits for what the others share, on rank 0, and ends the thread."""
+        self._ending.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_LAST_S + self._world_size / 100 + 5.0)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it has failed."""
+        return self._is_off
+
+    def _run(self) -> None:
+        try:
+            read_at, pause_s = time.monotonic(), 0.1
+            while not self._ending.wait(pause_s):
+                now, cpu_s = time.monotonic(), time.thread_time()
+                steps = self._turn()
+                cpu_s = time.thread_time() - cpu_s
+                pause_s = self._pace.pause_s(took_s=now - read_at, cpu_s=cpu_s, new=self._recording.new, steps=steps)
+                read_at = now
+            self._turn(last=True)
+            self._await_others()
+        except Exception as error:
+            self._is_off = True
+            say_own_failure(error, what="the timing of collectives")
+
+    def _turn(self, *, last: bool = False) -> int:
+        """Reads and shares once; returns how many steps were made since the last time."""
+        if not last:
+            self._clocks.tick()
+        before = self._recording.steps
+        self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
+        try:
+            found = self._tree.pass_on(joined(self._unsent) if len(self._unsent) > 1 else self._unsent[0])
+            self._unsent = []
+            if found is not None:
+                self._judge(found)
+            elif self._world_size > 1:
+                self.stragglers = self._tree.told().stragglers
+        except ExchangeError as error:
+            self._could_not_share(error)
+        return self._recording.steps - before
+
+    def _could_not_share(self, error: ExchangeError) -> None:
+        """One missed deadline costs a turn; of an exchange that is lost this rank goes on alone, and quietly."""
+        if self._exchange.lost:
+            self._unsent = []
+        del self._unsent[:-8]
+        self._recording.say(f"some of what was timed could not be shared: {error}")
+
+    def _judge(self, window: Window) -> None:
+        self._last |= window.last
+        changed = self.analysis.add(window)
+        assert self._scalars is not None
+        for calls, late in self.analysis.take_fresh():
+            self._scalars.add(calls, late)
+        found = self._scalars.take()
+        with self._lock:
+            self._ready |= found
+        if changed:
+            self._tell(changed)
+
+    def _tell(self, changed: list[Straggler]) -> None:
+        for straggler in changed:
+            self._say(straggler_sentence(straggler))
+        self.stragglers = self.analysis.summary().stragglers
+        self._tree.tell(Told(stragglers=self.stragglers))
+
+    def _await_others(self) -> None:
+        """On rank 0, what the others have to say last, straight or by way of their leaders."""
+        if not self._tree.is_root:
+            self._pass_on_others()
+            return
+        give_up = time.monotonic() + _LAST_S + self._world_size / 100
+        while len(self._last) < self._world_size and time.monotonic() < give_up:
+            self._relay()
+            time.sleep(_LAST_POLL_S)
+        changed = self.analysis.finish()
+        for straggler in changed:
+            self._say(straggler_sentence(straggler))
+        self.stragglers = self.analysis.summary().stragglers
+
+    def _pass_on_others(self) -> None:
+        """A leader stays until its members have said their last."""
+        give_up = time.monotonic() + _LAST_S / 2
+        while not self._tree.is_done and time.monotonic() < give_up:
+            self._relay()
+            time.sleep(_LAST_POLL_S)
+
+    def _relay(self) -> None:
+        try:
+            found = self._tree.relay()
+            if found is not None:
+                self._judge(found)
+        except ExchangeError:
+            return

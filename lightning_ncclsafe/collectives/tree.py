@@ -1,0 +1,140 @@
+"""How the windows of all ranks come to rank 0: through the leader of each 32, so that nobody reads more than some tens.
+
+Everything goes over the exchange. Each rank writes to a few keys in turn, and whoever reads a value empties its key, so
+what lies on the store is bounded. A window that is overwritten before it is read is lost, and is counted.
+"""
+
+from dataclasses import dataclass
+
+from lightning_ncclsafe import codec
+from lightning_ncclsafe.exchange import Exchange
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.timing.windows import Window, decode, empty_window, encode, joined
+
+FAN = 32
+"""Ranks whose windows one leader puts together."""
+
+# A reader that is held up may miss so many turns of a writer.
+_SLOTS = 4
+_NUMBER_BYTES = 8
+_TOLD = "timing/stragglers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What rank 0 tells all ranks.
+
+    Attributes:
+        stragglers: Ranks that keep, or kept, the others waiting.
+    """
+
+    stragglers: tuple[Straggler, ...] = ()
+
+
+class Tree:
+    """One rank's place in the tree.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        fan: Ranks whose windows one leader puts together.
+    """
+
+    def __init__(self, exchange: Exchange, *, rank: int, world_size: int, fan: int = FAN) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._sources = _sources(rank, world_size, fan)
+        self._next = dict.fromkeys(self._sources, 0)
+        self._sent = 0
+        self.overwritten = 0
+        """Windows that were lost on their way to this rank."""
+        self.ended: set[int] = set()
+        """Ranks whose last window has come to this one."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether all windows come to this rank."""
+        return self._rank == 0
+
+    def pass_on(self, own: Window) -> Window | None:
+        """Takes part: what is known here goes one level up.
+
+        Args:
+            own: This rank's own window.
+
+        Returns:
+            On rank 0, everything that has come; None elsewhere.
+
+        Raises:
+            ExchangeError: If ranks cannot share.
+            WindowError: If a rank has written something else than a window.
+        """
+        found = joined([*self._collect(), own]) if self._sources else own
+        if self.is_root:
+            return found
+        if not _is_empty(found):
+            # The number goes with the value, so that a reader knows whether it has missed one.
+            value = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(found)
+            self._exchange.set(_key(self._rank, self._sent), value)
+            self._sent += 1
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all ranks from which windows come have sent their last."""
+        return self.ended.issuperset(self._sources)
+
+    def relay(self) -> Window | None:
+        """Passes on what others have sent, without anything of this rank; see :meth:`pass_on`."""
+        return self.pass_on(empty_window())
+
+    def tell(self, told: Told) -> None:
+        """Tells all ranks what has been found; on rank 0.
+
+        Raises:
+            ExchangeError: If ranks cannot share.
+        """
+        self._exchange.set(_TOLD, codec.encode(told))
+
+    def told(self) -> Told:
+        """What rank 0 has told last.
+
+        Raises:
+            ExchangeError: If ranks cannot share.
+        """
+        found = self._exchange.get_many([_TOLD]).get(_TOLD)
+        return codec.decode(Told, found) if found else Told()
+
+    def _collect(self) -> list[Window]:
+        """What the ranks below have written; of each at most one window a turn, as each writes one."""
+        keys = {_key(rank, self._next[rank]): rank for rank in self._sources}
+        windows = []
+        for key, value in self._exchange.get_many(keys).items():
+            if not value:
+                continue
+            rank, number = keys[key], int.from_bytes(value[:_NUMBER_BYTES], "little")
+            self.overwritten += max(number - self._next[rank], 0)
+            self._next[rank] = number + 1
+            self._exchange.set(key, b"")
+            windows.append(decode(value[_NUMBER_BYTES:]))
+            self.ended |= windows[-1].last
+        return windows
+
+
+def _sources(rank: int, world_size: int, fan: int) -> tuple[int, ...]:
+    """The ranks whose windows this one reads: as a leader those of its 32, as rank 0 the other leaders' as well."""
+    if rank % fan:
+        return ()
+    members = range(rank + 1, min(rank + fan, world_size))
+    leaders = range(fan, world_size, fan) if rank == 0 else ()
+    return (*members, *leaders)
+
+
+def _key(rank: int, number: int) -> str:
+    return f"timing/{rank}/{number % _SLOTS}"
+
+
+def _is_empty(window: Window) -> bool:
+    told = (window.totals, window.lost, window.left_out, window.last, window.missing)
+    return not (len(window.calls) or len(window.spans) or any(told))
