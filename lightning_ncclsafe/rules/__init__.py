@@ -35,6 +35,7 @@ from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
 from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
+from lightning_ncclsafe.rules.past_lateness import with_past_lateness
 from lightning_ncclsafe.rules.timeline import forget
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -101,7 +102,8 @@ def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
             failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
     forget()
-    return Diagnosis(job=job, findings=_ordered(findings), unanswered=(*missing, *failures))
+    told = with_past_lateness(_ordered(findings), job)
+    return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
 
 
 def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -37,6 +37,7 @@ def _evidence(straggler: Straggler, job: JobFacts) -> Evidence:
         source="collective times",
         text=(
             f"It had kept the others waiting before: late in {straggler.share:.0%} of {straggler.of_steps} steps, by "
-            f"{straggler.mean_s * 1e3:.0f} ms on average{where}, since {began:%H:%M:%S} UTC ({duration_words(ago_s)} ago){ended}."
+            f"{straggler.mean_s * 1e3:.0f} ms on average{where}, since {began:%H:%M:%S} UTC, {duration_words(ago_s)} "
+            f"ago{ended}."
         ),
     )

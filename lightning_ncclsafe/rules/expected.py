@@ -1,0 +1,78 @@
+"""Whether ranks wait for something of which it is known that it takes long, so that a standstill is no surprise yet."""
+
+import re
+from collections.abc import Callable, Iterable
+
+from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.moments import LONG_S, Moment, moment_of
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.timeline import Timeline, forget, timeline
+
+# Files that torch.compile and Triton are in while they compile or tune. Those that are on the stack as well while
+# compiled code runs (eval_frame.py, output_code.py, Triton's launcher) are not among them.
+_COMPILES = re.compile(
+    r"/torch/_dynamo/(?:convert_frame|symbolic_convert|output_graph)\.py$"
+    r"|/torch/_functorch/_aot_autograd/graph_compile\.py$"
+    r"|/torch/_inductor/(?:compile_fx|graph|lowering|scheduler|async_compile|codecache|cpp_builder|select_algorithm"
+    r"|autotune_process|autotuning_process)\.py$"
+    r"|/torch/_inductor/(?:codegen|fx_passes|kernel|compile_worker)/"
+    r"|/triton/(?:compiler/|backends/|runtime/build\.py$)"
+)
+_TUNES = re.compile(r"/torch/_inductor/runtime/|/triton/runtime/(?:autotuner|jit)\.py$")
+_TUNING = re.compile(r"_?(?:precompile|benchmark|autotune|coordinate_descent|do_compile|do_bench|_bench|warmup).*")
+
+
+def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
+    """For how many seconds more the ranks' standstill is to be expected; 0 if it is not.
+
+    It is, for five minutes, while every rank that others wait for compiles, writes a checkpoint, or is in the first
+    batch of a loop; or half of a hard limit that applies if that is less. An exception, the hard limit, or a rank that
+    does not answer is never to be expected.
+
+    Args:
+        job: The facts of all ranks that answered.
+        limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
+    """
+    incident = job.incident
+    is_alarming = incident.kind is not IncidentKind.SUSPECT or job.silent or any(facts.exception for facts in job.ranks)
+    if is_alarming:
+        return 0.0
+    line = timeline(job)
+    try:
+        awaited = tuple(_awaited(line))
+        # Where all wait and none is behind, it is the collective itself that takes long: the first one connects.
+        held_up = awaited or line.waiting
+        left = [_left_s(line, line.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in held_up]
+    finally:
+        forget()
+    # However often what they wait for has moved meanwhile, nobody waits for longer than that without a word.
+    waited_left_s = min(LONG_S, incident.timeout_s / 2) - incident.idle_s
+    return max(min([*left, waited_left_s]), 0.0) if left else 0.0
+
+
+def is_compiling(stack: Iterable[Frame]) -> bool:
+    """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
+    return any(_compiles("/" + frame.file.replace("\\", "/"), frame.function) for frame in stack)
+
+
+def _compiles(path: str, function: str) -> bool:
+    return bool(_COMPILES.search(path) or (_TUNES.search(path) and _TUNING.match(function)))
+
+
+def _awaited(line: Timeline) -> Iterable[int]:
+    if line.waiting:
+        return line.stragglers
+    return (rank for rank, doing in line.activities.items() if doing.waits_for_data)
+
+
+def _left_s(line: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:
+    moment = moment_of(facts.progress)
+    is_busy = is_compiling(facts.stack) or line.activities[facts.rank].kind is Kind.CHECKPOINT
+    if not moment.is_long and not (is_awaited and is_busy):
+        return 0.0
+    return min(LONG_S, limit_s(moment.limit_name) / 2) - _for_s(facts, moment)
+
+
+def _for_s(facts: RankFacts, moment: Moment) -> float:
+    saves = (action.for_s for action in facts.progress.actions if action.name.startswith("save_checkpoint"))
+    return max([facts.progress.idle_s, *saves])
