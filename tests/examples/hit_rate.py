@@ -79,26 +79,24 @@ def running(script: Path, folder: Path, *options: str, output: int | IO[str]) ->
         process.wait()
 
 
-def ended(script: Path, folder: Path, *options: str, within_s: float = 50) -> tuple[int, str]:
-    """The exit code of the script and what it wrote, once it and all ranks that it started have ended by themselves."""
-    with running(script, folder, *options, output=subprocess.PIPE) as process:
-        output, _ = process.communicate(timeout=within_s)
-    return process.returncode, output
-
-
-def first_report(name: str, folder: Path, *options: str, within_s: float = 45) -> dict[str, Any]:
-    """Runs the example until it has reported; ``delay_s`` is added: from ``suspect_after`` to the written report."""
+def first_report(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Runs the example until it has reported."""
     script = HANGS / f"{name}.py"
     with (folder / "output").open("w") as file, running(script, folder, "--suspect-after", "2", *options, output=file):
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            for path in folder.glob("ncclsafe/*/report.json"):
-                report: dict[str, Any] = json.loads(path.read_text())
-                incident = report["job"]["incident"]
-                waited_s = path.stat().st_mtime - incident["opened_ns"] / 1e9 + incident["idle_s"]
-                return report | {"delay_s": waited_s - incident["suspect_after_s"]}
-            time.sleep(0.1)
-    raise TimeoutError(f"{name} has not reported within {within_s:g} s:\n{(folder / 'output').read_text()}")
+        return wait_for_report(folder)
+
+
+def wait_for_report(folder: Path, *, within_s: float = 45) -> dict[str, Any]:
+    """The report of the example that runs; ``delay_s`` is added: from ``suspect_after`` to the written report."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        for path in folder.glob("ncclsafe/*/report.json"):
+            report: dict[str, Any] = json.loads(path.read_text())
+            incident = report["job"]["incident"]
+            waited_s = path.stat().st_mtime - incident["opened_ns"] / 1e9 + incident["idle_s"]
+            return report | {"delay_s": waited_s - incident["suspect_after_s"]}
+        time.sleep(0.1)
+    raise TimeoutError(f"no report within {within_s:g} s:\n{(folder / 'output').read_text()}")
 
 
 def main() -> None:

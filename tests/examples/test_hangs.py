@@ -1,38 +1,84 @@
-"""The five example hangs, as a user runs them: the first report has the right cause, ranks, and file and line."""
+"""The five example hangs, as a user runs them: the first report has the right cause, ranks, and file and line.
+
+A test is marked with the example that it looks at; those of all tests that were selected run at the same time.
+"""
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hit_rate import HANGS, TRUTHS, ended, errors, first_report
+from hit_rate import HANGS, TRUTHS, errors, wait_for_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from warm import Warm
 
 from lightning_ncclsafe.ending import EXIT_CODE
 
 # In the error of one rank: the rank, whose row it is, and that one's fingerprint.
 _ROW = re.compile(r"^\[rank(\d)\]:   (\d) .* values:(\w+) ", re.MULTILINE)
 
+# Of one example, while others run.
+LIMIT_S = 100
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
-@pytest.mark.parametrize("name", [name for name in TRUTHS if name != "unseeded_split"])
-def test_the_hang_is_named(name: str, tmp_path: Path) -> None:
-    report = first_report(name, tmp_path)
-    assert not errors(name, report), report["findings"]
+# Waits for its storage; training takes a second or two, the storage stalls for longer.
+OFFLOADED = ("slow_log_storage", "--offload", "--stall", "3", "--suspect-after", "9")
+# Limits that are never reached: the end does not come from them.
+UNSEEDED = ("unseeded_split", "--suspect-after", "200", "--timeout", "300")
+# Forked ranks need not import torch again, which is most of the time, and on a busy machine longer than the limit.
+FORKED = ("--suspect-after", "2", "--start-method", "fork")
+LIMITED = ("rank0_evaluation", *FORKED, "--timeout", "6")
+FIRST = [LIMITED, OFFLOADED, UNSEEDED]
+# Some of them keep a core busy, and the others are not to be held up by that.
+AT_ONCE = 2
 
 
-def test_a_hang_ends_with_its_report_and_not_before(tmp_path: Path) -> None:
-    code, output = ended(HANGS / "rank0_evaluation.py", tmp_path, "--suspect-after", "2", "--timeout", "6")
-    assert code in (1, EXIT_CODE)
-    assert output.count("[ncclsafe] rank-zero-only-work: Rank 0") == 2
-    assert "[ncclsafe] the run cannot go on, it is ended" in output
+@dataclass
+class Outcome:
+    """How an example has ended by itself, or its first report, with which it is ended."""
+
+    folder: Path
+    exit_code: int = 0
+    output: str = ""
+    report: dict[str, Any] | None = None
 
 
-def test_an_unseeded_split_ends_before_the_first_step(tmp_path: Path) -> None:
-    # Limits that are never reached: the end does not come from them.
-    limits = ["--suspect-after", "200", "--timeout", "300"]
-    code, output = ended(HANGS / "unseeded_split.py", tmp_path, *limits)
-    assert code == 1, output
-    [folder] = tmp_path.glob("ncclsafe/*")
+def run_program(warm: Warm, folder: Path, name: str, *options: str) -> Outcome:
+    argv = [str(HANGS / f"{name}.py"), f"--root-dir={folder}", *options]
+    if options != FORKED:
+        (code,), output = warm.run(argv, folder, timeout_s=LIMIT_S)
+        return Outcome(folder, code, output)
+    with (folder / "output").open("w") as file:
+        program = warm.start(argv, output=file.fileno(), cwd=folder)
+    try:
+        return Outcome(folder, report=wait_for_report(folder))
+    finally:
+        program.end_session()
+        program.wait(10)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.program(name, *FORKED)) for name in TRUTHS if name != UNSEEDED[0]]
+)
+def test_the_hang_is_named(name: str, outcome: Outcome) -> None:
+    assert outcome.report is not None
+    assert not errors(name, outcome.report), outcome.report["findings"]
+
+
+@pytest.mark.program(*LIMITED)
+def test_a_hang_ends_with_its_report_and_not_before(outcome: Outcome) -> None:
+    assert outcome.exit_code in (1, EXIT_CODE)
+    assert outcome.output.count("[ncclsafe] rank-zero-only-work: Rank 0") == 2, outcome.output
+    assert "[ncclsafe] the run cannot go on, it is ended" in outcome.output
+
+
+@pytest.mark.program(*UNSEEDED)
+def test_an_unseeded_split_ends_before_the_first_step(outcome: Outcome) -> None:
+    output = outcome.output
+    assert outcome.exit_code == 1, output
+    [folder] = outcome.folder.glob("ncclsafe/*")
     report = json.loads((folder / "report.json").read_text())
     assert not errors("unseeded_split", report), report["findings"]
 
@@ -47,16 +93,16 @@ def test_an_unseeded_split_ends_before_the_first_step(tmp_path: Path) -> None:
     assert output.count("in _run_sanity_check") == 2
 
 
-def test_offloaded_logging_does_not_notice_its_storage(tmp_path: Path) -> None:
-    # Training takes a second or two; the storage stalls for longer, and the end of the run waits for it.
-    code, output = ended(HANGS / "slow_log_storage.py", tmp_path, "--offload", "--stall", "3", "--suspect-after", "9")
-    assert code == 0, output
-    assert not list(tmp_path.glob("ncclsafe/*/report.json"))
+@pytest.mark.program(*OFFLOADED)
+def test_offloaded_logging_does_not_notice_its_storage(outcome: Outcome) -> None:
+    output = outcome.output
+    assert outcome.exit_code == 0, output
+    assert not list(outcome.folder.glob("ncclsafe/*/report.json"))
     [said] = re.findall(r"longest write ([\d.]+) s; training waited ([\d.]+) s for it, its end ([\d.]+) s", output)
     longest_write_s, waited_s, end_s = map(float, said)
     assert waited_s < 0.1
     assert 0.3 < end_s < longest_write_s + 1
-    [log_dir] = tmp_path.glob("lightning_logs/*")
+    [log_dir] = outcome.folder.glob("lightning_logs/*")
     events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
     events.Reload()
     # 22 batches an epoch, of which every tenth is logged.

@@ -1,11 +1,16 @@
-"""The streams of unequal length, as a user trains on them: what each policy makes of the epoch."""
+"""The streams of unequal length, as a user trains on them: what each policy makes of the epoch.
+
+A test is marked with the options of the example; the trainings of all tests that were selected run at the same time.
+"""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from hit_rate import HANGS, ended
+import pytest
+from hit_rate import HANGS
+from warm import Warm
 
 SCRIPT = HANGS.parent / "uneven_stream.py"
 FILES_OF_RANK_0, FILES_OF_RANK_1 = 822, 616  # digits
@@ -13,7 +18,18 @@ END = "uneven-end: The train_dataloader has ended on rank 1 after 20 batches, wh
 _TRAINED = re.compile(r"rank (\d): (\d+) optimizer steps, (\d+) samples")
 
 # Forked ranks need not import torch again, which is most of the time. The errors of all ranks are seen with popen only.
-FORK = ["--start-method", "fork"]
+FORK = ("--start-method", "fork")
+LIMIT_S = 100
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+FIRST: list[tuple[str, ...]] = []
+
+Outcome = tuple[int, str, Path]
+
+
+def run_program(warm: Warm, folder: Path, *options: str) -> Outcome:
+    """The exit code, what was said, and the folder."""
+    (code,), output = warm.run([str(SCRIPT), f"--root-dir={folder}", *options], folder, timeout_s=LIMIT_S)
+    return code, output, folder
 
 
 def trained(output: str) -> dict[int, tuple[int, int]]:
@@ -28,28 +44,31 @@ def finding(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_raise_names_the_rank_that_ended_on_all_ranks(tmp_path: Path) -> None:
-    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "raise")
+@pytest.mark.program("--on-uneven", "raise")
+def test_raise_names_the_rank_that_ended_on_all_ranks(outcome: Outcome) -> None:
+    code, output, folder = outcome
     assert code == 1, output
     assert all(f"[rank{rank}]: lightning_ncclsafe.errors.UnevenDataError: {END}" in output for rank in range(2))
     assert trained(output) == {0: (19, 19 * 32), 1: (19, 19 * 32)}
-    found = finding(tmp_path)
+    found = finding(folder)
     assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "error", [1])
 
 
-def test_stop_together_leaves_the_rest_of_the_longer_stream_out(tmp_path: Path) -> None:
-    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "stop_together", *FORK)
+@pytest.mark.program("--on-uneven", "stop_together", *FORK)
+def test_stop_together_leaves_the_rest_of_the_longer_stream_out(outcome: Outcome) -> None:
+    code, output, folder = outcome
     assert code == 0, output
     assert trained(output) == {0: (20, FILES_OF_RANK_0 - 182), 1: (20, FILES_OF_RANK_1)}
     assert output.count(f"[ncclsafe] {END}") == 1
-    found = finding(tmp_path)
+    found = finding(folder)
     assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])
 
 
-def test_repeat_begins_the_shorter_stream_again(tmp_path: Path) -> None:
-    code, output = ended(SCRIPT, tmp_path, "--on-uneven", "repeat", *FORK)
+@pytest.mark.program("--on-uneven", "repeat", *FORK)
+def test_repeat_begins_the_shorter_stream_again(outcome: Outcome) -> None:
+    code, output, folder = outcome
     assert code == 0, output
     assert trained(output) == {0: (26, FILES_OF_RANK_0), 1: (26, FILES_OF_RANK_1 + 192)}
     assert output.count(f"[ncclsafe] {END}") == 1
-    found = finding(tmp_path)
+    found = finding(folder)
     assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])

@@ -1,0 +1,57 @@
+"""Programs of tests, which run while one another waits: started when the first of their outcomes is asked for."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from warm import Warm
+
+# Of one file, if it says nothing else. Each takes a core or two until it has started, and then it mostly waits.
+AT_ONCE = 4
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "program(*arguments): the program whose outcome the test is given")
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    warm = Warm()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="module")
+def marks(request: pytest.FixtureRequest) -> list[pytest.Mark]:
+    """Those of the programs of all selected tests of a file."""
+    items = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
+    return [mark for item in items for mark in item.iter_markers("program")]
+
+
+@pytest.fixture(scope="module")
+def programs(
+    request: pytest.FixtureRequest, marks: list[pytest.Mark], warm: Warm, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, ...], "Future[Any]"]]:
+    """The outcomes of all programs that the selected tests of a file are marked with, by their arguments.
+
+    The file says with ``run_program(warm, folder, *arguments)`` how they are run, each once, and with ``FIRST``
+    the arguments of those that take longest; ``AT_ONCE`` is how many may run.
+    """
+    wanted = dict.fromkeys(mark.args for mark in marks)
+    first = [arguments for arguments in request.module.FIRST if arguments in wanted]
+    pool = ThreadPoolExecutor(getattr(request.module, "AT_ONCE", AT_ONCE))
+    try:
+        yield {
+            arguments: pool.submit(request.module.run_program, warm, tmp_path_factory.mktemp("program"), *arguments)
+            for arguments in dict.fromkeys([*first, *wanted])
+        }
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest, programs: dict[tuple[str, ...], "Future[Any]"]) -> Any:
+    """What became of the program of the test's mark."""
+    (mark,) = request.node.iter_markers("program")
+    return programs[mark.args].result()

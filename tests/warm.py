@@ -1,0 +1,222 @@
+"""Programs that start at once: forks of one that has imported torch and Lightning already, which takes seconds.
+
+What such a program starts itself, as the launchers do, it starts as ever. It has its own session, directory,
+environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
+registered with ``atexit``, and its exit code.
+
+Run as a program itself, with the number of a listening socket: each connection to it asks for one program.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+# What the programs import, or what is imported for them while they train.
+PRELOADED = (
+    "lightning_ncclsafe.strategies",
+    "lightning.pytorch.loggers",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "rich.console",
+    "rich.text",
+    "sklearn.datasets",
+)
+# Until a program is there: includes all imports, on a machine that is busy.
+START_S = 50
+
+
+class Running:
+    """A program that was started.
+
+    Attributes:
+        pid: Of the program, and of its session.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = int(connection.recv(100))
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, negative for a signal, once; TimeoutError if it has not ended by then."""
+        self._connection.settimeout(max(timeout_s, 0.001))
+        code = int(self._connection.recv(100))
+        self._connection.close()
+        return code
+
+    def end_session(self) -> None:
+        """Nothing is left of it, nor of what it has started in its session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Warm:
+    """The program that is forked from; programs may be asked for from any thread, and before it is ready."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A name that is no file: it goes with the socket.
+        self._listener.bind(f"\0warm-{os.getpid()}-{time.monotonic_ns()}")
+        self._listener.listen(100)
+        number = self._listener.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(number)], pass_fds=[number], stdin=subprocess.PIPE, env=environment()
+        )
+
+    def start(self, argv: Sequence[str], *, output: int, cwd: Path, env: Mapping[str, str] | None = None) -> Running:
+        """Starts ``python *argv``: a script or ``-m`` and a module, with its arguments.
+
+        Args:
+            argv: The arguments of Python.
+            output: The descriptor that both of its outputs go to.
+            cwd: Where it works.
+            env: Its environment; by default that of the tests, without what pytest puts there.
+        """
+        order = {"argv": [*argv], "cwd": str(cwd), "env": environment() if env is None else dict(env)}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(START_S)
+        connection.connect(self._listener.getsockname())
+        socket.send_fds(connection, [json.dumps(order).encode()], [output])
+        return Running(connection)
+
+    def run(
+        self, argv: Sequence[str], cwd: Path, *, timeout_s: float, envs: Sequence[Mapping[str, str]] = ({},)
+    ) -> tuple[list[int], str]:
+        """The exit codes of programs, and what they and all that they have started have said until they ended.
+
+        Args:
+            argv: See `start`.
+            cwd: See `start`.
+            timeout_s: How long they have in all.
+            envs: What is added to the environment of each program.
+
+        Raises:
+            TimeoutError: The last of them has not closed its output by then.
+        """
+        deadline, running = time.monotonic() + timeout_s, []
+        reader, writer = os.pipe()
+        with open(reader, "rb", buffering=0) as pipe:
+            try:
+                try:
+                    for env in envs:
+                        running.append(self.start(argv, output=writer, cwd=cwd, env=environment() | env))
+                finally:
+                    os.close(writer)
+                output = _read(pipe, deadline)
+            finally:
+                for program in running:
+                    program.end_session()
+        return [program.wait(10) for program in running], output
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._listener.close()
+
+
+def environment() -> dict[str, str]:
+    """Of a program that is not a part of this one's tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+
+
+def ranks_of(world_size: int) -> list[dict[str, str]]:
+    """The environments of ranks that are started by a cluster: all at once, and not by one another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    return [job | {"LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def _read(pipe: FileIO, deadline: float) -> str:
+    output = b""
+    while select.select([pipe], [], [], max(deadline - time.monotonic(), 0))[0]:
+        more = pipe.read(1 << 16)
+        if not more:
+            return output.decode(errors="replace")
+        output += more
+    raise TimeoutError(f"programs still run, and have said:\n{output.decode(errors='replace')}")
+
+
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Forks for each order; returns it in the fork, and None here once nobody can send another."""
+    # Those that wait for the programs are not waited for themselves.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return watched(connection)
+        connection.close()
+    return None
+
+
+def watched(connection: socket.socket) -> dict[str, Any]:
+    """Returns in a fork that has the program's session and output; here its end is waited for and told."""
+    text, (output,), _, _ = socket.recv_fds(connection, 1 << 20, 1)
+    pid = os.fork()
+    if pid:
+        os.close(output)
+        connection.sendall(str(pid).encode())
+        _, status = os.waitpid(pid, 0)
+        # Whoever asked may have gone.
+        with suppress(OSError):
+            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+    connection.close()
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(number, target)
+    for number in (nothing, output):
+        os.close(number)
+    order: dict[str, Any] = json.loads(text)
+    return order
+
+
+def become(order: dict[str, Any]) -> None:
+    """Runs a program as Python does."""
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    first, *arguments = order["argv"]
+    if rank := os.environ.get("LOCAL_RANK"):
+        from lightning.pytorch.utilities import rank_zero_only
+
+        # Lightning looks for it when it is imported.
+        rank_zero_only.rank = int(rank)
+    if first == "-m":
+        sys.argv = arguments
+        sys.path[0] = order["cwd"]
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        sys.path[0] = str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # So that the end of each program does not look at everything that was imported.
+    gc.freeze()
+    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    if order is not None:
+        become(order)
+
+
+if __name__ == "__main__":
+    main()
