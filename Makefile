@@ -1,7 +1,8 @@
 # make demo   train on two ranks, then let a training hang and print why
 # make test   lint, types, and the whole test suite
+# make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
-# Both set up .venv first, and again whenever pyproject.toml changes.
+# All set up .venv first, and again whenever pyproject.toml changes.
 
 PYTHON ?= python3
 # Pinned, so that what is tested is what was developed against. Installed only where .venv has no torch yet.
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test lint bench install clean
+.PHONY: demo hangs test lint bench gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -42,6 +43,14 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/step_overhead.py
+
+# See tests/gpu/README.md. Where there is no GPU the tests are skipped, and nothing else is done.
+gpu: $(INSTALLED)
+	$(BIN)/python -m pytest tests/gpu
+	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
+		$(BIN)/python tests/gpu/record.py && $(BIN)/python -m pytest tests/gpu/without_gpu/test_replay.py && \
+		$(BIN)/python tests/gpu/overhead.py; \
+	fi
 
 install: $(INSTALLED)
 

@@ -4,28 +4,34 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreement as DatasetAgreement
     from lightning_ncclsafe.callbacks.logger_offload import LoggerOffload as LoggerOffload
     from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
+    from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.strategies import SafeDDP as SafeDDP
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "CollectiveTimeoutError",
+    "CollectiveTimer",
     "DatasetAgreement",
     "DatasetMismatchError",
     "LoggerOffload",
+    "PhaseTimeouts",
     "SafeDDP",
     "UnevenDataError",
 ]
 
 _HOMES = {
+    "CollectiveTimer": "lightning_ncclsafe.callbacks.collective_timer",
     "CollectiveTimeoutError": "lightning_ncclsafe.errors",
     "DatasetAgreement": "lightning_ncclsafe.callbacks.dataset_agreement",
     "DatasetMismatchError": "lightning_ncclsafe.errors",
     "LoggerOffload": "lightning_ncclsafe.callbacks.logger_offload",
+    "PhaseTimeouts": "lightning_ncclsafe.phase_timeouts",
     "SafeDDP": "lightning_ncclsafe.strategies",
     "UnevenDataError": "lightning_ncclsafe.errors",
 }

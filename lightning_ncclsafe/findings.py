@@ -32,7 +32,7 @@ class Evidence:
 
     Attributes:
         source: Where it comes from: ``"flight recorder"``, ``"stack"``, ``"phase"``, ``"host"``, ``"process"``,
-            ``"exception"``, ``"source code"``, ``"loader"``, ``"storage"``.
+            ``"exception"``, ``"source code"``, ``"loader"``, ``"storage"``, ``"collective times"``.
         text: The observation in words.
         rank: The rank it was made on; None if it is about several.
     """

@@ -15,19 +15,24 @@ from lightning_ncclsafe import _torch, codec
 from lightning_ncclsafe.ending import end_run, say_goodbye, stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.gathering import REPORT_S, Gathering
+from lightning_ncclsafe.moments import LONG_S, Moment
 from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import host, stacks
 from lightning_ncclsafe.probes.rank import Card, RankProbe
 from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
+from lightning_ncclsafe.rules.expected import is_compiling
 from lightning_ncclsafe.settings import Limits
 from lightning_ncclsafe.watchdog import Watchdog
 
 # A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
 MAX_SUSPICIONS = 20
+# Rounds of which nothing is told, as what ranks waited for was to be expected, leave a few entries each on the store.
+# After so many, ranks are asked only when they have waited for longer than can be expected.
+MAX_QUIET_ROUNDS = 500
 # How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
 LINGER_S = 5.0
 # By how much ranks that all raise the same may differ, so that this is not taken for the failure of one.
@@ -71,6 +76,7 @@ class Guard:
         probe: Sees this rank.
         write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
         before_exit: What else is left to do then.
+        moment: What kind of moment the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         say: Prints one or more lines to the user.
     """
@@ -85,6 +91,7 @@ class Guard:
         probe: RankProbe,
         write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
+        moment: Callable[[], tuple[Moment, int]] = lambda: (Moment(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
@@ -97,6 +104,8 @@ class Guard:
         self._write_logs = write_logs
         self._before_exit = before_exit
         self._on_tick = on_tick
+        self._moment_now = moment
+        self._moment = moment()[0]
         self._say = say
         self._patience = Patience(limits)
         self._reporter = Reporter(report_dir, limits, say)
@@ -106,6 +115,7 @@ class Guard:
         self._open: Incident | None = None
         self._incidents = 0
         self._suspicions = 0
+        self._quiet_rounds = 0
         self._stalled_s = 0.0
         self._moves_again = False
         self._verdict: Verdict | None = None
@@ -200,7 +210,7 @@ class Guard:
 
     def _may_leave(self, waited_s: float) -> bool:
         # Others may have work of their own left, and then this rank may go; not so soon if somebody waits for it.
-        stay_s = self._limits.suspect_after_s if self._open is None else self._limits.timeout_s
+        stay_s = self._limits.suspect_after_s if self._open is None else self._limits.longest_s
         return waited_s > stay_s + LINGER_S or self._ends_run or self._off or bool(self._exchange.lost)
 
     def _settle(self) -> None:
@@ -215,10 +225,13 @@ class Guard:
     def _tick(self, idle_s: float) -> None:
         self._change_exchange()
         self._know_peers()
+        self._moment, batch_idx = self._moment_now()
+        self._patience.observe(idle_s, self._moment, batch_idx)
         if self._joined:
             self._on_tick()
         # Before there is a store there are only files, on storage that may be the very trouble.
-        has_reason = self._probe.exception is not None or idle_s >= self._patience.suspect_after_s(joined=False)
+        patience_s = self._patience.suspect_after_s(self._moment, joined=False)
+        has_reason = self._probe.exception is not None or idle_s >= patience_s
         if not self._joined and not has_reason:
             return
         entry = self._log.read() or self._write_round(idle_s)
@@ -258,7 +271,7 @@ class Guard:
         if not self._moves_again:
             self._stalled_s = idle_s
         # Not only the rank that opened it: that one may be gone.
-        if not moves_again or self._open is None or stalled_s < self._limits.suspect_after_s:
+        if not moves_again or self._open is None or stalled_s < self._open.suspect_after_s:
             return None
         # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
         if self._probe.exception is not None:
@@ -272,15 +285,23 @@ class Guard:
             if not (self._probe.exception.is_consequence and self._ends_run):
                 return IncidentKind.EXCEPTION
             self._exception_is_told.set()  # its cause has been told meanwhile
-        if not self._patience.is_time_to_look(idle_s, joined=self._joined):
+        if not self._patience.is_time_to_look(idle_s, self._moment, joined=self._joined):
             return None
-        doing = activity(self._probe.glance(idle_s))
+        facts = self._probe.glance(idle_s)
+        doing = activity(facts)
         if self._ends_run and doing.waits_for_peers:
             self._end()
-        if self._patience.is_out(idle_s, doing) and not self._limit_is_told():
+        if self._patience.is_out(idle_s, doing, self._moment) and not self._limit_is_told():
             return IncidentKind.TIMEOUT
         waits = doing.waits_for_peers or doing.waits_for_data
-        return IncidentKind.SUSPECT if waits and self._open is None and self._suspicions < MAX_SUSPICIONS else None
+        may_ask = waits and self._open is None and self._suspicions < MAX_SUSPICIONS
+        return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
+
+    def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
+        """Whether a standstill that was unusual so far is none to ask about, for what this rank itself knows."""
+        if not self._limits.learned or idle_s >= min(LONG_S, self._patience.limit_s(self._moment) / 2):
+            return False
+        return self._patience.is_quiet or self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack)
 
     def _limit_is_told(self) -> bool:
         return self._verdict is not None and self._verdict.incident.kind is IncidentKind.TIMEOUT
@@ -288,28 +309,36 @@ class Guard:
     def _incident(self, kind: IncidentKind, idle_s: float) -> Incident:
         rank, idle_s = self._place.rank, round(idle_s, 1)
         if kind is IncidentKind.TIMEOUT and self._open is not None:
-            return replace(self._open, kind=kind, opened_by=rank, idle_s=idle_s)
+            limit_s = self._patience.limit_s(self._moment)
+            return replace(self._open, kind=kind, opened_by=rank, idle_s=idle_s, timeout_s=limit_s)
         return Incident(
             number=self._incidents + 1,
             kind=kind,
             opened_by=rank,
             opened_ns=time.time_ns(),
             idle_s=idle_s,
-            suspect_after_s=self._limits.suspect_after_s,
-            timeout_s=self._limits.timeout_s,
+            suspect_after_s=round(self._patience.suspect_after_s(self._moment, joined=True), 3),
+            timeout_s=self._patience.limit_s(self._moment),
         )
 
     def _take_part(self, entry: Round, idle_s: float) -> None:
         incident = entry.incident
         if entry.recovered_after_s is not None:
-            self._open = self._verdict = None
-            if self._place.rank == 0:
+            was_told, self._open, self._verdict = self._open is not None, None, None
+            if self._place.rank == 0 and was_told:
                 self._say(f"recovered after {entry.recovered_after_s:.0f} s (incident {incident.number})")
+            return
+        # Of this rank's own standstill nothing is noted in a tick in which it takes part.
+        self._stalled_s = max(self._stalled_s, idle_s)
+        before, self._open = self._open, incident
+        verdict = self._gather(incident, idle_s)
+        if verdict is not None and verdict.quiet_s > 0:
+            self._open, self._quiet_rounds = before, self._quiet_rounds + 1
+            self._patience.be_quiet_for(verdict.quiet_s)
             return
         self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
-        self._open = incident
-        self._verdict = self._gather(incident, idle_s) or self._verdict
+        self._verdict = verdict or self._verdict
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
         if self._ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()

@@ -68,6 +68,10 @@ class PhaseTracker:
         finally:
             self.leave(name)
 
+    def is_in(self, name: str) -> bool:
+        """Whether an action whose name begins so is going on; for the main thread."""
+        return any(begun.startswith(name) for begun, _ in self._open)
+
     def actions(self) -> tuple[Action, ...]:
         """What is going on now, outermost first."""
         now = monotonic()

@@ -13,6 +13,7 @@ from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.folder import write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.expected import expected_for_s
 from lightning_ncclsafe.settings import Limits
 
 
@@ -26,6 +27,8 @@ class Verdict:
         folder: Where the report was written; empty where it could not be.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
+        quiet_s: For how many seconds ranks are to be quiet, as what they wait for is to be expected for so long; then
+            nothing was written or said. 0 otherwise.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
     """
 
@@ -34,6 +37,7 @@ class Verdict:
     folder: str = ""
     findings: tuple[Finding, ...] = ()
     ends_run: bool = False
+    quiet_s: float = 0.0
     logging_ranks: tuple[int, ...] = ()
 
 
@@ -52,7 +56,9 @@ class Reporter:
         self._say = say
 
     def report(self, job: JobFacts) -> Verdict:
-        """Judges, writes and prints."""
+        """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know."""
+        if self._limits.learned and (quiet_s := expected_for_s(job, self._limits.limit_s)) > 0:
+            return Verdict(incident=job.incident, answer="", quiet_s=round(quiet_s, 1))
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""

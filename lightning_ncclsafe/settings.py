@@ -1,6 +1,7 @@
 """What a user may set, checked once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,14 +31,29 @@ class Limits:
     """When to look and when to end.
 
     Attributes:
-        suspect_after_s: Seconds without progress after which the ranks are asked for their facts.
+        suspect_after_s: Seconds without progress after which the ranks are asked for their facts. Where that is
+            learned, it is what else takes its measure from it.
         timeout_s: Seconds without progress after which the run is ended.
         on_timeout: Whether the run is ended then (``"abort"``), or only reported on (``"report"``).
+        learned: Whether the run itself shows after how long the ranks are to be asked.
+        phases_s: In place of ``timeout_s``, by names of :class:`~lightning_ncclsafe.PhaseTimeouts`' arguments; empty
+            where the user has not set any.
     """
 
     suspect_after_s: float
     timeout_s: float
     on_timeout: OnTimeout
+    learned: bool = False
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+    def limit_s(self, phase: str) -> float:
+        """The hard limit of a phase, by its name among ``PhaseTimeouts``' arguments; seconds."""
+        return self.phases_s.get(phase, self.timeout_s)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest hard limit of all phases, seconds."""
+        return max(self.timeout_s, *self.phases_s.values()) if self.phases_s else self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +112,44 @@ class OffloadSettings:
             _check_amount("max_points_per_second", self.max_points_per_s, _LEAST_RATE)
 
 
-def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | float | None, on_timeout: str) -> Limits:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerSettings:
+    """What becomes of the times of collectives; see :class:`~lightning_ncclsafe.CollectiveTimer`.
+
+    Attributes:
+        every_n_steps: After how many steps ranks share what they have recorded, and scalars are logged.
+        table: Whether a table is printed at the end.
+        trace: Whether a trace is written at the end.
+        heat_map: Whether a picture of lateness is logged at the end.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+
+    every_n_steps: int = 50
+    table: bool = True
+    trace: bool = True
+    heat_map: bool = True
+
+    def __post_init__(self) -> None:
+        given: object = self.every_n_steps
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError(f"every_n_steps={given!r} must be a whole number of at least 1.")
+
+
+def check_limits(
+    suspect_after: timedelta | float | None,
+    timeout: timedelta | float | None,
+    on_timeout: str,
+    phases_s: Mapping[str, float] | None = None,
+) -> Limits:
     """Checks what the user has set.
 
     Args:
-        suspect_after: A duration, or seconds; None for the smaller of 60 s and half of ``timeout``.
+        suspect_after: A duration, or seconds; None to learn it from the run.
         timeout: A duration, or seconds; None for 30 minutes.
         on_timeout: ``"abort"`` or ``"report"``.
+        phases_s: Hard limits of phases, checked already; see :class:`Limits`.
 
     Raises:
         ValueError: Naming the argument, the value and what is allowed.
@@ -118,7 +165,13 @@ def check_limits(suspect_after: timedelta | float | None, timeout: timedelta | f
             f" ({timeout_s:g} s): ranks are first asked what they are doing, then the run is ended."
         )
     _check_choice("on_timeout", on_timeout, OnTimeout)
-    return Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout=on_timeout)  # type: ignore[arg-type]
+    return Limits(
+        suspect_after_s=suspect_after_s,
+        timeout_s=timeout_s,
+        on_timeout=on_timeout,  # type: ignore[arg-type]
+        learned=suspect_after is None,
+        phases_s=phases_s or {},
+    )
 
 
 def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -> Path:

@@ -11,7 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.phase_timeouts import PhaseTimeouts
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits, OnTimeout, check_limits
 from lightning_ncclsafe.watched import WatchedCall
 
@@ -22,12 +25,18 @@ class _GuardedStrategy(ParallelStrategy):
     _limits: Limits
     _timeout: timedelta | None
     _report_dir: str | Path | None
+    _sigterm_broadcast = False
     _watched: WatchedCall | None = None
 
     def _guard_with(
-        self, suspect_after: timedelta | float | None, on_timeout: OnTimeout, report_dir: str | Path | None
+        self,
+        suspect_after: timedelta | float | None,
+        on_timeout: OnTimeout,
+        report_dir: str | Path | None,
+        phase_timeouts: PhaseTimeouts | None = None,
     ) -> None:
-        self._limits = check_limits(suspect_after, self._timeout, on_timeout)
+        phases_s = phase_timeouts.as_seconds() if phase_timeouts is not None else {}
+        self._limits = check_limits(suspect_after, self._timeout, on_timeout, phases_s)
         self._report_dir = report_dir
 
     def _configure_launcher(self) -> None:
@@ -46,9 +55,9 @@ class _GuardedStrategy(ParallelStrategy):
             return
         watched.begin(self)
         timeout = self._timeout
-        self._timeout = timedelta(seconds=self._limits.timeout_s + BACKSTOP_S)
+        self._timeout = timedelta(seconds=self._limits.limit_s("init") + BACKSTOP_S)
         try:
-            with watched.tracker.action("init_process_group"):
+            with watched.tracker.action("init_process_group"), watched.recorder():
                 super().setup_environment()
         finally:
             self._timeout = timeout
@@ -69,6 +78,25 @@ class _GuardedStrategy(ParallelStrategy):
         dataloader = super().process_dataloader(dataloader)
         return self._watched.prepared(dataloader) if self._watched is not None else dataloader
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Lightning's hook for each batch of validation; here ranks may stop on SIGTERM, as in the two below."""
+        self._before_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Lightning's hook for each batch of testing."""
+        self._before_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each batch of prediction."""
+        self._before_evaluation_batch()
+        return super().predict_step(*args, **kwargs)
+
+    def _before_evaluation_batch(self) -> None:
+        if self._watched is not None:
+            self._watched.before_evaluation_batch()
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
         return {name: value for name, value in vars(self).items() if name != "_watched"}
@@ -77,7 +105,11 @@ class _GuardedStrategy(ParallelStrategy):
     def _watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
         watched = self._watched = WatchedCall(
-            trainer, self._limits, self._report_dir, combined=CombinedLoader, sigterm_error=SIGTERMException
+            trainer,
+            self._limits,
+            self._report_dir,
+            combined=CombinedLoader,
+            sigterm_error=None if self._sigterm_broadcast else SIGTERMException,
         )
         try:
             yield
@@ -91,6 +123,12 @@ class _GuardedStrategy(ParallelStrategy):
         finally:
             self._watched = None
             watched.close()
+
+
+def timer_of(strategy: object) -> AttachedTimer | None:
+    """What times the collectives of the call that a strategy is in; None where nothing does."""
+    watched = strategy._watched if isinstance(strategy, _GuardedStrategy) else None
+    return watched.timer if watched is not None else None
 
 
 def guards(strategy: object) -> bool:
@@ -136,13 +174,17 @@ class SafeDDP(_GuardedStrategy, DDPStrategy):
 
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
-            report is written: a ``timedelta``, or seconds. Training is left alone. None means 60 s, or half of
-            ``timeout`` if that is less.
+            report is written: a ``timedelta``, or seconds. Training is left alone. None means that this is learned
+            from the run: several times what is usual in that phase, at least 10 s, at most half of the hard limit.
         on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
             then the run ends with a non-zero exit on every rank. ``"report"``: only the report is written, and the
             back end's own timeout, 15 s later, ends the run.
         report_dir: The folder that reports go to, one folder in it for each incident; made when there is one. None
             means ``<trainer.default_root_dir>/ncclsafe``.
+        phase_timeouts: Hard limits that differ from phase to phase; see :class:`~lightning_ncclsafe.PhaseTimeouts`.
+            None means ``timeout`` for all.
+        sigterm_broadcast: True leaves Lightning's own handling of SIGTERM, with a broadcast before every training
+            batch. By default the ranks agree beside the training on the batch before which all of them stop.
         **kwargs: Everything that ``DDPStrategy`` takes. ``timeout`` (a ``timedelta``; by default, and for None, 30
             minutes) keeps its meaning of a hard limit.
 
@@ -161,10 +203,13 @@ class SafeDDP(_GuardedStrategy, DDPStrategy):
         suspect_after: timedelta | float | None = None,
         on_timeout: OnTimeout = "abort",
         report_dir: str | Path | None = None,
+        phase_timeouts: PhaseTimeouts | None = None,
+        sigterm_broadcast: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._guard_with(suspect_after, on_timeout, report_dir)
+        self._guard_with(suspect_after, on_timeout, report_dir, phase_timeouts)
+        self._sigterm_broadcast = sigterm_broadcast
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -9,11 +9,13 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
@@ -24,16 +26,21 @@ from lightning_ncclsafe.exchange import (
     TcpStoreExchange,
 )
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.presenting import Presenter
 from lightning_ncclsafe.loggers.live import drain_all, live_facts
+from lightning_ncclsafe.moments import Moment
+from lightning_ncclsafe.patience import limits_words
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
-from lightning_ncclsafe.settings import AgreementSettings, Limits, report_folder
+from lightning_ncclsafe.settings import AgreementSettings, Limits, TimerSettings, report_folder
+from lightning_ncclsafe.stop_agreement import StopAgreement
+from lightning_ncclsafe.stop_signal import StopSignal
 
 T = TypeVar("T")
 
@@ -57,11 +64,12 @@ class WatchedCall:
         limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
         combined: Lightning's ``CombinedLoader``.
-        sigterm_error: Lightning's ``SIGTERMException``.
+        sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
 
     Attributes:
         trainer_probe: Where the Trainer stands.
         tracker: What Lightning is doing.
+        timer: Times collectives; None where nobody asks for it.
     """
 
     def __init__(
@@ -71,7 +79,7 @@ class WatchedCall:
         report_dir: str | Path | None,
         *,
         combined: type,
-        sigterm_error: type[BaseException],
+        sigterm_error: type[BaseException] | None,
     ) -> None:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = PhaseTracker()
@@ -80,15 +88,27 @@ class WatchedCall:
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
         self._combined = combined
         self._sigterm_error = sigterm_error
+        self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._presenter: Presenter | None = None
+        self.timer: AttachedTimer | None = None
+        self._stop: StopAgreement | None = None
+        self._stop_signal: StopSignal | None = None
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
         self._unharmed(lambda: self._begin(strategy))
 
+    def recorder(self) -> AbstractContextManager[None]:
+        """Around the creation of the process group: the Flight Recorder gets the size that a timer wants."""
+        timed = _settings_of(self._trainer, TimerSettings) is not None
+        return _torch.recorder_of_size(RECORDER_SIZE) if timed else nullcontext()
+
     def connect(self, strategy: Any) -> None:
         """Goes over to the job's store, which exists now, and says that the guard is on."""
+        if self._limits.phases_s:
+            self._group_timeouts.start()
+            self.tracker.listeners += (self._group_timeouts.listen,)
         self._unharmed(lambda: self._connect(strategy))
 
     def prepared(self, loader: Any) -> Any:
@@ -99,20 +119,37 @@ class WatchedCall:
         """
         return loader if self._presenter is None else self._presenter.prepared(loader)
 
+    def before_evaluation_batch(self) -> None:
+        """Called before each batch of validation, test and prediction.
+
+        Raises:
+            BaseException: Lightning's on SIGTERM, where the ranks have agreed to stop here.
+        """
+        if self._stop_signal is not None:
+            self._stop_signal.before_evaluation_batch()
+
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Tells the other ranks; returns the error to raise instead, if there is a better one."""
         return self._leaving(lambda guard: guard.failed(error))
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
+        if self._stop is not None:
+            self._unharmed(self._stop.leave)
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
         """Leaves nothing behind."""
         presenter, self._presenter = self._presenter, None
-        if presenter is not None:
-            self._unharmed(presenter.detach)
+        stop_signal, self._stop_signal = self._stop_signal, None
+        for attached in (presenter, stop_signal):
+            if attached is not None:
+                self._unharmed(attached.detach)
         self._unharmed(self.tracker.detach)
+        self._group_timeouts.restore()
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            self._unharmed(timer.detach)
         self._leaving(lambda guard: guard.close())
 
     def _begin(self, strategy: Any) -> None:
@@ -129,9 +166,12 @@ class WatchedCall:
                 tracker=self.tracker,
                 trainer=self.trainer_probe,
                 loggers=live_facts,
+                stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
             ),
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
+            moment=lambda: (self._moment(), self.trainer_probe.batch_idx()),
+            on_tick=self._poll,
         )
         self._guard.start()
 
@@ -144,12 +184,45 @@ class WatchedCall:
         if world_size > 1:
             self._presenter = self._make_presenter(strategy, exchange)
             self._presenter.attach()
+            self._stop_together(strategy, exchange)
+            self._time(strategy, exchange)
         if strategy.global_rank == 0:
             say_on_stderr(
-                f"watching {world_size} rank{'s' if world_size > 1 else ''}: asks why after"
-                f" {limits.suspect_after_s:g} s without progress, {limits.on_timeout}s after {limits.timeout_s:g} s;"
+                f"watching {world_size} rank{'s' if world_size > 1 else ''}: {limits_words(limits)};"
                 f" reports go to {self._report_dir}"
             )
+
+    def _stop_together(self, strategy: Any, exchange: Exchange) -> None:
+        """On SIGTERM; a rank that has no others stops as Lightning has it."""
+        if self._sigterm_error is None:
+            return
+        self._stop = StopAgreement(
+            exchange,
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            hosts_store=_torch.hosts_store(strategy.global_rank),
+            # Where ranks may have different numbers of batches, and wait for nobody.
+            each_alone=self._trainer.state.fn == "predict",
+        )
+        self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error)
+        self._stop_signal.attach()
+
+    def _time(self, strategy: Any, exchange: Exchange) -> None:
+        settings = _settings_of(self._trainer, TimerSettings)
+        if settings is not None:
+            self.timer = AttachedTimer(
+                self._trainer,
+                self.tracker,
+                exchange,
+                settings,
+                rank=strategy.global_rank,
+                world_size=strategy.world_size,
+                report_dir=self._report_dir,
+            )
+
+    def _poll(self) -> None:
+        if self._stop is not None:
+            self._stop.poll()
 
     def _make_presenter(self, strategy: Any, exchange: Exchange) -> Presenter:
         place = _place(strategy)
@@ -175,12 +248,17 @@ class WatchedCall:
                 report_dir=self._report_dir,
                 say=say_on_stderr,
             ),
-            settings=_agreement_settings(self._trainer),
+            settings=_settings_of(self._trainer, AgreementSettings) or AgreementSettings(),
             combined=self._combined,
-            sigterm_error=self._sigterm_error,
             tracker=self.tracker,
-            timeout_s=self._limits.timeout_s,
+            timeout_s=self._limits.longest_s,
         )
+
+    def _moment(self) -> Moment:
+        return self.trainer_probe.moment(self.tracker.actions())
+
+    def _limit_name(self) -> str:
+        return self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
 
     def _store(self) -> Exchange:
         store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
@@ -229,10 +307,10 @@ def _name_of_run(store: Exchange) -> str:
                 raise
 
 
-def _agreement_settings(trainer: Any) -> AgreementSettings:
-    """Those of the Trainer's ``DatasetAgreement``; the default without one."""
+def _settings_of(trainer: Any, kind: type[T]) -> T | None:
+    """Those of the Trainer's callback for this: a callback only says what is wanted."""
     found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
-    return next((settings for settings in found if isinstance(settings, AgreementSettings)), AgreementSettings())
+    return next((settings for settings in found if isinstance(settings, kind)), None)
 
 
 def _place(strategy: Any) -> Place:

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 
 import lightning_ncclsafe
+from lightning_ncclsafe import _torch
 
 
 class Net(pl.LightningModule):
@@ -31,6 +32,31 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class GroupTimeout(pl.Callback):
+    """Notes the process group's timeout, in seconds, as its back end knows it."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[float]] = {}
+
+    def note(self, where: str) -> None:
+        (group,) = _torch.timed_groups()
+        self.seen.setdefault(where, []).append(group.timeout_s)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.note("setup")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.note("batch")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self.note("checkpoint")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note("epoch end")
+        trainer.save_checkpoint(os.devnull)
+        self.note("saved")
 
 
 def caught_signals() -> str:
@@ -60,13 +86,14 @@ def state() -> dict[str, Any]:
     }
 
 
-def fit(strategy: Any, folder: str) -> pl.Trainer:
+def fit(strategy: Any, folder: str, *callbacks: pl.Callback) -> pl.Trainer:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
         strategy=strategy,
         default_root_dir=folder,
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -83,6 +110,11 @@ def main() -> None:
     trainer = fit(lightning_ncclsafe.SafeDDP() if kind == "safe" else DDPStrategy(), folder)
     after = state()
     by_name = fit("ddp_ncclsafe", folder).strategy if kind == "safe" else None
+    timeouts = GroupTimeout()
+    if kind == "safe":
+        limits = lightning_ncclsafe.PhaseTimeouts(init=50, first_batch=200, train=100, checkpoint=1200)
+        fit(lightning_ncclsafe.SafeDDP(phase_timeouts=limits), folder, timeouts)
+        timeouts.note("after")
     print(
         json.dumps(
             {
@@ -92,6 +124,7 @@ def main() -> None:
                 "profiler": sorted(vars(trainer.profiler)),
                 "registered": registered,
                 "by_name": type(by_name).__name__,
+                "timeouts": timeouts.seen,
                 "made": sorted(os.listdir(folder)),
             }
         )

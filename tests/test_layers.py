@@ -20,13 +20,14 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("data_facts", "logger_facts", "methods", "_torch"),
     ("facts",),
-    ("findings", "codec"),
+    ("findings", "codec", "moments"),
     ("errors", "settings", "phases", "watchdog"),
-    ("rules",),
+    ("phase_timeouts", "standstills"),
+    ("rules", "timing"),
     ("report", "exchange", "probes"),
     ("patience", "reporter", "rounds", "ending"),
-    ("gathering",),
-    ("guard", "loaders", "loggers"),
+    ("gathering", "stop_agreement", "group_timeouts"),
+    ("guard", "loaders", "loggers", "stop_signal", "collectives"),
     ("watched",),
     ("strategies",),
     ("callbacks", "cli"),
@@ -45,7 +46,7 @@ IMPORTS_TORCH = {
     "probes.random_state",
     "probes.samplers",
 }
-IMPORTS_LIGHTNING = {"strategies", "callbacks.dataset_agreement", "callbacks.logger_offload", "loggers.starting"}
+IMPORTS_LIGHTNING = {"strategies", "callbacks.collective_timer", "callbacks.dataset_agreement", "callbacks.logger_offload", "loggers.starting"}
 
 Sources = dict[str, str]
 

@@ -15,6 +15,14 @@ def names(tracker: PhaseTracker) -> list[str]:
     return [action.name for action in tracker.actions()]
 
 
+def test_whether_it_is_in_an_action_at_any_depth() -> None:
+    tracker = PhaseTracker()
+    with tracker.action("save_checkpoint"), tracker.action("barrier:x"):
+        assert tracker.is_in("save_checkpoint")
+        assert tracker.is_in("barrier:")
+    assert not tracker.is_in("save_checkpoint")
+
+
 def test_actions_nest_and_the_last_to_end_is_known() -> None:
     tracker = PhaseTracker()
     with tracker.action("epoch"):

@@ -13,8 +13,10 @@ from lightning_ncclsafe.settings import Limits, check_limits, report_folder
 MINUTE = timedelta(minutes=1)
 
 
-def test_by_default_a_minute_and_half_an_hour() -> None:
-    assert check_limits(None, None, "abort") == Limits(suspect_after_s=60.0, timeout_s=1800.0, on_timeout="abort")
+def test_by_default_half_an_hour_and_what_the_run_itself_shows() -> None:
+    assert check_limits(None, None, "abort") == Limits(
+        suspect_after_s=60.0, timeout_s=1800.0, on_timeout="abort", learned=True
+    )
 
 
 @pytest.mark.parametrize(("timeout_s", "suspect_after_s"), [(20, 10), (119, 59.5), (120, 60), (7200, 60)])

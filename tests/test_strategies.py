@@ -190,11 +190,26 @@ def changes(seen: dict[str, Any]) -> dict[str, Any]:
 def test_a_healthy_fit_prints_one_line_and_leaves_no_report(safe: tuple[dict[str, Any], str]) -> None:
     seen, said = safe
     ours = [line for line in said.splitlines() if "ncclsafe" in line]
-    # The script fits twice: with the strategy, and with its name.
-    assert len(ours) == 2, said
-    assert all(line.startswith("[ncclsafe] watching 1 rank: asks why after 60 s without progress") for line in ours)
+    # The script fits three times: with the strategy, with its name, and with limits of phases.
+    assert len(ours) == 3, said
+    asks = "asks why after what is unusual for the phase (at least 10 s), aborts after 1800 s"
+    assert all(line.startswith(f"[ncclsafe] watching 1 rank: {asks}") for line in ours)
+    assert "(init 50 s, first_batch 200 s, train 100 s, checkpoint 1200 s)" in ours[2]
     assert seen["steps"] == 2
     assert seen["made"] == []
+
+
+def test_the_process_group_has_the_timeout_of_the_phase_and_after_the_fit_its_own(
+    safe: tuple[dict[str, Any], str],
+) -> None:
+    assert safe[0]["timeouts"] == {
+        "setup": [65],
+        "batch": [215, 115],
+        "epoch end": [115],
+        "checkpoint": [1215],
+        "saved": [115],
+        "after": [1815],
+    }
 
 
 def test_a_fit_leaves_nothing_that_a_stock_one_does_not(

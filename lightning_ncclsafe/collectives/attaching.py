@@ -1,9 +1,9 @@
 """Lets a timer listen to one call of the Trainer; the Trainer is used by duck type, Lightning is not imported here."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
+from lightning_ncclsafe.collectives.alignment import host_boot_id
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.exchange import Exchange
@@ -12,8 +12,6 @@ from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.step_phases import LOG_METRICS
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class AttachedTimer:
@@ -52,7 +50,9 @@ class AttachedTimer:
         if hasattr(connector, LOG_METRICS):
             self._log_metrics = ReplacedMethod(connector, LOG_METRICS, self._log)
         tracker.listeners += (self._trail,)
-        self.timer = Timer(settings, exchange, rank=rank, world_size=world_size, trail=self._trail, boot_id=boot_id())
+        self.timer = Timer(
+            settings, exchange, rank=rank, world_size=world_size, trail=self._trail, boot_id=host_boot_id()
+        )
         self.timer.start()
 
     def stragglers(self) -> tuple[Straggler, ...]:
@@ -71,11 +71,3 @@ class AttachedTimer:
         assert self._log_metrics is not None
         with self._tracker.action(LOG_METRICS):
             return self._log_metrics.original(*args, **kwargs)
-
-
-def boot_id() -> str:
-    """What processes have in common that run on one machine since it was started, and so share a clock."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()

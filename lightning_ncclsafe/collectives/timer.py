@@ -88,6 +88,8 @@ class Timer:
         self._is_off = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ncclsafe-timer", daemon=True)
+        # Of its own: a rank that measures for its host waits for rank 0 now and then, and the recorder does not wait.
+        self._clock_thread = threading.Thread(target=self._align, name="ncclsafe-clocks", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -96,6 +98,7 @@ class Timer:
                 "the Flight Recorder is off, so no collective is timed; unset TORCH_FR_BUFFER_SIZE, or set it to 2000."
             )
         self._thread.start()
+        self._clock_thread.start()
 
     def scalars(self) -> dict[str, float]:
         """What there is to log since the last call, by name; on rank 0. Waits for nothing."""
@@ -106,8 +109,10 @@ class Timer:
     def end(self) -> None:
         """Shares what is left, waits for what the others share, on rank 0, and ends the thread."""
         self._ending.set()
+        self._clocks.stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_LAST_S + self._world_size / 100 + 5.0)
+            self._clock_thread.join(_LAST_S)
 
     @property
     def is_off(self) -> bool:
@@ -129,10 +134,14 @@ class Timer:
             self._is_off = True
             say_own_failure(error, what="the timing of collectives")
 
+    def _align(self) -> None:
+        try:
+            self._clocks.run(self._ending)
+        except Exception as error:
+            say_own_failure(error, what="the alignment of clocks")
+
     def _turn(self, *, last: bool = False) -> int:
         """Reads and shares once; returns how many steps were made since the last time."""
-        if not last:
-            self._clocks.tick()
         before = self._recording.steps
         self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
         try:

@@ -22,8 +22,6 @@ class Flag(IntFlag):
     """It has no next batch."""
     GOES_ON = 2
     """It has one that it has not read before in this pass."""
-    STOP = 4
-    """It has received SIGTERM."""
 
 
 class Votes(Protocol):

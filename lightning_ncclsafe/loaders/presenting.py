@@ -16,7 +16,6 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
 from lightning_ncclsafe.loaders.stage import TRAIN, Stage
-from lightning_ncclsafe.loaders.stop_signal import StopSignal
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
@@ -39,7 +38,6 @@ class Presenter:
         combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
-        sigterm_error: Lightning's ``SIGTERMException``.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class Presenter:
         combined: type,
         tracker: PhaseTracker,
         timeout_s: float,
-        sigterm_error: type[BaseException],
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy
@@ -63,7 +60,6 @@ class Presenter:
         self._timeout_s = timeout_s
         self._stage: Stage | None = None
         self._methods: list[ReplacedMethod] = []
-        self._stop_signal = StopSignal(trainer, sigterm_error)
         self._replaced: dict[str, list[Replaced]] = {}
         self._votes: _torch.VoteGroup | None = None
         self._is_off = False
@@ -75,11 +71,9 @@ class Presenter:
     def _attach(self) -> None:
         for loop in self._loops():
             self._methods.append(_Requests(self, loop._data_source))
-        self._stop_signal.attach()
 
     def detach(self) -> None:
         """Everything is as it was."""
-        self._stop_signal.detach()
         while self._methods:
             self._methods.pop().remove()
         for stage in [*self._replaced]:
@@ -138,15 +132,12 @@ class Presenter:
 
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
-        if stage.name == TRAIN:
-            self._stop_signal.votes = False
         if self._is_off:
             return
         with self._tracker.action(f"{AGREEMENT}{stage.name}"):
             data = stage.facts(self._trainer, self._strategy, self._settings)
             terms = self._agreement.compare(data)
             can_vote = self._can_vote(any(its_terms.votes for its_terms in terms))
-            self._stop_signal.votes = self._stop_signal.votes or (can_vote and stage.name == TRAIN)
             for index, its_terms in enumerate(terms):
                 if not its_terms.changes_nothing and (can_vote or not its_terms.votes):
                     self._apply(its_terms, stage, index, data)
@@ -206,10 +197,10 @@ class Presenter:
                 self._replaced.setdefault(stage, []).append(replaced)
 
     def _voting(self, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
-        assert self._votes is not None
+        votes, tell = self._votes, partial(self._agreement.uneven, data, facts)
+        assert votes is not None
         compares = data.stage == TRAIN and data.content != "off"
-        first = [partial(self._agreement.first_batches, data, facts, self._votes)] if compares else []
-        votes, tell = self._stop_signal.carried_by(self._votes), partial(self._agreement.uneven, data, facts)
+        first = [partial(self._agreement.first_batches, data, facts, votes)] if compares else []
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None

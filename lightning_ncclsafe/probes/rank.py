@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
@@ -54,6 +54,7 @@ class RankProbe:
         tracker: What Lightning is doing.
         trainer: Where the Trainer stands.
         loggers: Asks the loggers of this process that are off the training thread.
+        stragglers: Which ranks have kept others waiting before, as far as this rank knows.
 
     Attributes:
         card: What this rank leaves with its peers.
@@ -69,12 +70,14 @@ class RankProbe:
         tracker: PhaseTracker,
         trainer: TrainerProbe,
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
+        stragglers: Callable[[], tuple[Straggler, ...]] = tuple,
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
         self._tracker = tracker
         self._trainer = trainer
         self._loggers = loggers
+        self._stragglers = stragglers
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._signal = TracebackSignal()
@@ -122,6 +125,7 @@ class RankProbe:
             stack=stacks.main_thread_stack(),
             groups=groups,
             collectives=collectives,
+            stragglers=self._stragglers(),
             exception=self.exception,
             missing=tuple(missing),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
+from lightning_ncclsafe.moments import FIRST_BATCH, Moment, make_moment
 from lightning_ncclsafe.probes.host import filesystem_of
 
 # Values of Lightning's RunningStage.
@@ -26,28 +27,53 @@ class TrainerProbe:
         trainer: A ``lightning.pytorch.Trainer``.
 
     Attributes:
-        started: Whether all ranks have met before the first batch; until then the phase is ``INIT``.
         finished: Whether the Trainer's function has returned.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.started = False
+        self._started = False
+        self._processed_before: int | None = None
         self.finished = False
+
+    @property
+    def started(self) -> bool:
+        """Whether all ranks have met before the first batch; until then the phase is ``INIT``."""
+        return self._started
+
+    @started.setter
+    def started(self, value: bool) -> None:
+        self._started = value
+        # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
+        self._processed_before = self._processed()
 
     def progress(self, actions: tuple[Action, ...], last_action: str, idle_s: float) -> Progress:
         """How far the Trainer has come."""
         batches = self._batches()
         return Progress(
-            phase=self._phase(actions),
+            phase=self._phase(_is_saving(actions)),
             actions=actions,
             last_action=last_action,
             epoch=int(getattr(self._trainer, "current_epoch", 0)),
-            batch_idx=batches.current.ready - 1 if batches is not None else -1,
+            batch_idx=self.batch_idx(),
             is_last_batch=bool(getattr(batches, "is_last_batch", False)),
             global_step=int(getattr(self._trainer, "global_step", 0)),
             idle_s=round(idle_s, 3),
         )
+
+    def moment(self, actions: tuple[Action, ...]) -> Moment:
+        """What kind of moment the Trainer is in."""
+        return make_moment(self._phase(_is_saving(actions)), actions, first=self._is_first())
+
+    def limit_name(self, *, is_saving: bool) -> str:
+        """The same as the moment's, for when nothing else of it is needed: this is asked in every step."""
+        phase = self._phase(is_saving)
+        return FIRST_BATCH if phase is Phase.TRAIN and self._is_first() else phase.value
+
+    def batch_idx(self) -> int:
+        """Index of the batch being worked on in the current loop, from 0; -1 before the first."""
+        batches = self._batches()
+        return batches.current.ready - 1 if batches is not None else -1
 
     def loaders(self) -> tuple[LoaderFacts, ...]:
         """The dataloaders of the current loop."""
@@ -67,13 +93,30 @@ class TrainerProbe:
             if path
         )
 
-    def _phase(self, actions: tuple[Action, ...]) -> Phase:
+    def _phase(self, is_saving: bool) -> Phase:
         if self.finished:
             return Phase.FINISHED
-        if any(action.name.startswith("save_checkpoint") for action in actions):
+        if is_saving:
             return Phase.CHECKPOINT
         stage = getattr(getattr(self._trainer, "state", None), "stage", None)
-        return _PHASES.get(getattr(stage, "value", ""), Phase.INIT) if self.started else Phase.INIT
+        return _PHASES.get(getattr(stage, "value", ""), Phase.INIT) if self._started else Phase.INIT
+
+    def _is_first(self) -> bool:
+        """Whether the first batch of the current loop is not over: counted when it is, before the hooks at its end."""
+        trainer, batches = self._trainer, self._batches()
+        if batches is None or batches.current.processed == 0:
+            return True
+        if not getattr(trainer, "training", False):
+            return False
+        # The counts are reset only after the hooks at the epoch's start.
+        epochs = trainer.fit_loop.epoch_progress.current
+        return bool(batches.total.processed == self._processed_before or epochs.ready > epochs.started)
+
+    def _processed(self) -> int | None:
+        """Training batches of all epochs."""
+        epoch_loop = getattr(getattr(self._trainer, "fit_loop", None), "epoch_loop", None)
+        progress = getattr(epoch_loop, "batch_progress", None)
+        return progress.total.processed if progress is not None else None
 
     def _loop(self) -> Any:
         trainer = self._trainer
@@ -90,6 +133,10 @@ class TrainerProbe:
         counts = getattr(self._loop(), "max_batches", None)
         # The fit loop has one count for its combined loader, the others one count per loader.
         return counts if isinstance(counts, list) else itertools.repeat(counts)
+
+
+def _is_saving(actions: tuple[Action, ...]) -> bool:
+    return any(action.name.startswith("save_checkpoint") for action in actions)
 
 
 def _loader_facts(loader: Any, batches: float | None) -> LoaderFacts:

@@ -43,8 +43,8 @@ class LatenessHistory:
         while (int(at_ns.max()) - self.began_ns) // self.bin_ns >= _BINS:
             self._widen()
         bins = np.clip((at_ns - self.began_ns) // self.bin_ns, 0, _BINS - 1)
-        rows, columns = np.array(calls.group.ranks)[:, None], bins[None, :]
-        np.add.at(self._late_s, np.broadcast_arrays(rows, columns), late.late_ns / 1e9)
+        for number in np.unique(bins):
+            self._late_s[list(calls.group.ranks), number] += late.late_ns[:, bins == number].sum(axis=1) / 1e9
         self._used = max(self._used, int(bins.max()) + 1)
 
     def _widen(self) -> None:

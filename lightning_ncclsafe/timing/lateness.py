@@ -57,7 +57,7 @@ def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float
     # All ranks are released at the same moment, so on the device the shortest duration is the latest arrival; this
     # needs no clocks. Without durations, the calls' own times are compared.
     # Less the first moment: nanoseconds since the epoch are too many for a float.
-    on_device = np.where(timed, -calls.duration_ns, calls.arrival_ns - calls.arrival_ns.min())
+    on_device = np.where(timed, -calls.duration_ns, _comparable(calls))
     skew_ns = on_device.max(axis=0) - on_device.min(axis=0)
     wait_ns = on_device.max(axis=0) - on_device
     began_ns = _own_work_began(calls)
@@ -71,6 +71,16 @@ def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float
         skew_ns=skew_ns,
         phase=_phases(calls, late_ns, began_ns, spans, max(least_ns, 1.0)),
     )
+
+
+def _comparable(calls: MatchedCalls) -> NDArray[Any]:
+    """Arrivals; by a clock of which nothing is known a rank comes neither early nor late."""
+    arrival_ns, known = calls.arrival_ns - calls.arrival_ns.min(), calls.uncertainty_ns >= 0
+    if known.all():
+        return arrival_ns
+    middle_ns = _middle(arrival_ns[known]).astype(np.int64) if known.any() else 0
+    found: NDArray[Any] = np.where(known[:, None], arrival_ns, middle_ns)
+    return found
 
 
 def _middle(values: NDArray[Any]) -> NDArray[Any]:

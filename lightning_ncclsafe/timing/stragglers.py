@@ -28,7 +28,7 @@ _LEAST_OF_STEP = 0.02
 _LEAST_LATE_STEPS = 10
 # Waiting for it must cost at least this share of the time.
 _LEAST_COST = 0.005
-# As often would one of several equal ranks be the late one by chance.
+# As often would one of two equal ranks be the late one by chance.
 _CHANCE = 1e-3
 # It is late throughout: in so many of the parts that the window is divided into.
 _PARTS, _LEAST_PARTS = 8, 5
@@ -112,7 +112,8 @@ class Stragglers:
             and own / late >= min(_OWN_SHARE, _TIMES_FAIR_SHARE / self._world_size)
             and worst_ns[is_own].sum() >= _LEAST_COST * self._span_ns()
             and sum(part.any() for part in np.array_split(is_own, _PARTS)) >= _LEAST_PARTS
-            and _chance(own, late, 1 / self._world_size) <= _CHANCE
+            # Any rank may be the one, and the more there are the less is needed for one to stand out.
+            and _chance(own, late, 1 / self._world_size) <= _CHANCE * (2 / self._world_size) ** 2
         )
 
     def _straggler(self, rank: int, is_own: NDArray[Any], worst_ns: NDArray[Any]) -> Straggler:

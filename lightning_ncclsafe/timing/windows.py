@@ -185,6 +185,8 @@ def decode(data: bytes) -> Window:
             calls, spans = parts["calls"], parts["spans"]
         if calls.dtype != CALL or spans.dtype != SPAN or max(len(calls), len(spans)) > _MOST_ROWS:
             raise ValueError(f"arrays of {calls.dtype} and {spans.dtype}")
+        if (calls.ndim, spans.ndim) != (1, 1):
+            raise ValueError(f"arrays of {calls.ndim} and {spans.ndim} dimensions")
         groups = tuple(
             GroupMembers(
                 name=str(name), description=str(description), ranks=tuple(map(int, ranks)), backend=str(backend)

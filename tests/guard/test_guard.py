@@ -1,158 +1,20 @@
-"""Guards of several ranks in one process: threads, a shared memory, and facts that the tests set by hand."""
+"""What the guards of several ranks do together."""
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 
 from lightning_ncclsafe import guard as guard_module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import DirectoryExchange, Exchange, FallbackExchange, MemoryExchange, SharedMemory
-from lightning_ncclsafe.facts import (
-    Action,
-    Collective,
-    ExceptionFacts,
-    Frame,
-    Group,
-    Incident,
-    IncidentKind,
-    Phase,
-    ProcessFacts,
-    Progress,
-    RankFacts,
-)
+from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
+from lightning_ncclsafe.facts import Incident, IncidentKind
 from lightning_ncclsafe.guard import Guard, Place
-from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.rounds import Round, RoundLog
-from lightning_ncclsafe.settings import Limits, OnTimeout
-
-BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
-EVALUATE = Frame(
-    file="/home/me/train.py", line=42, function="evaluate", user=True, rank_condition="if is_master(args):  (line 40)"
-)
-
-
-class HandMadeProbe:
-    """A rank whose facts are set by hand."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.card = Card(rank=rank, host="node", pid=1000 + rank)
-        self.peers: tuple[Card, ...] = ()
-        self.exception: ExceptionFacts | None = None
-        self.finished = False
-        self.batch = 0
-        self.waits = False
-        self.closed = False
-        self.broken: Exception | None = None
-
-    def position(self) -> object:
-        return self.batch, self.waits
-
-    def glance(self, idle_s: float) -> RankFacts:
-        if self.broken is not None:
-            raise self.broken
-        outstanding = Collective(group="0", seq=8, op="broadcast", backend="gloo", output_sizes=((1,),))
-        group = Group(name="0", ranks=tuple(range(self.world_size)), last_completed=7)
-        phase = Phase.FINISHED if self.finished else Phase.TRAIN
-        return RankFacts(
-            rank=self.rank,
-            host="node",
-            progress=Progress(phase=phase, batch_idx=self.batch, idle_s=idle_s, actions=(Action(name="x", for_s=1),)),
-            stack=(BROADCAST,) if self.waits else (EVALUATE,),
-            groups=(replace(group, last_enqueued=8 if self.waits else 7),),
-            collectives=(outstanding,) if self.waits else (),
-            exception=self.exception,
-        )
-
-    look = glance
-
-    def witness(self, silent: object) -> list[ProcessFacts]:
-        return [ProcessFacts(pid=card.pid, rank=card.rank, state="stopped") for card in silent]  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class Job:
-    """Some ranks with their guards, and everything they said."""
-
-    folder: Path
-    world_size: int = 3
-    limits: Limits = field(default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort"))
-    said: list[str] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def __post_init__(self) -> None:
-        shared = SharedMemory()
-        self.exchanges: list[Exchange] = [MemoryExchange(shared) for _ in range(self.world_size)]
-        self.probes = [HandMadeProbe(rank, self.world_size) for rank in range(self.world_size)]
-        self.guards: list[Guard] = []
-
-    def start(self, *, without: int = -1) -> None:
-        for rank in range(self.world_size):
-            place = Place(rank=rank, local_rank=rank, world_size=self.world_size, local_world_size=self.world_size)
-            guard = Guard(
-                place=place,
-                limits=self.limits,
-                report_dir=self.folder,
-                exchange=MemoryExchange(),
-                probe=self.probes[rank],  # type: ignore[arg-type]
-                say=self._say,
-            )
-            self.guards.append(guard)
-            guard.connect(self.exchanges[rank])
-        for rank, guard in enumerate(self.guards):
-            if rank != without:
-                guard.start()
-
-    def _say(self, text: str) -> None:
-        with self.changed:
-            self.said.append(text)
-            self.changed.notify_all()
-
-    def end(self, rank: int) -> None:
-        with self.changed:
-            self.ended.append(rank)
-            self.changed.notify_all()
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, timeout=20), self.said
-
-    def reports(self) -> list[dict[str, object]]:
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*/report.json"))]
-
-    def stop(self) -> None:
-        for guard in self.guards:
-            guard.close()
-
-
-@pytest.fixture
-def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def make(*, on_timeout: OnTimeout = "abort", timeout_s: float = 1000.0, **changes: object) -> Job:
-        limits = Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout)
-        job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
-        jobs.append(job)
-        monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
-        return job
-
-    yield make
-    for job in jobs:
-        job.stop()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
-
-
-def wait_on_all_but(job: Job, *free: int) -> None:
-    for rank, probe in enumerate(job.probes):
-        probe.waits = rank not in free
+from lightning_ncclsafe.settings import Limits
 
 
 def test_a_rank_that_waits_too_long_makes_all_say_what_they_do(make_job: Callable[..., Job]) -> None:

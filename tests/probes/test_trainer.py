@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
+from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import trainer as trainer_probe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
@@ -166,6 +167,73 @@ def test_while_a_checkpoint_is_saved_that_is_the_phase(tmp_path: Path) -> None:
     assert look.seen == {"on_save_checkpoint": [Phase.CHECKPOINT], "on_train_batch_start": [Phase.TRAIN] * BATCHES}
 
 
+def limit_name(probe: TrainerProbe) -> str:
+    name = probe.limit_name(is_saving=False)
+    assert name == probe.moment(()).limit_name
+    return name
+
+
+def test_the_first_batch_of_each_epoch_is_a_phase_from_the_hooks_before_it_to_those_at_its_end(tmp_path: Path) -> None:
+    hooks = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+    look = Look(*hooks, "on_train_start", "on_train_end", "on_validation_batch_start", part=limit_name)
+    run(tmp_path, look)
+    batches = ["first_batch", *["train"] * (BATCHES - 1)]
+    assert look.seen == {
+        "on_train_start": ["first_batch"],
+        "on_train_epoch_start": ["first_batch"] * 2,
+        "on_train_batch_start": batches * 2,
+        "on_train_batch_end": ["train"] * BATCHES * 2,
+        "on_train_epoch_end": ["train"] * 2,
+        "on_train_end": ["train"],
+        "on_validation_batch_start": ["validate"] * BATCHES * 2,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_where_training_is_resumed_within_an_epoch_the_first_batch_is_the_first_that_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "middle.ckpt"
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(path)
+
+    make_trainer(tmp_path, Save(), max_epochs=1).fit(Net(), *LOADERS["fit"])
+    look = Look("on_train_batch_start", part=limit_name)
+    trainer = make_trainer(tmp_path, look, max_epochs=1)
+    look.probe = TrainerProbe(trainer)
+    # As the strategy does it, when everything has been restored.
+    monkeypatch.setattr(
+        trainer.strategy,
+        "barrier",
+        lambda name=None: setattr(look.probe, "started", look.probe.started or name == "run-stage"),
+    )
+    trainer.fit(Net(), *LOADERS["fit"], ckpt_path=path)
+    assert look.seen["on_train_batch_start"] == ["first_batch", *["train"] * (BATCHES - 2)]
+
+
+def test_hooks_of_an_epoch_are_not_what_happens_for_every_batch(tmp_path: Path) -> None:
+    tracker = PhaseTracker()
+    hooks = ("on_train_epoch_start", "on_train_batch_start", "on_validation_batch_end", "on_validation_epoch_end")
+    look = Look(*hooks, "on_train_epoch_end", part=lambda probe: probe.moment(tracker.actions()))
+    trainer = make_trainer(tmp_path, look, max_epochs=1)
+    tracker.attach(trainer.profiler)
+    look.probe = TrainerProbe(trainer)
+    look.probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    seen = {hook: (moments[-1].phase, moments[-1].per_batch) for hook, moments in look.seen.items()}
+    assert seen == {
+        "on_train_epoch_start": (Phase.TRAIN, False),
+        "on_train_batch_start": (Phase.TRAIN, True),
+        "on_validation_batch_end": (Phase.VALIDATE, True),
+        "on_validation_epoch_end": (Phase.VALIDATE, False),
+        "on_train_epoch_end": (Phase.TRAIN, False),
+    }
+    assert [moment.first for moment in look.seen["on_validation_batch_end"]] == [False] * BATCHES
+
+
 def test_finished_is_said_from_outside_and_is_the_last_word(tmp_path: Path) -> None:
     probe = TrainerProbe(make_trainer(tmp_path))
     probe.finished = True
@@ -260,6 +328,8 @@ def test_what_is_no_trainer_yet_is_read_without_an_error(trainer: Any) -> None:
     probe = TrainerProbe(trainer)
     assert progress(probe) == Progress(phase=Phase.INIT)
     assert (probe.loaders(), probe.storage()) == ((), ())
+    probe.started = True
+    assert (probe.moment(()), probe.batch_idx()) == (Moment(phase=Phase.INIT), -1)
 
 
 @pytest.mark.parametrize("started", [False, True])

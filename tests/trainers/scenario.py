@@ -9,15 +9,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe import SafeDDP
+from lightning_ncclsafe._torch import recorder_dumps
 
 
 def raise_error() -> None:
@@ -45,12 +48,18 @@ def be_told_to_end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def tell_the_launcher_to_end() -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
 def stall(seconds: float) -> Callable[[], None]:
     def wait() -> None:
         threading.Event().wait(seconds)  # <- stall
 
     return wait
 
+
+ALL = -1
 
 DEEDS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
@@ -60,6 +69,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "kill": be_killed,
     "stop": be_stopped,
     "sigterm": be_told_to_end,
+    "sigterm-launcher": tell_the_launcher_to_end,
     "gil": hold_the_gil,
     "stall": stall(60),
     "recover": stall(7),
@@ -98,19 +108,26 @@ class Scenario(L.LightningModule):
         options = self.options
         if batch_idx == options.batch and self.current_epoch == 0:
             self._do_in("training_step")
+        time.sleep(options.pace)
         return self.layer(batch).sum()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if batch_idx == self.options.batch and not self.trainer.sanity_checking:
+            self._do_in("validation_step")
+        time.sleep(self.options.pace)
         self.log("val_loss", self.layer(batch).sum(), sync_dist=True)
 
     def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("test_loss", self.layer(batch).sum(), sync_dist=True)
 
     def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.options.batch:
+            self._do_in("predict_step")
+        time.sleep(self.options.pace)
         return self.layer(batch)
 
     def _do_in(self, hook: str) -> None:
-        if self.options.hook == hook and self.global_rank == self.options.rank:
+        if self.options.hook == hook and self.options.rank in (self.global_rank, ALL):
             DEEDS[self.options.deed]()
 
     def setup(self, stage: str) -> None:
@@ -132,7 +149,7 @@ class Scenario(L.LightningModule):
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("deed", choices=DEEDS)
-    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=1, help="-1 for all of them")
     parser.add_argument("--batch", type=int, default=3)
     parser.add_argument("--hook", default="training_step")
     parser.add_argument("--data", choices=["numbers", "stream"], default="numbers")
@@ -144,7 +161,28 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--calls", nargs="*", default=["fit"])
     parser.add_argument("--root-dir", type=Path, required=True)
+    parser.add_argument("--pace", type=float, default=0, help="how long every batch takes besides, seconds")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--max-epochs", type=int, default=2)
+    parser.add_argument("--validate", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="save a checkpoint where training ends with an exception")
+    parser.add_argument("--sigterm-broadcast", action="store_true")
     return parser.parse_args()
+
+
+def kept(folder: Path) -> list[L.Callback]:
+    return [
+        OnExceptionCheckpoint(folder),
+        ModelCheckpoint(folder / "best", filename="{step}", save_on_exception=True, save_top_k=0),
+    ]
+
+
+def batches_of(trainer: L.Trainer) -> str:
+    loop = trainer.fit_loop.epoch_loop
+    begun, validation = loop.batch_progress.total.ready, loop.val_loop.batch_progress.current.completed
+    recorded = [entry["profiling_name"] for dump in recorder_dumps(collectives=True) for entry in dump["entries"]]
+    broadcasts = sum(name.endswith(":broadcast") for name in recorded)
+    return f"begun {begun} batches and ended {validation} of validation, with {broadcasts} broadcasts"
 
 
 def main() -> None:
@@ -152,10 +190,12 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.devices,
-        max_epochs=2,
+        max_epochs=options.max_epochs,
+        accumulate_grad_batches=options.accumulate,
+        callbacks=kept(options.root_dir) if options.keep else None,
         default_root_dir=options.root_dir,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=options.keep,
         enable_progress_bar=False,
         enable_model_summary=False,
         strategy=SafeDDP(
@@ -163,17 +203,20 @@ def main() -> None:
             timeout=timedelta(seconds=options.timeout),
             on_timeout=options.on_timeout,
             start_method=options.start_method,
+            sigterm_broadcast=options.sigterm_broadcast,
         ),
     )
     model, data = Scenario(options), Numbers() if options.data == "numbers" else Stream(options)
     loaders = [DataLoader(data, batch_size=4)]
     if options.validated_by == int(os.environ.get("LOCAL_RANK", 0)):
         loaders.append(DataLoader(Numbers(), batch_size=4))
+    if options.validate:
+        loaders.append(DataLoader(Numbers(), batch_size=4))
     for call in options.calls:
         try:
             getattr(trainer, call)(model, *loaders)
         finally:
-            print(f"rank {trainer.global_rank} has made {trainer.global_step} steps", flush=True)
+            print(f"rank {trainer.global_rank} has made {trainer.global_step} steps, {batches_of(trainer)}", flush=True)
     left = [t.name for t in threading.enumerate() if t.name.startswith("ncclsafe")]
     print(f"rank {trainer.global_rank} done, left behind: {left}", flush=True)
 

@@ -1,0 +1,52 @@
+"""Hard limits that differ from phase to phase."""
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+from lightning_ncclsafe.settings import seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTimeouts:
+    """How long a rank may wait without progress, phase by phase, before the run is ended.
+
+    What applies is the limit of the phase that the waiting rank is in. It counts for the guard and, 15 s longer, for
+    the back end of every process group, from when the phase begins. A group whose creator gave it a longer timeout of
+    its own keeps that.
+
+    Args:
+        init: Until the first batch or sanity check: creation of the process group, setup, restoring.
+        sanity_check: Validation before training.
+        first_batch: Until the first training batch of each epoch is over: workers start, models are compiled.
+        train: Training otherwise, hooks at an epoch's end included.
+        validate: Validation.
+        test: Testing.
+        predict: Prediction.
+        checkpoint: While a checkpoint is saved, in whatever phase.
+
+    Each is a ``timedelta``, or seconds; None, the default, means the strategy's own ``timeout``.
+
+    Raises:
+        ValueError: Naming the argument, if it is not longer than 0 s or longer than 1e9 s.
+
+    Example::
+
+        SafeDDP(phase_timeouts=PhaseTimeouts(init=300, train=100, checkpoint=timedelta(minutes=20)))
+    """
+
+    init: timedelta | float | None = None
+    sanity_check: timedelta | float | None = None
+    first_batch: timedelta | float | None = None
+    train: timedelta | float | None = None
+    validate: timedelta | float | None = None
+    test: timedelta | float | None = None
+    predict: timedelta | float | None = None
+    checkpoint: timedelta | float | None = None
+
+    def __post_init__(self) -> None:
+        self.as_seconds()
+
+    def as_seconds(self) -> dict[str, float]:
+        """What has been set, in seconds, by argument."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: seconds(name, value) for name, value in given.items() if value is not None}

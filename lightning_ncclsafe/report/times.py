@@ -1,0 +1,44 @@
+"""Times, shares and rates in words, rounded to what they are worth."""
+
+
+def time_words(seconds: float) -> str:
+    """``"0.21 ms"``, ``"3.4 ms"``, ``"38 ms"``, ``"1.2 s"``, ``"312 s"``; ``"0 ms"`` for nothing at all."""
+    millis = seconds * 1e3
+    if abs(millis) < 999.5:
+        return f"{_figures(millis)} ms"
+    return f"{_figures(seconds)} s"
+
+
+def _figures(number: float) -> str:
+    """Three figures at most, and no more than two decimals."""
+    size = abs(number)
+    if size == 0:
+        return "0"
+    if size < 0.005:
+        return "<0.01"
+    if size < 0.995:
+        return f"{number:.2f}"
+    return f"{number:.1f}" if size < 9.95 else f"{number:,.0f}"
+
+
+def long_words(seconds: float) -> str:
+    """``"45 s"``, ``"12 min"``, ``"2 h 5 min"``."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    minutes = round(whole / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def share_words(share: float) -> str:
+    """``"0 %"``, ``"<1 %"``, ``"94 %"``; all of it only where it is all."""
+    if 0 < share < 0.005:
+        return "<1 %"
+    if 0.995 <= share < 1:
+        return ">99 %"
+    return f"{share * 100:.0f} %"
+
+
+def bandwidth_words(bytes_per_s: float) -> str:
+    """GB a second, decimal, without the unit: ``"0.08"``, ``"3.4"``, ``"412"``."""
+    return _figures(bytes_per_s / 1e9)

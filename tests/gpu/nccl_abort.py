@@ -1,0 +1,87 @@
+"""A main thread that waits in NCCL, and an abort from another thread: does the wait end, and with what?"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from nccl_scenes import Here
+
+from lightning_ncclsafe import _torch
+
+# The main thread is in its wait by then.
+_BEFORE_ABORT_S = 2.0
+_GIVE_UP = timedelta(seconds=60)
+
+
+def _abort_later(aborted_at: list[float]) -> None:
+    def abort() -> None:
+        time.sleep(_BEFORE_ABORT_S)
+        aborted_at.append(time.monotonic())
+        _torch.abort_groups()
+
+    threading.Thread(target=abort, daemon=True).start()
+
+
+def _wait_in_vain(here: Here, wait: Callable[[], None]) -> dict[str, Any]:
+    """Rank 0 waits for rank 1, which never comes."""
+    dist.all_reduce(here.ones(8))
+    here.sync()
+    if here.rank != 0:
+        here.store.wait(["told"], _GIVE_UP)
+        return {}
+    can_be_aborted, aborted_at, raised = _torch.groups_can_be_aborted(), list[float](), ""
+    _abort_later(aborted_at)
+    try:
+        wait()
+    except Exception as error:
+        raised = f"{type(error).__name__}: {str(error)[:400]}"
+    ended_at = time.monotonic()
+    here.store.set("told", "")
+    # Of a wait that has ended before the abort, nothing is learned.
+    after_s = ended_at - aborted_at[0] if aborted_at else -1.0
+    return {"can_be_aborted": can_be_aborted, "raised": raised, "after_s": after_s}
+
+
+def in_synchronize(here: Here) -> dict[str, Any]:
+    """As a training does: the collective returns at once, the wait is for the device, and then comes the next one."""
+
+    def wait() -> None:
+        dist.all_reduce(here.ones())
+        here.sync()
+        dist.all_reduce(here.ones())
+        here.sync()
+
+    return _wait_in_vain(here, wait)
+
+
+def in_item(here: Here) -> dict[str, Any]:
+    """As Lightning does before every batch: the value of a reduced tensor is read."""
+
+    def wait() -> None:
+        tensor = here.ones(1)
+        dist.all_reduce(tensor)
+        tensor.item()
+        dist.all_reduce(tensor)
+        tensor.item()
+
+    return _wait_in_vain(here, wait)
+
+
+def in_barrier(here: Here) -> dict[str, Any]:
+    """A barrier, in which the host waits."""
+
+    def wait() -> None:
+        dist.barrier()
+        dist.barrier()
+
+    return _wait_in_vain(here, wait)
+
+
+ABORTS: dict[str, Callable[[Here], dict[str, Any]]] = {
+    "in_synchronize": in_synchronize,
+    "in_item": in_item,
+    "in_barrier": in_barrier,
+}

@@ -1,0 +1,274 @@
+"""What ranks do in front of the Flight Recorder: a scene is a function of one rank, run on all of them at once."""
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ncclsafe import _torch
+
+LATE_RANK = 1
+HOST_DELAY_S = 0.15
+WARM_UP, HEALTHY, DELAYED = 5, 20, 10
+# 4 MiB: some milliseconds over loopback sockets.
+NUMEL = 1 << 20
+# What the watchdog of NCCL's back end needs to see that a collective has ended: it looks ten times a second.
+_SETTLE_S = 10.0
+# How long ranks stand still before their recorders are read.
+_HANGS_S = 1.0
+_MEET_S = timedelta(seconds=60)
+
+Truth = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Here:
+    """One rank.
+
+    Attributes:
+        rank: Its number.
+        ranks: How many there are.
+        device: What its tensors are on.
+        store: A connection to the job's store, for what ranks agree on beside their collectives.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    store: Any
+
+    def ones(self, numel: int = NUMEL) -> torch.Tensor:
+        """A tensor on this rank's device."""
+        return torch.ones(numel, device=self.device)
+
+    def sync(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self, name: str) -> None:
+        """Waits for all ranks, without a collective."""
+        if self.store.add(f"{name}/here", 1) == self.ranks:
+            self.store.set(f"{name}/all", "")
+        self.store.wait([f"{name}/all"], _MEET_S)
+
+    def dump(self) -> dict[str, Any]:
+        """What the recorder of this rank's back end holds, in both of its forms, and who its groups' members are."""
+        kind = "nccl" if self.device.type == "cuda" else "fr"
+        as_json: bytes = getattr(_c10d, f"_dump_{kind}_trace_json")(True, False)
+        as_pickle: bytes = getattr(_c10d, f"_dump_{kind}_trace")(True, False, False)
+        return {
+            "rank": self.rank,
+            "json": json.loads(as_json),
+            "pickle": base64.b64encode(as_pickle).decode(),
+            "groups": {group.name: list(group.ranks) for group in _torch.process_groups()},
+        }
+
+    def settle(self) -> None:
+        """Waits for the device, and until the recorder has learned of the end of what it has seen begin; at most 10 s.
+
+        What is coalesced is not waited for: only the whole has an end of its own.
+        """
+        self.sync()
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline:
+            entries = [entry for found in _torch.recorder_entries() for entry in found]
+            if all(_is_settled(entry) for entry in entries):
+                return
+            time.sleep(0.05)
+
+
+def _is_settled(entry: dict[str, Any]) -> bool:
+    if not entry["profiling_name"].endswith(":all_reduce"):
+        return True
+    # The first ones were made before timing was switched on.
+    has_duration = not entry["profiling_name"].startswith("nccl") or entry.get("duration_ms") is not None
+    return entry["retired"] and (has_duration or entry["op_id"] <= WARM_UP)
+
+
+def _warm_up(here: Here) -> None:
+    for _ in range(WARM_UP):
+        dist.all_reduce(here.ones())
+    here.sync()
+    _torch.time_collectives_on_device()
+    here.meet("warm")
+
+
+def durations(here: Here) -> Truth:
+    """Collectives with a CUDA event before and after each, on the stream that they are called on."""
+    _warm_up(here)
+    measured: list[float] = []
+    for _ in range(HEALTHY):
+        begin, end = _event(), _event()
+        begin.record()
+        dist.all_reduce(here.ones())
+        end.record()
+        end.synchronize()
+        measured.append(begin.elapsed_time(end))
+    here.settle()
+    return {"events_ms": measured}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def delay(here: Here) -> Truth:
+    """Rank 1 is late by a known time, some calls on the host and some on the device; before that nobody is."""
+    _warm_up(here)
+    for number in range(HEALTHY):
+        _reduce_together(here, f"healthy/{number}")
+    late: dict[str, list[float]] = {
+        "host": [_reduce_late(here, f"host/{number}", _sleep_on_host) for number in range(DELAYED)],
+        "device": [_reduce_late(here, f"device/{number}", _sleep_on_device) for number in range(DELAYED)],
+    }
+    here.settle()
+    return {"late_ms": late, "healthy": HEALTHY, "late_rank": LATE_RANK}
+
+
+def _reduce_together(here: Here, name: str) -> None:
+    here.sync()
+    here.meet(name)
+    dist.all_reduce(here.ones())
+    here.sync()
+
+
+def _reduce_late(here: Here, name: str, sleep: Callable[[Here], Callable[[], float]]) -> float:
+    """How late this rank has come, measured by itself, milliseconds."""
+    tensor = here.ones()
+    here.sync()
+    here.meet(name)
+    slept_ms: Callable[[], float] = sleep(here) if here.rank == LATE_RANK else lambda: 0.0
+    dist.all_reduce(tensor)
+    here.sync()
+    return slept_ms()
+
+
+def _sleep_on_host(here: Here) -> Callable[[], float]:
+    began = time.perf_counter()
+    time.sleep(HOST_DELAY_S)
+    slept_ms = 1e3 * (time.perf_counter() - began)
+    return lambda: slept_ms
+
+
+def _sleep_on_device(here: Here) -> Callable[[], float]:
+    """The host runs on, and its collective comes as early as ever; cycles are no seconds, so events measure it."""
+    if here.device.type != "cuda":
+        return _sleep_on_host(here)
+    begin, end = _event(), _event()
+    begin.record()
+    # 0.1 s at 2 GHz; some times as long where another rank's kernel has the GPU in between.
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    end.record()
+    return lambda: float(begin.elapsed_time(end))
+
+
+def healthy(here: Here) -> Truth:
+    """DistributedDataParallel, 20 steps."""
+    _warm_up(here)
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(here.device)
+    model = DistributedDataParallel(layers, device_ids=[0] if here.device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.rand(16, 256, device=here.device)).square().mean().backward()
+        optimizer.step()
+    here.settle()
+    return {}
+
+
+def behind(here: Here) -> Truth:
+    """Rank 1 does not call what the others wait in."""
+    _warm_up(here)
+    if here.rank != LATE_RANK:
+        dist.all_reduce(here.ones(), async_op=True)
+    _stand_still(here)
+    return {"finding": {"rule": "rank-behind", "ranks": [LATE_RANK]}, "works": [LATE_RANK]}
+
+
+def mismatched(here: Here) -> Truth:
+    """Rank 1 calls another collective than the others."""
+    _warm_up(here)
+    if here.rank == LATE_RANK:
+        dist.all_gather([here.ones() for _ in range(here.ranks)], here.ones(), async_op=True)
+    else:
+        dist.all_reduce(here.ones(), async_op=True)
+    _stand_still(here)
+    # Of two ranks, neither is the one that is wrong.
+    ranks = [LATE_RANK] if here.ranks > 2 else [*range(here.ranks)]
+    return {"finding": {"rule": "diverged-collectives", "ranks": ranks}}
+
+
+def _stand_still(here: Here) -> None:
+    here.meet("called")
+    time.sleep(_HANGS_S)
+
+
+def sub_groups(here: Here) -> Truth:
+    """Groups of two neighbours, of all, and of rank 0 alone; each is reduced on by its members."""
+    _warm_up(here)
+    pairs = [[first, first + 1] for first in range(0, here.ranks - 1, 2)]
+    groups = [dist.new_group(members, group_desc=f"pair{members[0]}") for members in [*pairs, [0]]]
+    _torch.time_collectives_on_device()
+    for _ in range(5):
+        for members, group in zip([*pairs, [0]], groups, strict=True):
+            if here.rank in members:
+                dist.all_reduce(here.ones(), group=group)
+        dist.all_reduce(here.ones())
+    here.settle()
+    return {}
+
+
+def point_to_point(here: Here) -> Truth:
+    """A ring of sends and receives in one batch, and single ones between ranks 0 and 1, among collectives."""
+    _warm_up(here)
+    for _ in range(3):
+        dist.all_reduce(here.ones())
+        _ring(here)
+        if here.rank == 0:
+            dist.send(here.ones(8), dst=1)
+        elif here.rank == 1:
+            dist.recv(here.ones(8), src=0)
+    dist.all_reduce(here.ones())
+    here.settle()
+    return {}
+
+
+def _ring(here: Here) -> None:
+    after, before = (here.rank + 1) % here.ranks, (here.rank - 1) % here.ranks
+    operations = [dist.P2POp(dist.isend, here.ones(8), after), dist.P2POp(dist.irecv, here.ones(8), before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def coalesced(here: Here) -> Truth:
+    """Several collectives under one sequence number, which only NCCL does."""
+    _warm_up(here)
+    for _ in range(3):
+        if here.device.type == "cuda":
+            with dist.distributed_c10d._coalescing_manager(device=here.device):
+                for _ in range(3):
+                    dist.all_reduce(here.ones(64))
+        dist.all_reduce(here.ones())
+    here.settle()
+    return {}
+
+
+SCENES: dict[str, Callable[[Here], Truth]] = {
+    "durations": durations,
+    "delay": delay,
+    "healthy": healthy,
+    "behind": behind,
+    "mismatched": mismatched,
+    "sub_groups": sub_groups,
+    "point_to_point": point_to_point,
+    "coalesced": coalesced,
+}

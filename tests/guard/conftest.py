@@ -1,0 +1,30 @@
+"""Makes jobs of ranks that are threads, and sees to it that nothing of them is left."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from thread_ranks import Job
+
+from lightning_ncclsafe import guard as guard_module
+from lightning_ncclsafe.settings import Limits, OnTimeout
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(
+        *, on_timeout: OnTimeout = "abort", timeout_s: float = 1000.0, learned: bool = False, **changes: object
+    ) -> Job:
+        limits = Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout, learned=learned)
+        job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
+        jobs.append(job)
+        monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
+        return job
+
+    yield make
+    for job in jobs:
+        job.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]

@@ -1,0 +1,171 @@
+"""Learned suspicion and limits by phase, as the guards of several ranks keep them."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from thread_ranks import COMPILE, Job, wait_on_all_but
+
+from lightning_ncclsafe import guard as guard_module
+from lightning_ncclsafe import standstills
+from lightning_ncclsafe.facts import IncidentKind, Phase
+from lightning_ncclsafe.moments import Moment
+from lightning_ncclsafe.rounds import Round
+from lightning_ncclsafe.rules import expected
+
+LONG_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
+    monkeypatch.setattr(standstills, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(expected, "LONG_S", LONG_S)
+    monkeypatch.setattr(guard_module, "LONG_S", LONG_S)
+
+
+def count_rounds(job: Job) -> threading.Semaphore:
+    """Goes up by one with every verdict that there is to be quiet."""
+    rounds = threading.Semaphore(0)
+    for guard in job.guards:
+        be_quiet = guard._patience.be_quiet_for
+        guard._patience.be_quiet_for = lambda s, be_quiet=be_quiet: (be_quiet(s), rounds.release())[0]  # type: ignore[method-assign]
+    return rounds
+
+
+def test_nothing_is_said_while_the_rank_that_others_wait_for_compiles(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0)
+    job.probes[0].compiles = True
+    job.start()
+    rounds = count_rounds(job)
+    for _ in range(3):
+        assert rounds.acquire(timeout=20), "all ranks have heard"
+    assert not job.said
+    assert not job.folder.exists()
+    assert all(guard._open is None and guard._suspicions == 0 and guard._incidents == 0 for guard in job.guards)
+    # Training goes on: that is no recovery, as nothing was said.
+    for probe in job.probes:
+        probe.waits, probe.batch = False, 1
+    wait_on_all_but(job, 1)
+    job.wait_for(lambda: len(job.said) == 1)
+    assert "recovered" not in job.said[0]
+    (report,) = job.reports()
+    assert report["findings"][0]["ranks"] == [1]  # type: ignore[index]
+    assert report["job"]["incident"]["number"] == 1  # type: ignore[index,call-overload]
+
+
+def test_when_it_has_compiled_for_too_long_that_is_said(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0)
+    job.probes[0].compiles = True
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
+    assert report["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index,call-overload]
+    assert [guard._quiet_rounds for guard in job.guards] == [1, 1, 1], "nobody asks again before that"
+    for probe in job.probes:
+        probe.waits, probe.batch = False, 1
+    job.wait_for(lambda: len(job.said) == 2)
+    assert job.said[1].startswith("recovered after")
+
+
+def test_a_rank_that_does_what_is_usual_is_named_at_once(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["job"]["incident"]["idle_s"] < LONG_S  # type: ignore[index,call-overload]
+    assert report["job"]["incident"]["suspect_after_s"] == 0.2  # type: ignore[index,call-overload]
+
+
+def test_an_explicit_threshold_knows_no_excuse(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 0)
+    job.probes[0].compiles = True
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    assert job.reports()[0]["job"]["incident"]["idle_s"] < LONG_S  # type: ignore[index]
+
+
+def test_nor_does_the_hard_limit(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True, timeout_s=1.0)
+    wait_on_all_but(job, 0)
+    job.probes[0].compiles = True
+    job.start()
+    job.wait_for(lambda: set(job.ended) == {0, 1, 2})
+    assert [report["job"]["incident"]["kind"] for report in job.reports()] == ["timeout"]  # type: ignore[index,call-overload]
+
+
+def test_nor_does_an_exception(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0, 2)
+    job.probes[0].compiles = True
+    job.start()
+    assert job.guards[2].failed(ValueError("the batch is broken")) is None
+    assert job.reports()[0]["findings"][0]["rule"] == "failed-rank"  # type: ignore[index]
+
+
+def test_a_rank_that_waits_while_it_compiles_itself_asks_nobody(make_job: Callable[..., Job]) -> None:
+    """As on NCCL: a collective is under way on the device, and the main thread has gone on to compile."""
+    job = make_job(learned=True, world_size=1)
+    (probe,) = job.probes
+    probe.waits = True
+    facts = probe.glance(1.0)
+    assert facts.stack
+    job.start()
+    guard = job.guards[0]
+    compiling = replace(facts, stack=(*facts.stack, COMPILE))
+    assert guard._is_expected(1.0, compiling)
+    assert not guard._is_expected(1.0, facts)
+    assert not guard._is_expected(LONG_S, compiling)
+    guard._limits = replace(guard._limits, learned=False)
+    assert not guard._is_expected(1.0, compiling)
+
+
+def test_after_very_many_quiet_rounds_ranks_are_asked_later(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0)
+    job.start()
+    for guard in job.guards:
+        guard._quiet_rounds = guard_module.MAX_QUIET_ROUNDS
+    job.wait_for(lambda: len(job.said) == 1)
+    assert job.reports()[0]["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index]
+
+
+def test_a_rank_is_ended_at_the_limit_of_the_phase_it_waits_in(make_job: Callable[..., Job]) -> None:
+    job = make_job(on_timeout="report")
+    job.limits = replace(job.limits, phases_s={"checkpoint": 0.6})
+    job.moments = [Moment(phase=Phase.CHECKPOINT) if rank == 2 else moment for rank, moment in enumerate(job.moments)]
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 2)
+    incident = job.reports()[0]["job"]["incident"]  # type: ignore[index]
+    assert (incident["kind"], incident["opened_by"], incident["timeout_s"]) == ("timeout", 2, 0.6)
+
+
+def test_without_a_phase_of_its_own_the_same_rank_waits_on(make_job: Callable[..., Job]) -> None:
+    job = make_job(on_timeout="report")
+    job.limits = replace(job.limits, phases_s={"validate": 0.6})
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    job.guards[1]._watchdog.wake()
+    incident = job.reports()[0]["job"]["incident"]  # type: ignore[index]
+    assert (incident["kind"], incident["timeout_s"]) == ("suspect", 1000.0)
+
+
+def test_a_recovery_of_which_nothing_was_told_is_not_told(make_job: Callable[..., Job]) -> None:
+    """Written by a rank that has missed the verdict, and so believes that the incident is open."""
+    job = make_job(world_size=1)
+    job.start()
+    (guard,) = job.guards
+    incident = guard._incident(IncidentKind.SUSPECT, 0.3)
+    guard._take_part(Round(incident=incident, recovered_after_s=3.0), 0.0)
+    assert not job.said
+    guard._open = incident
+    guard._take_part(Round(incident=incident, recovered_after_s=3.0), 0.0)
+    assert job.said == ["recovered after 3 s (incident 1)"]

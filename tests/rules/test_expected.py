@@ -1,0 +1,128 @@
+"""Whether a standstill is to be expected, from constructed facts of all ranks."""
+
+from dataclasses import replace
+
+import pytest
+from builders import (
+    CHECKPOINT_IO,
+    EPOCH_END,
+    GLOO,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    SITE,
+    TORCH_SAVE,
+    TRAINING_STEP,
+    Backend,
+    job,
+    raised,
+    user,
+)
+
+from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.rules.expected import expected_for_s, is_compiling
+
+STEP = user("training_step", 12)
+CONVERT = Frame(file=f"{SITE}/torch/_dynamo/convert_frame.py", line=1300, function="compile_inner")
+LOWER = Frame(file=f"{SITE}/torch/_inductor/scheduler.py", line=2000, function="codegen")
+TRITON = Frame(file=f"{SITE}/triton/compiler/compiler.py", line=300, function="compile")
+TUNE = Frame(file=f"{SITE}/torch/_inductor/runtime/triton_heuristics.py", line=800, function="benchmark_all_configs")
+# What is on the stack while compiled code runs.
+EVAL_FRAME = Frame(file=f"{SITE}/torch/_dynamo/eval_frame.py", line=900, function="compile_wrapper")
+OUTPUT_CODE = Frame(file=f"{SITE}/torch/_inductor/output_code.py", line=600, function="__call__")
+LAUNCH = Frame(file=f"{SITE}/torch/_inductor/runtime/triton_heuristics.py", line=1100, function="run")
+
+
+def no_own_limits(phase: str) -> float:
+    return 1800.0
+
+
+def scene(straggler: RankFacts, net: Backend = GLOO, *, waited_s: float = 23.0, **more: object) -> JobFacts:
+    """Rank 0 is what the others wait for, in the middle of an epoch."""
+    facts = job(straggler, *(net.waiting(rank, seq=40, idle=waited_s) for rank in (1, 2, 3)), **more)  # type: ignore[arg-type]
+    return replace(facts, incident=replace(facts.incident, idle_s=waited_s))
+
+
+def working(*stack: Frame, net: Backend = GLOO, **more: object) -> RankFacts:
+    return net.working(0, *stack, seq=39, **{"action": TRAINING_STEP, **more})
+
+
+@pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
+@pytest.mark.parametrize("frame", [CONVERT, LOWER, TRITON, TUNE], ids=lambda frame: str(frame.function))
+def test_a_rank_that_compiles_is_given_five_minutes(net: Backend, frame: Frame) -> None:
+    assert expected_for_s(scene(working(STEP, frame, net=net), net), no_own_limits) == 277
+    assert expected_for_s(scene(working(STEP, frame, net=net, idle=280.0), net), no_own_limits) == 20
+    assert expected_for_s(scene(working(STEP, frame, net=net, idle=301.0), net), no_own_limits) == 0
+
+
+@pytest.mark.parametrize("frame", [EVAL_FRAME, OUTPUT_CODE, LAUNCH], ids=lambda frame: str(frame.function))
+def test_a_rank_in_what_is_compiled_is_not(frame: Frame) -> None:
+    assert expected_for_s(scene(working(STEP, frame)), no_own_limits) == 0
+    assert not is_compiling((frame,))
+
+
+def test_a_windows_path_is_a_path() -> None:
+    assert is_compiling((replace(CONVERT, file=CONVERT.file.replace("/", "\\")),))
+
+
+@pytest.mark.parametrize("stack", [(CHECKPOINT_IO, TORCH_SAVE), (TORCH_SAVE,)])
+def test_a_checkpoint_is_given_five_minutes_from_when_it_began(stack: tuple[Frame, ...]) -> None:
+    saving = working(*stack, action="[Callback]ModelCheckpoint.on_train_epoch_end", phase=Phase.TRAIN)
+    assert expected_for_s(scene(saving), no_own_limits) == 277
+    actions = (Action(name="save_checkpoint", for_s=120.0),)
+    saving = replace(saving, progress=replace(saving.progress, phase=Phase.CHECKPOINT, actions=actions, idle_s=1.0))
+    assert expected_for_s(scene(saving), no_own_limits) == 180
+
+
+@pytest.mark.parametrize(
+    ("phase", "batch"),
+    [(Phase.TRAIN, 0), (Phase.TRAIN, -1), (Phase.VALIDATE, 0), (Phase.TEST, 0), (Phase.SANITY_CHECK, 1)],
+)
+def test_the_first_batch_of_a_loop_is_given_five_minutes(phase: Phase, batch: int) -> None:
+    first = working(STEP, phase=phase, batch=batch)
+    assert expected_for_s(scene(first), no_own_limits) == 277
+
+
+def test_what_is_usual_work_is_not_expected_to_be_long() -> None:
+    assert expected_for_s(scene(working(STEP)), no_own_limits) == 0
+    assert expected_for_s(scene(working(user("evaluate", 40), action=EPOCH_END, batch=0)), no_own_limits) == 0
+    assert expected_for_s(scene(working(user("setup", 40), phase=Phase.INIT, batch=-1)), no_own_limits) == 0
+
+
+def test_one_rank_that_compiles_does_not_excuse_another() -> None:
+    others = (GLOO.working(1, STEP, seq=39, action=TRAINING_STEP), GLOO.waiting(2, seq=40), GLOO.waiting(3, seq=40))
+    assert expected_for_s(job(working(STEP, CONVERT), *others), no_own_limits) == 0
+
+
+def test_a_slow_first_batch_of_data_is_expected_and_a_later_one_is_not() -> None:
+    def loading(batch: int) -> JobFacts:
+        return job(*(GLOO.working(rank, NEXT_DATA, seq=39, action=NEXT, batch=batch) for rank in range(4)))
+
+    assert expected_for_s(loading(-1), no_own_limits) == 277
+    assert expected_for_s(loading(7), no_own_limits) == 0
+
+
+def test_where_all_have_joined_the_first_batch_it_is_the_connection_that_takes_long() -> None:
+    assert expected_for_s(job(*(NCCL.waiting(rank, seq=1, batch=0) for rank in range(4))), no_own_limits) == 277
+    assert expected_for_s(job(*(NCCL.waiting(rank, seq=40) for rank in range(4))), no_own_limits) == 0
+
+
+def test_half_of_the_limit_is_the_most_that_of_either_rank() -> None:
+    first = scene(working(STEP, batch=0))
+    assert expected_for_s(first, lambda phase: 100.0 if phase == "first_batch" else 1800.0) == 27
+    short = replace(first, incident=replace(first.incident, timeout_s=90.0))
+    assert expected_for_s(short, no_own_limits) == 22
+
+
+def test_nobody_waits_for_more_than_five_minutes_without_a_word() -> None:
+    assert expected_for_s(scene(working(STEP, CONVERT, idle=1.0), waited_s=301.0), no_own_limits) == 0
+
+
+@pytest.mark.parametrize("kind", [IncidentKind.TIMEOUT, IncidentKind.EXCEPTION])
+def test_the_limit_and_an_exception_are_never_expected(kind: IncidentKind) -> None:
+    assert expected_for_s(scene(working(STEP, CONVERT), kind=kind), no_own_limits) == 0
+
+
+def test_nor_is_a_rank_that_raised_or_does_not_answer() -> None:
+    assert expected_for_s(scene(raised(working(STEP, CONVERT), "ValueError", "x", STEP)), no_own_limits) == 0
+    assert expected_for_s(scene(working(STEP, CONVERT), world=5), no_own_limits) == 0
