@@ -116,8 +116,8 @@ class Guard:
         self._incidents = 0
         self._suspicions = 0
         self._quiet_rounds = 0
-        self._stalled_s = 0.0
-        self._moves_again = False
+        self._idle_s = 0.0
+        self._ended_s = 0.0
         self._verdict: Verdict | None = None
         self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
@@ -266,18 +266,15 @@ class Guard:
 
     def _recovery(self, idle_s: float) -> Round | None:
         """The end of the incident, if this rank stood still with it and moves again."""
-        stalled_s = self._stalled_s
-        moves_again, self._moves_again = self._moves_again, idle_s < stalled_s
-        if not self._moves_again:
-            self._stalled_s = idle_s
+        ended_s, self._ended_s = self._ended_s, self._idle_s if idle_s < self._idle_s else 0.0
+        self._idle_s = idle_s
         # Not only the rank that opened it: that one may be gone.
-        if not moves_again or self._open is None or stalled_s < self._open.suspect_after_s:
+        if self._open is None or ended_s < max(self._open.suspect_after_s, _POLL_S / 10):
             return None
         # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
         if self._probe.exception is not None:
             return None
-        self._stalled_s = idle_s
-        return Round(incident=self._open, recovered_after_s=round(stalled_s, 1))
+        return Round(incident=self._open, recovered_after_s=round(ended_s, 1))
 
     def _reason(self, idle_s: float) -> IncidentKind | None:
         """Why all ranks should say what they do, if there is a reason."""
@@ -328,8 +325,8 @@ class Guard:
             if self._place.rank == 0 and was_told:
                 self._say(f"recovered after {entry.recovered_after_s:.0f} s (incident {incident.number})")
             return
-        # Of this rank's own standstill nothing is noted in a tick in which it takes part.
-        self._stalled_s = max(self._stalled_s, idle_s)
+        # In such a tick nothing else is noted of this rank's own standstill.
+        self._idle_s = max(self._idle_s, idle_s)
         before, self._open = self._open, incident
         verdict = self._gather(incident, idle_s)
         if verdict is not None and verdict.quiet_s > 0:

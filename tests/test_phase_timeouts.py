@@ -6,6 +6,7 @@ import pickle
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import jsonargparse
 import pytest
@@ -126,3 +127,13 @@ def test_the_first_line_names_the_limits() -> None:
         "asks why after what is unusual for the phase (at least 6 s), aborts after 12 s"
     )
     assert limits_words(limits(1800, 30)) == "asks why after 30 s without progress, aborts after 1800 s"
+
+
+def test_the_process_group_is_created_with_the_limit_of_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[timedelta | None] = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: seen.append(strategy._timeout))
+    strategy = SafeDDP(phase_timeouts=EXAMPLE)
+    own, strategy._watched = strategy._timeout, MagicMock()
+    strategy.setup_environment()
+    assert seen == [timedelta(seconds=300 + BACKSTOP_S)]
+    assert strategy._timeout == own

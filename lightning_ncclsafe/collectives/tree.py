@@ -46,6 +46,7 @@ class Tree:
         self._rank = rank
         self._sources = _sources(rank, world_size, fan)
         self._next = dict.fromkeys(self._sources, 0)
+        self._held: list[Window] = []
         self._sent = 0
         self.overwritten = 0
         """Windows that were lost on their way to this rank."""
@@ -70,14 +71,18 @@ class Tree:
             ExchangeError: If ranks cannot share.
             WindowError: If a rank has written something else than a window.
         """
-        found = joined([*self._collect(), own]) if self._sources else own
+        if not self._held:
+            self._collect()
+        found = joined([*self._held, own]) if self._held else own
         if self.is_root:
+            self._held = []
             return found
         if not _is_empty(found):
             # The number goes with the value, so that a reader knows whether it has missed one.
             value = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(found)
             self._exchange.set(_key(self._rank, self._sent), value)
             self._sent += 1
+            self._held = []
         return None
 
     @property
@@ -106,20 +111,21 @@ class Tree:
         found = self._exchange.get_many([_TOLD]).get(_TOLD)
         return codec.decode(Told, found) if found else Told()
 
-    def _collect(self) -> list[Window]:
-        """What the ranks below have written; of each at most one window a turn, as each writes one."""
-        keys = {_key(rank, self._next[rank]): rank for rank in self._sources}
-        windows = []
-        for key, value in self._exchange.get_many(keys).items():
-            if not value:
-                continue
-            rank, number = keys[key], int.from_bytes(value[:_NUMBER_BYTES], "little")
-            self.overwritten += max(number - self._next[rank], 0)
-            self._next[rank] = number + 1
+    def _collect(self) -> None:
+        """Takes what the ranks below have written; it stays here until it is passed on."""
+        keys = {_key(rank, slot): rank for rank in self._sources for slot in range(_SLOTS)}
+        found = self._exchange.get_many(keys) if keys else {}
+        numbered = [
+            (keys[key], int.from_bytes(value[:_NUMBER_BYTES], "little"), key) for key, value in found.items() if value
+        ]
+        for rank, number, key in sorted(numbered):
+            is_new, missed = number >= self._next[rank], number - self._next[rank]
+            if is_new:
+                self.overwritten += missed
+                self._next[rank] = number + 1
+                self._held.append(decode(found[key][_NUMBER_BYTES:]))
+                self.ended |= self._held[-1].last
             self._exchange.set(key, b"")
-            windows.append(decode(value[_NUMBER_BYTES:]))
-            self.ended |= windows[-1].last
-        return windows
 
 
 def _sources(rank: int, world_size: int, fan: int) -> tuple[int, ...]:

@@ -75,12 +75,11 @@ def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float
 
 def _comparable(calls: MatchedCalls) -> NDArray[Any]:
     """Arrivals; by a clock of which nothing is known a rank comes neither early nor late."""
-    arrival_ns, known = calls.arrival_ns - calls.arrival_ns.min(), calls.uncertainty_ns >= 0
-    if known.all():
-        return arrival_ns
-    middle_ns = _middle(arrival_ns[known]).astype(np.int64) if known.any() else 0
-    found: NDArray[Any] = np.where(known[:, None], arrival_ns, middle_ns)
-    return found
+    arrival_ns: NDArray[Any] = calls.arrival_ns - calls.arrival_ns.min()
+    known = calls.uncertainty_ns >= 0
+    if not known.all():
+        arrival_ns[~known] = _middle(arrival_ns[known]).astype(np.int64) if known.any() else 0
+    return arrival_ns
 
 
 def _middle(values: NDArray[Any]) -> NDArray[Any]:

@@ -44,7 +44,7 @@ class Statistics:
 
     def count(self, window: Window) -> None:
         """Adds what ranks have called, compared or not."""
-        self._groups |= {group.name: group for group in window.groups}
+        self._groups |= {group.name: group for group in window.groups if group.ranks or group.name not in self._groups}
         for rank, totals in window.totals.items():
             for total in totals:
                 counts = self._counts.setdefault((total.group, total.op), {})

@@ -11,6 +11,8 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 
 # A step is complete once the one after next has been seen: ranks fetch data one batch ahead.
 _AHEAD = 2
+# What some ranks say comes by way of others, a turn or two later; for a group that says nothing nobody waits longer.
+_LAG_NS = 10_000_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +48,11 @@ class Steps:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._open: dict[int, Step] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
 
     def add(self, calls: MatchedCalls, late: Lateness) -> None:
         """Adds a block of collectives."""
+        self._newest[calls.group.name] = (int(calls.step.max()), int(calls.arrival_ns.max()))
         for number in np.unique(calls.step).tolist():
             chosen = np.flatnonzero(calls.step == number)
             arrival_ns = int(calls.arrival_ns[:, chosen].min())
@@ -61,7 +65,8 @@ class Steps:
 
     def complete(self, *, all_of_them: bool = False) -> list[Step]:
         """The steps to which nothing is added any more, in order; they are given once."""
-        newest = max(self._open, default=0)
+        latest_ns = max((at_ns for _, at_ns in self._newest.values()), default=0)
+        newest = min((number for number, at_ns in self._newest.values() if at_ns >= latest_ns - _LAG_NS), default=0)
         done = [number for number in sorted(self._open) if all_of_them or number <= newest - _AHEAD]
         return [self._open.pop(number) for number in done]
 

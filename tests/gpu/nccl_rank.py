@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from nccl_abort import ABORTS
 from nccl_scenes import SCENES, Here
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_ncclsafe import _torch
 
@@ -25,7 +26,7 @@ _LEAVE = timedelta(seconds=30)
 def join(ranks: int) -> Here:
     """Joins the process group: NCCL's where there is a GPU, else gloo's."""
     rank, on_gpu = int(os.environ["NODE_RANK"]), torch.cuda.is_available()
-    store: Any = dist.distributed_c10d.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0)
+    store: Any = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0)
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -38,7 +39,7 @@ def join(ranks: int) -> Here:
         # As Lightning does: the communicator is made at once.
         device_id=device if on_gpu else None,
     )
-    return Here(rank, ranks, device, dist.distributed_c10d.PrefixStore("scene", store.clone()))
+    return Here(rank, ranks, device, PrefixStore("scene", store.clone()))
 
 
 def leave(here: Here) -> None:

@@ -257,6 +257,8 @@ def coalesced(here: Here) -> Truth:
             with dist.distributed_c10d._coalescing_manager(device=here.device):
                 for _ in range(3):
                     dist.all_reduce(here.ones(64))
+            # Of unequal sizes it is made of broadcasts, which are recorded one by one and have no end of their own.
+            dist.all_gather([here.ones(8 * (rank + 1)) for rank in range(here.ranks)], here.ones(8 * (here.rank + 1)))
         dist.all_reduce(here.ones())
     here.settle()
     return {}

@@ -20,7 +20,8 @@ class DeviceTimer(one_rank.StepTimer):
     """What the device has been given is done when the first measured step begins, and when the last one ends."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (WARM_UP_STEPS, int(trainer.num_training_batches) - 1) and torch.cuda.is_initialized():
+        measured_from_to = (WARM_UP_STEPS, int(trainer.num_training_batches) - 1)
+        if batch_idx in measured_from_to and torch.cuda.is_available():
             torch.cuda.synchronize()
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 

@@ -169,3 +169,25 @@ def test_a_recovery_of_which_nothing_was_told_is_not_told(make_job: Callable[...
     guard._open = incident
     guard._take_part(Round(incident=incident, recovered_after_s=3.0), 0.0)
     assert job.said == ["recovered after 3 s (incident 1)"]
+
+
+def test_a_standstill_that_ended_before_the_incident_is_not_taken_for_its_end(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=1)
+    job.start(without=0)
+    (guard,) = job.guards
+    assert guard._recovery(75.0) is None
+    assert [guard._recovery(idle_s) for idle_s in (0.1, 0.1, 10.0)] == [None] * 3
+    guard._open = guard._incident(IncidentKind.SUSPECT, 10.0)
+    assert [guard._recovery(idle_s) for idle_s in (10.25, 10.5, 0.1)] == [None] * 3
+    recovery = guard._recovery(0.2)
+    assert recovery is not None and recovery.recovered_after_s == 10.5
+    assert guard._recovery(0.3) is None
+
+
+def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=1)
+    job.start(without=0)
+    (guard,) = job.guards
+    guard._take_part(Round(incident=guard._incident(IncidentKind.SUSPECT, 5.0)), 5.0)
+    assert guard._recovery(0.1) is None
+    assert guard._recovery(0.2) is not None

@@ -153,6 +153,18 @@ def test_what_happens_for_every_batch_is_no_reason_to_look(groups: list[FakeGrou
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("moment", [CHECKPOINT, Moment(phase=Phase.TRAIN, first=True)])
+def test_the_end_of_a_checkpoint_or_first_batch_is_seen_whatever_comes_next(
+    groups: list[FakeGroup], moment: Moment
+) -> None:
+    groups.append(FakeGroup(45))
+    phases = Followed(LIMITS)
+    phases.listen("run_training_batch")
+    phases.enter(moment, "[Callback]X.on_train_epoch_start")
+    phases.enter(TRAIN, "run_training_batch")
+    assert groups[0].timeout_s == 115
+
+
 def test_the_group_that_was_made_with_the_limit_of_init_gets_the_strategys_own(groups: list[FakeGroup]) -> None:
     limits = check_limits(None, 1800, "abort", {"init": 300.0})
     groups.append(FakeGroup(315))
@@ -181,12 +193,13 @@ def test_a_failure_is_said_once_and_the_groups_are_given_back_what_can_be(
     phases.enter(TRAIN)
 
     def fail(timeout_s: float) -> None:
-        if timeout_s > 1000:
+        if timeout_s > 1000:  # after the first group was set, before the second is
             raise RuntimeError("no such back end")
         groups[1].timeout_s = timeout_s
 
     monkeypatch.setattr(groups[1], "set_timeout", fail)
     phases.enter(CHECKPOINT)
+    assert [group.timeout_s for group in groups] == [45, 45]
     phases.enter(TRAIN)
     phases.enter(CHECKPOINT)
     phases.restore()

@@ -85,7 +85,7 @@ def test_it_is_attributed_to_the_phase_in_which_it_fell_behind(phase: StepPhase,
 @pytest.mark.parametrize("waits_in", list(StepPhase))
 def test_of_two_ranks_wherever_the_other_waits(phase: StepPhase, waits_in: StepPhase) -> None:
     late_ones = {(step % 2, step): (phase, 20.0) for step in range(2, 10)}
-    calls, late = of_job(Job(2, 10, late=late_ones, waits_in=waits_in))
+    _calls, late = of_job(Job(2, 10, late=late_ones, waits_in=waits_in))
     for rank, step in late_ones:
         assert late.phase[rank, step] == NUMBER[phase]
         assert late.late_ns[rank, step] == pytest.approx(20 * MS, rel=0.01)
@@ -171,7 +171,7 @@ def test_what_clocks_may_explain_is_not_claimed(uncertainty_ns: int, late_ns: in
 def test_beside_clocks_of_which_nothing_is_known_nobody_is_late(ranks: int, ahead_ms: float) -> None:
     """Half of the ranks are on a host whose clock may show anything."""
     half = ranks // 2
-    arrival = np.zeros((ranks, 3)) + [0, 10, 20]
+    arrival = [*np.zeros((ranks, 3)), 0, 10, 20]
     arrival[half:] += ahead_ms
     late = lateness(matched(arrival, uncertainty_ns=[0] * half + [UNKNOWN] * half), {})
     assert not late.late_ns.any()

@@ -85,3 +85,15 @@ def test_no_more_steps_are_open_than_the_last_few() -> None:
         given += len(steps.complete())
     assert given == 998
     assert len(steps.complete(all_of_them=True)) == 2
+
+
+def test_a_group_of_which_nothing_is_heard_holds_up_nobody_for_long() -> None:
+    steps = Steps(2)
+    rare = matched([[0], [0]], step=[0], group=GroupMembers(name="rare", ranks=(0, 1)))
+    steps.add(rare, lateness(rare, {}))
+    calls = matched([[100, 200, 300, 400]] * 2, step=[1, 2, 3, 4])
+    steps.add(calls, lateness(calls, {}))
+    assert numbers(steps.complete()) == []
+    calls = matched([[10_500, 10_600]] * 2, step=[5, 6])
+    steps.add(calls, lateness(calls, {}))
+    assert numbers(steps.complete()) == [0, 1, 2, 3, 4]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from timing_builders import BEGAN_NS, MS, NUMBER, S, Job
+from timing_builders import BEGAN_NS, MS, NUMBER, Job, S
 
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.analysis import Analysis
@@ -133,7 +133,7 @@ def test_one_rank_alone_is_never_late() -> None:
 def test_a_rank_that_is_nearly_always_late_is_named_with_its_numbers() -> None:
     random = np.random.default_rng(1)
     told = told_of(with_late(jitter(random, 8, 600), random, 5, 0, share=0.94, late_ms=38), 100)
-    (after, straggler), *others = told.said
+    (after, _straggler), *others = told.said
     assert others == [] and after <= 60
     (named,) = told.stragglers.named
     assert (named.rank, named.of_steps, named.op, named.phase) == (5, 200, "all_reduce", "data loading")

@@ -1,8 +1,8 @@
 """How ranks that share a GPU are told apart, started and ended; here they are programs that use none."""
 
-import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import one_gpu
@@ -47,6 +47,12 @@ def test_every_rank_runs_and_is_heard(tmp_path: Path) -> None:
     assert "--- rank 1, exit code 3\n1 fake1" in ended.story
 
 
+def runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def test_a_rank_that_does_not_end_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     child = f"[{sys.executable!r}, '-c', 'import time; time.sleep(100)']"
@@ -57,7 +63,7 @@ def test_a_rank_that_does_not_end_is_killed_with_what_it_has_started(tmp_path: P
     began = time.monotonic()
     ended = one_gpu.run_ranks([str(script)], 2, tmp_path, timeout_s=2)
     assert ended.exit_codes == (0, None)
-    assert time.monotonic() - began < 20
     child_pid = int(ended.said[1])
-    assert not psutil.pid_exists(child_pid) or psutil.Process(child_pid).status() == psutil.STATUS_ZOMBIE
-    assert os.getpid() != child_pid
+    while (ended_within_s := time.monotonic() - began) < 20 and runs(child_pid):
+        time.sleep(0.01)
+    assert ended_within_s < 20

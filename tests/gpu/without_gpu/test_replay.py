@@ -103,8 +103,8 @@ def test_a_recording_is_read_as_it_was_written(behind: recordings.Recording, tmp
     assert path.name == "behind-2.json.gz"
     assert recordings.files(tmp_path / "new") == [path]
     assert recordings.read(path) == behind
-    before = path.read_bytes()
-    assert recordings.write(behind, tmp_path / "new").read_bytes() == before
+    # Without the time of day in gzip's header, equal recordings are equal files.
+    assert path.read_bytes()[4:8] == bytes(4)
 
 
 def test_nothing_of_the_host_is_in_a_recording(behind: recordings.Recording, monkeypatch: pytest.MonkeyPatch) -> None:

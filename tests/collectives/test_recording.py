@@ -1,0 +1,339 @@
+"""Each entry of the recorder comes into a window once, with its duration where there is one."""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives import recording as recording_module
+from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window
+
+CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [
+        _torch.GroupMembers("0", "default_pg", (0, 1)),
+        _torch.GroupMembers("7", "mine", (1, 3)),
+    ]
+    monkeypatch.setattr(_torch, "process_groups", lambda: members)
+    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
+
+
+class Read:
+    """A recording of a fake recorder."""
+
+    def __init__(self, *entries: dict[str, Any], size: int = 1000, most_calls: int = 1000, rank: int = 0) -> None:
+        self.recorder = Recorder(size)
+        self.recorder.add(*entries)
+        self.trail = Trail()
+        self.recording = Recording(rank, self.trail, most_calls=most_calls, entries=self.recorder.entries)
+
+    def __call__(self, *entries: dict[str, Any], last: bool = False) -> Window:
+        self.recorder.add(*entries)
+        return self.recording.read(CLOCK, last=last)
+
+
+def seqs(window: Window) -> list[int]:
+    found: list[int] = window.calls["seq"].tolist()
+    return found
+
+
+def test_each_entry_is_read_once() -> None:
+    read = Read()
+    assert seqs(read(*(entry(number) for number in range(3)))) == [1, 2, 3]
+    assert read.recording.new == 3
+    assert seqs(read()) == [] and read.recording.new == 0
+    assert seqs(read(entry(3), entry(4))) == [4, 5]
+
+
+def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
+    window = Read(rank=3)(entry(0, 9, group=("7", "mine"), name="gloo:_allgather_base", at_ms=2, sizes=[(10,), (2, 5)]))
+    (row,) = window.calls
+    assert (row["rank"], row["seq"], row["size_bytes"], row["created_ns"]) == (3, 9, 80, BEGAN_NS + 2 * MS)
+    assert row["duration_ns"] == UNKNOWN_NS
+    assert window.ops[row["op"]] == "_allgather_base"
+    group = window.groups[row["group"]]
+    assert (group.name, group.description, group.ranks, group.backend) == ("7", "mine", (1, 3), "gloo")
+    assert window.clocks == {3: CLOCK}
+    (total,) = window.totals[3]
+    assert (total.group, total.op, total.count, total.size_bytes, total.timed) == ("7", "_allgather_base", 1, 80, 0)
+
+
+def test_a_name_without_a_back_end_is_the_operations_own() -> None:
+    window = Read()(entry(0, name="all_reduce"))
+    assert (window.ops, window.groups[0].backend) == (("all_reduce",), "")
+
+
+def test_what_the_ring_has_overwritten_before_it_was_read_is_counted() -> None:
+    read = Read(size=10)
+    read(*(entry(number) for number in range(10)))
+    window = read(*(entry(number) for number in range(10, 35)))
+    assert (window.lost, seqs(window)) == ({0: 15}, [*range(26, 36)])
+    assert read.recording.new == 10, "the recorder was full of new ones"
+    assert read(entry(35)).lost == {}
+
+
+def test_what_a_full_ring_held_at_first_is_not_called_lost() -> None:
+    assert Read(*(entry(number) for number in range(500, 510)), size=10)().lost == {}
+
+
+def test_a_call_that_has_not_ended_on_the_device_is_told_of_once_with_its_duration() -> None:
+    read = Read()
+    assert seqs(read(nccl(0), nccl(1))) == []
+    assert read.recording.new == 2
+    read.recorder.finish(0, 2.5)
+    window = read()
+    assert (seqs(window), window.calls["duration_ns"].tolist()) == ([1], [2_500_000])
+    assert window.totals[0][0].timed == 1 and window.totals[0][0].duration_ns == 2_500_000
+    assert read.recording.new == 0
+    read.recorder.finish(1, 1.0)
+    assert seqs(read()) == [2]
+    assert seqs(read()) == []
+
+
+def test_at_the_end_it_is_told_of_without_a_duration() -> None:
+    read = Read()
+    read(nccl(0))
+    window = read(last=True)
+    assert (seqs(window), window.calls["duration_ns"].tolist()) == ([1], [UNKNOWN_NS])
+    assert window.last == frozenset([0])
+    assert seqs(read(last=True)) == []
+
+
+def test_one_that_the_ring_forgets_meanwhile_is_told_of_as_it_was() -> None:
+    read = Read(size=5)
+    read(nccl(0))
+    window = read(*(nccl(number, duration_ms=1) for number in range(1, 6)))
+    assert sorted(seqs(window)) == [1, 2, 3, 4, 5, 6]
+    assert window.lost == {}
+    assert seqs(read()) == []
+
+
+def test_a_duration_is_not_waited_for_for_ever() -> None:
+    read = Read()
+    assert seqs(read(nccl(0, at_ms=0))) == []
+    assert seqs(read(nccl(1, at_ms=31_000))) == [1]
+    assert seqs(read()) == []
+
+
+def test_on_gloo_no_duration_is_waited_for() -> None:
+    assert seqs(Read()(entry(0, state="scheduled", retired=False))) == [1]
+
+
+def test_one_that_was_given_up_by_the_watchdog_is_not_waited_for() -> None:
+    assert seqs(Read()(nccl(0, state="scheduled", retired=True))) == [1]
+
+
+def test_two_recorders_are_read_each_for_itself() -> None:
+    first, second = Recorder(), Recorder()
+    first.add(entry(0), entry(1))
+    second.add(nccl(0, duration_ms=1, group=("7", "mine")))
+    recording = Recording(0, Trail(), most_calls=10, entries=lambda: [*first.entries(), *second.entries()])
+    window = recording.read(CLOCK)
+    assert [window.groups[number].name for number in window.calls["group"]] == ["0", "0", "7"]
+    second.add(nccl(1, duration_ms=1, group=("7", "mine")))
+    assert seqs(recording.read(CLOCK)) == [2]
+
+
+def test_point_to_point_calls_are_counted_and_not_compared() -> None:
+    window = Read()(entry(0), entry(1, 1, name="gloo:send 0->1", is_p2p=True))
+    assert seqs(window) == [1]
+    assert {(total.op, total.count) for total in window.totals[0]} == {("all_reduce", 1), ("send 0->1", 1)}
+
+
+def test_our_own_votes_are_no_collectives_of_the_training() -> None:
+    window = Read()(entry(0, group=("5", VOTE_GROUP)))
+    assert (seqs(window), window.groups, window.totals, window.missing) == ([], (), {0: ()}, ())
+
+
+def test_too_many_calls_are_left_out_in_runs_the_same_on_every_rank() -> None:
+    kept = []
+    for rank, first in ((0, 0), (1, 30)):
+        read = Read(most_calls=1000, size=10_000, rank=rank)
+        window = read(*(entry(number) for number in range(first, first + 4000)))
+        assert len(window.calls) <= 1100
+        assert window.left_out == {rank: 4000 - len(window.calls)}
+        assert window.totals[rank][0].count == 4000, "all are counted"
+        kept.append({seq for seq in seqs(window) if 31 <= seq <= 4000})
+    assert kept[0] == kept[1]
+    runs = sorted({seq // 64 for seq in kept[0]})
+    assert all(second - first == 4 for first, second in zip(runs, runs[1:], strict=False))
+
+
+def test_only_the_group_that_has_too_many_is_thinned() -> None:
+    busy = [entry(number) for number in range(2000)]
+    window = Read(most_calls=500, size=5000)(*busy, *(entry(2000 + k, k, group=("7", "mine")) for k in range(100)))
+    mine = next(number for number, group in enumerate(window.groups) if group.name == "7")
+    assert (window.calls["group"] == mine).sum() == 100
+
+
+def test_as_many_as_are_allowed_are_all_kept() -> None:
+    window = Read(most_calls=1000)(*(entry(number) for number in range(1000)))
+    assert len(window.calls) == 1000 and window.left_out == {}
+
+
+def test_a_group_that_is_gone_already_is_said_to_be_once() -> None:
+    read = Read()
+    window = read(entry(0, group=("9", "short-lived")))
+    assert window.groups[0].ranks == ()
+    (sentence,) = window.missing
+    assert "Rank 0" in sentence and "'9'" in sentence
+    assert read(entry(1, group=("9", "short-lived"))).missing == ()
+
+
+def test_collectives_are_timed_on_the_device_whenever_a_group_is_met_for_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: list[int] = []
+    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: times.append(1))
+    read = Read()
+    read(entry(0)), read(entry(1))
+    assert len(times) == 1
+    read(entry(2, group=("7", "mine")))
+    assert len(times) == 2
+
+
+@pytest.mark.parametrize("error", [AttributeError("_enable_collectives_timing"), RuntimeError("no")])
+def test_that_this_torch_does_not_time_is_said_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(_torch, "time_collectives_on_device", fail)
+    read = Read()
+    (sentence,) = read(entry(0)).missing
+    assert "does not time collectives on the device" in sentence and str(error) in sentence
+    assert read(entry(1, group=("7", "mine"))).missing == ()
+
+
+def test_a_recorder_that_is_off_gives_empty_windows() -> None:
+    for entries in ([], [[]]):
+        recording = Recording(0, Trail(), most_calls=10, entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
+        window = recording.read(CLOCK)
+        assert len(window.calls) == 0 and window.lost == {} and recording.new == 0
+
+
+def test_what_is_to_be_said_is_said_once() -> None:
+    read = Read()
+    read.recording.say("it is raining.")
+    assert read().missing == ("Rank 0: it is raining.",)
+    assert read().missing == ()
+
+
+def test_calls_belong_to_the_step_whose_batch_was_fetched_last() -> None:
+    read = Read()
+    read.trail.starts.extend(BEGAN_NS + at * MS for at in (10, 20, 30))
+    window = read(*(entry(number, at_ms=at) for number, at in enumerate((5, 15, 25, 29, 35))))
+    assert window.calls["step"].tolist() == [0, 1, 2, 2, 3]
+    assert read.recording.steps == 3
+    read.trail.starts.append(BEGAN_NS + 40 * MS)
+    assert read(entry(5, at_ms=38), entry(6, at_ms=45)).calls["step"].tolist() == [3, 4]
+
+
+def test_steps_are_counted_on_over_thousands() -> None:
+    read = Read()
+    for number in range(10_000):
+        read.trail.starts.append(BEGAN_NS + number * MS)
+        if number % 100 == 0:
+            read()
+    window = read(entry(0, at_ms=20_000), entry(1, at_ms=9_998.5))
+    assert window.calls["step"].tolist() == [10_000, 9_999]
+    assert len(read.recording._starts) <= 4096, "bounded"
+
+
+def test_phases_are_read_once_with_the_rank() -> None:
+    read = Read(rank=2)
+    read.trail("[_TrainingEpochLoop].train_dataloader_next")
+    read.trail("[Strategy]SafeDDP.backward")
+    spans = read().spans
+    assert spans["rank"].tolist() == [2, 2]
+    assert [STEP_PHASES[number] for number in spans["phase"]] == [StepPhase.DATA, StepPhase.COMPUTE]
+    assert len(read().spans) == 0
+
+
+def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
+    read = Read(size=1000)
+    read(*(entry(number) for number in range(10)))
+    # As of now, whatever the clock of the entries says.
+    monkeypatch.setattr(recording_module, "time_ns", lambda: BEGAN_NS + 10 * MS, raising=False)
+    again = Recording(0, Trail(), most_calls=1000, entries=read.recorder.entries)
+    read.recorder.add(entry(10, at_ms=11))
+    assert seqs(again.read(CLOCK)) == [11]
+
+
+REAL = """
+import torch, torch.distributed as dist
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.timing.windows import Clock
+recording = Recording(0, Trail(), most_calls=100)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(10))
+dist.broadcast(torch.ones(3), 0)
+dist.all_gather([torch.ones(2)], torch.ones(2))
+dist.all_reduce(torch.ones(1), group=dist.new_group([0], group_desc="mine"))
+window = recording.read(Clock())
+print([(window.groups[row["group"]].description, window.ops[row["op"]], int(row["seq"]), int(row["size_bytes"]))
+       for row in window.calls])
+print([(group.name, group.ranks, group.backend) for group in window.groups], window.missing)
+"""
+
+
+def test_the_recorder_of_a_real_group(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
+    done = subprocess.run(
+        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=50, env=environment, check=True
+    )
+    calls, told = done.stdout.splitlines()
+    assert calls == str(
+        [
+            ("default_pg", "all_reduce", 1, 40),
+            ("default_pg", "broadcast", 2, 12),
+            ("default_pg", "all_gather", 3, 8),
+            ("mine", "all_reduce", 1, 4),
+        ]
+    )
+    assert told == "[('0', (0,), 'gloo'), ('1', (0,), 'gloo')] ()"
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
+
+
+@pytest.fixture
+def dump(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the recorder of this process dumps; each name of it once."""
+    dumped: list[Any] = [{}]
+    for name in _torch._RECORDERS:
+        monkeypatch.setattr(_torch._c10d, name.removesuffix("_json"), None, raising=False)
+    name = _torch._RECORDERS[0].removesuffix("_json")
+    monkeypatch.setattr(_torch._c10d, name, lambda *_: pickle.dumps(dumped[0], protocol=2), raising=False)
+    yield dumped
+
+
+def test_the_dump_is_read_as_plain_data(dump: list[Any]) -> None:
+    dump[0] = {"entries": [entry(0)], "version": "2.10"}
+    assert [*_torch.recorder_entries()] == [[entry(0)]]
+
+
+@pytest.mark.parametrize("value", [Evil(), {"entries": [Evil()]}, io.BytesIO, os.system])
+def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: Any) -> None:
+    dump[0] = value
+    with pytest.raises(pickle.UnpicklingError, match="it should be plain data"):
+        list(_torch.recorder_entries())

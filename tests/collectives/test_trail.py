@@ -1,0 +1,104 @@
+"""Phases as they change, and the steps they make, from the names that Lightning gives its profiler."""
+
+import time
+
+import pytest
+
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase, step_phase
+
+NEXT = "[_TrainingEpochLoop].train_dataloader_next"
+BACKWARD = "[Strategy]SafeDDP.backward"
+
+
+def phases(trail: Trail) -> list[StepPhase]:
+    return [STEP_PHASES[phase] for _, phase in trail.marks]
+
+
+def test_a_phase_is_written_down_when_it_changes() -> None:
+    trail = Trail()
+    began_ns = time.time_ns()
+    for action in (NEXT, "[Strategy]SafeDDP.batch_to_device", "[Strategy]SafeDDP.training_step", BACKWARD, "", ""):
+        trail(action)
+    assert phases(trail) == [StepPhase.DATA, StepPhase.COMPUTE, StepPhase.OTHER]
+    times = [at_ns for at_ns, _ in trail.marks]
+    assert times == sorted(times) and began_ns <= times[0] <= time.time_ns()
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        NEXT,
+        "[_EvaluationLoop].val_next",
+        "[_EvaluationLoop].test_next",
+        "[_PredictionLoop].predict_next",
+        "[_TrainingEpochLoop].val_dataloader_next",
+    ],
+)
+def test_a_step_begins_when_a_batch_is_fetched(action: str) -> None:
+    trail = Trail()
+    for _ in range(3):
+        trail(action), trail(""), trail(BACKWARD), trail("")
+    assert len(trail.starts) == 3
+
+
+def test_what_happens_within_a_fetch_makes_no_further_step() -> None:
+    tracker, trail = PhaseTracker(), Trail()
+    tracker.listeners += (trail,)
+    for _ in range(3):
+        with tracker.action(NEXT), tracker.action("barrier:mine"):
+            pass
+    assert len(trail.starts) == 3
+
+
+def test_nobody_who_reads_is_no_reason_to_grow() -> None:
+    trail = Trail()
+    for _ in range(70_000):
+        trail(NEXT), trail(BACKWARD)
+    assert len(trail.marks) == len(trail.starts) == 1 << 16
+    assert len(trail._meanings) == 2
+
+
+def test_an_action_costs_about_a_microsecond() -> None:
+    trail, best_s = Trail(), 1.0
+    actions = [NEXT, "", BACKWARD, "", "[LightningModule]Net.on_train_batch_end"] * 1000
+    for _ in range(5):
+        began = time.perf_counter()
+        for action in actions:
+            trail(action)
+        best_s = min(best_s, time.perf_counter() - began)
+    assert best_s / len(actions) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("action", "phase"),
+    [
+        ("", StepPhase.OTHER),
+        ("run_training_batch", StepPhase.OTHER),
+        (NEXT, StepPhase.DATA),
+        ("[Strategy]SafeDDP.batch_to_device", StepPhase.DATA),
+        ("[LightningModule]Net.transfer_batch_to_device", StepPhase.DATA),
+        ("[LightningDataModule]Data.train_dataloader", StepPhase.DATA),
+        ("[Strategy]SafeDDP.training_step", StepPhase.COMPUTE),
+        (BACKWARD, StepPhase.COMPUTE),
+        ("[LightningModule]Net.optimizer_step", StepPhase.OPTIMIZER),
+        ("[LightningModule]Net.optimizer_zero_grad", StepPhase.OPTIMIZER),
+        ("[LightningModule]Net.configure_gradient_clipping", StepPhase.OPTIMIZER),
+        ("[LightningModule]Net.lr_scheduler_step", StepPhase.OPTIMIZER),
+        ("[Strategy]SafeDDP.validation_step", StepPhase.VALIDATION),
+        ("[_EvaluationLoop].val_next", StepPhase.VALIDATION),
+        ("[LightningModule]Net.on_validation_epoch_end", StepPhase.VALIDATION),
+        ("[Strategy]SafeDDP.test_step", StepPhase.VALIDATION),
+        ("save_checkpoint", StepPhase.CHECKPOINT),
+        ("[Callback]ModelCheckpoint{'monitor': 'val_loss'}.on_train_batch_end", StepPhase.CHECKPOINT),
+        ("log_metrics", StepPhase.LOGGING),
+        ("[LightningModule]Net.on_train_batch_end", StepPhase.HOOKS),
+        ("[Callback]EarlyStopping{'monitor': 'validation_loss', 'mode': 'min'}.on_train_epoch_end", StepPhase.HOOKS),
+        ("[Callback]TQDMProgressBar.on_train_batch_start", StepPhase.HOOKS),
+        ("[LightningModule]Net.on_before_backward", StepPhase.HOOKS),
+        ("[LightningModule]Net.on_before_optimizer_step", StepPhase.HOOKS),
+    ],
+)
+def test_the_phase_of_each_of_lightnings_actions(action: str, phase: StepPhase) -> None:
+    assert step_phase(action) is phase
