@@ -251,7 +251,8 @@ def time_collectives_on_device() -> int:
     for group in _groups_here():
         backend = _backend_of(group, "cuda")
         if backend is not None and "nccl" in backend.name().lower():
-            backend._enable_collectives_timing()
+            # Bound on the group only, which passes it on to its back ends.
+            group._enable_collectives_timing()
             count += 1
     return count
 

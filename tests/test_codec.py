@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
     StorageFacts,
+    Straggler,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
 
@@ -119,6 +120,19 @@ RANK = RankFacts(
     loaders=(LOADER,),
     data=DATA,
     storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
+    stragglers=(
+        Straggler(
+            rank=1,
+            phase="data loading",
+            share=0.34,
+            of_steps=200,
+            mean_s=0.038,
+            op="all_reduce",
+            since_ns=1_800_000_000_000_000_000,
+            until_ns=1_800_000_012_000_000_000,
+            is_over=True,
+        ),
+    ),
     loggers=(
         LoggerFacts(
             logger="TensorBoardLogger",

@@ -11,6 +11,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.probes.flight_recorder import without_parts
 from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 Entry = dict[str, Any]
@@ -30,6 +31,8 @@ class Recording:
         trail: Where its main thread has been.
         most_calls: Calls of a group that a window holds at most; of more than that, whole runs are left out, the same
             ones on every rank.
+        since_ns: What was recorded before this moment, wall-clock time, is left aside: the recorder is the process's,
+            and has that of earlier calls of the Trainer.
         entries: What gives the entries of each recorder; for tests.
 
     Attributes:
@@ -43,17 +46,20 @@ class Recording:
         trail: Trail,
         *,
         most_calls: int,
+        since_ns: int = 0,
         entries: Callable[[], Iterable[list[Entry]]] = _torch.recorder_entries,
     ) -> None:
         self._rank = rank
         self._trail = trail
         self._most_calls = most_calls
+        self._since_ns = since_ns
         self._entries = entries
         self._read_to: dict[int, int] = {}
         self._unfinished: dict[int, dict[int, Entry]] = defaultdict(dict)
         self._groups: dict[str, GroupMembers] = {}
         self._starts: list[int] = []
         self._missing: list[str] = []
+        self._spans_to_ns = 0
         self._device_times_fail = False
         self.new = 0
         self.steps = 0
@@ -96,14 +102,16 @@ class Recording:
         """New entries, and those whose duration has become known; and how many were overwritten before."""
         found: list[Entry] = []
         lost = self.new = 0
-        for number, entries in enumerate(self._entries()):
+        for number, dumped in enumerate(self._entries()):
+            entries = [entry for entry in dumped if entry["time_created_ns"] >= self._since_ns]
             if not entries:
                 continue
             read_to, unfinished = self._read_to.get(number, -1), self._unfinished[number]
             lost += max(entries[0]["record_id"] - read_to - 1, 0) if read_to >= 0 else 0
             self._read_to[number] = entries[-1]["record_id"]
             self.new += sum(entry["record_id"] > read_to for entry in entries)
-            wanted = [entry for entry in entries if entry["record_id"] > read_to or entry["record_id"] in unfinished]
+            whole = without_parts(entries)
+            wanted = [entry for entry in whole if entry["record_id"] > read_to or entry["record_id"] in unfinished]
             forgotten = unfinished.keys() - {entry["record_id"] for entry in wanted}
             found += [unfinished.pop(record) for record in sorted(forgotten)]
             for entry in wanted:
@@ -171,9 +179,12 @@ class Recording:
         marks = self._trail.marks
         found = []
         while marks:
-            began_ns, phase = marks.popleft()
-            found.append((self._rank, phase, began_ns))
-        return np.array(found, dtype=SPAN)
+            found.append(marks.popleft())
+        # It goes on; when it has ended it is among the marks, and is not told again.
+        found.append(self._trail.current)
+        new = [(self._rank, phase, began_ns) for began_ns, phase in found if began_ns > self._spans_to_ns]
+        self._spans_to_ns = found[-1][0]
+        return np.array(new, dtype=SPAN)
 
     def _is_kept(self, calls: Any) -> Any:
         """Which calls of each group stay: all, or every second, fourth, … run of them."""
@@ -194,7 +205,8 @@ def _op(profiling_name: str) -> str:
 def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:
     """Whether an entry is of a back end that times collectives on the device, and has not ended there yet."""
     is_timed = entry["profiling_name"].startswith("nccl") and entry.get("duration_ms") is None
-    is_over = entry["state"] == "completed" or entry["retired"] or now_ns - entry["time_created_ns"] > _PATIENCE_NS
+    # A dump calls it completed some 0.1 s before NCCL's watchdog retires it, which is when it gets its duration.
+    is_over = entry["retired"] or now_ns - entry["time_created_ns"] > _PATIENCE_NS
     return is_timed and not is_over
 
 

@@ -1,5 +1,6 @@
 """What goes to the Trainer's loggers: the collectives and the latest rank since the last time, as plain numbers."""
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,9 @@ from torchmetrics import MeanMetric
 from lightning_ncclsafe.timing.bandwidth import bandwidth
 from lightning_ncclsafe.timing.lateness import Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
+
+# MLflow takes no other characters in a metric's name.
+_REFUSED = re.compile(r"[^\w./\-: ]")
 
 
 def _mean() -> Any:
@@ -73,5 +77,6 @@ class Scalars:
 
 
 def _name(calls: MatchedCalls, op: str) -> str:
-    """``"collectives/all_reduce"``; for any other than the default group with its name."""
-    return f"collectives/{op}" if calls.group.name == "0" else f"collectives/{op}[{calls.group.name}]"
+    """``"collectives/all_reduce"``; for any other than the default group with its name: ``"collectives/reduce.7"``."""
+    name = f"collectives/{op}" if calls.group.name == "0" else f"collectives/{op}.{calls.group.name}"
+    return _REFUSED.sub("_", name)

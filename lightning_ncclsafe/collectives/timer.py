@@ -71,7 +71,7 @@ class Timer:
         self._trail = trail
         self._say = say
         most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
-        self._recording = Recording(rank, trail, most_calls=most_calls)
+        self._recording = Recording(rank, trail, most_calls=most_calls, since_ns=time.time_ns())
         self._tree = Tree(exchange, rank=rank, world_size=world_size)
         self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
         self._scalars = Scalars(world_size) if rank == 0 else None
@@ -110,9 +110,9 @@ class Timer:
         """Shares what is left, waits for what the others share, on rank 0, and ends the thread."""
         self._ending.set()
         self._clocks.stop()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_LAST_S + self._world_size / 100 + 5.0)
-            self._clock_thread.join(_LAST_S)
+        for thread, most_s in ((self._thread, _LAST_S + self._world_size / 100 + 5.0), (self._clock_thread, _LAST_S)):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(most_s)
 
     @property
     def is_off(self) -> bool:

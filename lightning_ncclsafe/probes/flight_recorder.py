@@ -70,7 +70,32 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
         for pg_id, status in dump.get("pg_status", {}).items()
         if pg_id in names
     ]
-    return groups, [_collective(entry) for entry in entries]
+    return groups, [_collective(entry) for entry in without_parts(entries)]
+
+
+def without_parts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is coalesced is recorded one by one, and then as a whole; NCCL's back end tells the end of the whole only.
+
+    Args:
+        entries: Entries as a recorder gives them.
+
+    Returns:
+        The same without those of which a whole with the same sequence number is among them.
+    """
+    wholes = {
+        (entry["pg_id"], entry["collective_seq_id"])
+        for entry in entries
+        if entry["profiling_name"].endswith("coalesced") and not entry["is_p2p"]
+    }
+    if not wholes:
+        return entries
+    return [
+        entry
+        for entry in entries
+        if entry["is_p2p"]
+        or entry["profiling_name"].endswith("coalesced")
+        or (entry["pg_id"], entry["collective_seq_id"]) not in wholes
+    ]
 
 
 def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:

@@ -179,7 +179,8 @@ class _Timeline:
     """How long one rank has been in each phase, up to any moment."""
 
     def __init__(self, spans: Spans) -> None:
-        self._begin_ns = spans["begin_ns"]
+        # Copied out of its records, in which a search takes ten times as long.
+        self._begin_ns = np.ascontiguousarray(spans["begin_ns"])
         self._phase = spans["phase"]
         lasted_ns = np.diff(self._begin_ns, append=self._begin_ns[-1:])
         self._before_ns = np.zeros((len(spans) + 1, len(STEP_PHASES)), dtype=np.int64)

@@ -53,15 +53,15 @@ class Steps:
     def add(self, calls: MatchedCalls, late: Lateness) -> None:
         """Adds a block of collectives."""
         self._newest[calls.group.name] = (int(calls.step.max()), int(calls.arrival_ns.max()))
-        for number in np.unique(calls.step).tolist():
-            chosen = np.flatnonzero(calls.step == number)
-            arrival_ns = int(calls.arrival_ns[:, chosen].min())
+        ranks = list(calls.group.ranks)
+        for chosen in _runs(calls.step):
+            number, arrival_ns = int(calls.step[chosen.start]), int(calls.arrival_ns[:, chosen].min())
             step = self._open.get(number) or self._new(number, arrival_ns)
             step.began_ns = min(step.began_ns, arrival_ns)
-            ranks = np.array(calls.group.ranks)
             step.late_ns[ranks] += late.late_ns[:, chosen].sum(axis=1)
             step.wait_ns[ranks] += late.wait_ns[:, chosen].sum(axis=1)
-            self._explain(step, calls, late, chosen)
+            if step.late_ns.any():
+                self._explain(step, calls, late, chosen)
 
     def complete(self, *, all_of_them: bool = False) -> list[Step]:
         """The steps to which nothing is added any more, in order; they are given once."""
@@ -76,10 +76,16 @@ class Steps:
         )
         return step
 
-    def _explain(self, step: Step, calls: MatchedCalls, late: Lateness, chosen: NDArray[Any]) -> None:
+    def _explain(self, step: Step, calls: MatchedCalls, late: Lateness, chosen: slice) -> None:
         part = late.late_ns[:, chosen]
-        row, column = np.unravel_index(int(part.argmax()), part.shape)
+        row, column = divmod(int(part.argmax()), part.shape[1])
         if part[row, column] > step.worst_ns:
             step.worst_ns = float(part[row, column])
-            step.phase = int(late.phase[row, chosen[column]])
-            step.op = calls.ops[int(calls.op[chosen[column]])]
+            step.phase = int(late.phase[row, chosen.start + column])
+            step.op = calls.ops[int(calls.op[chosen.start + column])]
+
+
+def _runs(numbers: NDArray[Any]) -> list[slice]:
+    """Where neighbours are equal; mostly a step's collectives are neighbours."""
+    edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    return [slice(begin, end) for begin, end in zip(edges[:-1], edges[1:], strict=True)]

@@ -26,7 +26,7 @@ CALL = np.dtype(
 """One collective as one rank called it. ``group`` and ``op`` are positions in the window's tables; ``step`` counts the
 rank's training batches; ``created_ns`` is the rank's own wall clock; ``duration_ns`` is that on the device, or -1."""
 
-SPAN = np.dtype([("rank", "<i4"), ("phase", "u1"), ("begin_ns", "<i8")])
+SPAN = np.dtype([("rank", "<i4"), ("phase", "<i4"), ("begin_ns", "<i8")])
 """From ``begin_ns``, on the rank's own wall clock, on it is in a phase, by number, until its next span begins."""
 
 UNKNOWN_NS = -1

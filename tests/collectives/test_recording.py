@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.collectives import recording as recording_module
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_GROUP
@@ -171,7 +171,7 @@ def test_too_many_calls_are_left_out_in_runs_the_same_on_every_rank() -> None:
         kept.append({seq for seq in seqs(window) if 31 <= seq <= 4000})
     assert kept[0] == kept[1]
     runs = sorted({seq // 64 for seq in kept[0]})
-    assert all(second - first == 4 for first, second in zip(runs, runs[1:], strict=False))
+    assert all(second - first == 4 for first, second in pairwise(runs))
 
 
 def test_only_the_group_that_has_too_many_is_thinned() -> None:
@@ -255,24 +255,26 @@ def test_steps_are_counted_on_over_thousands() -> None:
 
 
 def test_phases_are_read_once_with_the_rank() -> None:
-    read = Read(rank=2)
-    read.trail("[_TrainingEpochLoop].train_dataloader_next")
-    read.trail("[Strategy]SafeDDP.backward")
-    spans = read().spans
-    assert spans["rank"].tolist() == [2, 2]
-    assert [STEP_PHASES[number] for number in spans["phase"]] == [StepPhase.DATA, StepPhase.COMPUTE]
+    read, (data, compute) = Read(rank=2), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
+    read.trail.marks.extend([(BEGAN_NS, compute), (BEGAN_NS + MS, data)])
+    read.trail.current = (BEGAN_NS + 2 * MS, compute)
+    assert read().spans.tolist() == [(2, compute, BEGAN_NS), (2, data, BEGAN_NS + MS), (2, compute, BEGAN_NS + 2 * MS)]
     assert len(read().spans) == 0
+    # What went on has ended, and is among the marks now.
+    read.trail.marks.append(read.trail.current)
+    read.trail.current = (BEGAN_NS + 3 * MS, data)
+    assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
-def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again() -> None:
     """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
-    read = Read(size=1000)
-    read(*(entry(number) for number in range(10)))
-    # As of now, whatever the clock of the entries says.
-    monkeypatch.setattr(recording_module, "time_ns", lambda: BEGAN_NS + 10 * MS, raising=False)
-    again = Recording(0, Trail(), most_calls=1000, entries=read.recorder.entries)
-    read.recorder.add(entry(10, at_ms=11))
-    assert seqs(again.read(CLOCK)) == [11]
+    recorder = Recorder(size=1000)
+    recorder.add(*(entry(number) for number in range(10)))
+    recording = Recording(0, Trail(), most_calls=10, since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
+    assert seqs(recording.read(CLOCK)) == [] and recording.new == 0
+    recorder.add(entry(10, at_ms=11))
+    window = recording.read(CLOCK)
+    assert (seqs(window), window.lost, window.totals[0][0].count) == ([11], {}, 1)
 
 
 REAL = """

@@ -1,29 +1,77 @@
 """Phases as they change, and the steps they make, from the names that Lightning gives its profiler."""
 
+import itertools
 import time
+from collections.abc import Callable
 
 import pytest
 
+from lightning_ncclsafe.collectives import trail as trail_module
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase, step_phase
 
+MS = 1_000_000
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 BACKWARD = "[Strategy]SafeDDP.backward"
 
 
 def phases(trail: Trail) -> list[StepPhase]:
-    return [STEP_PHASES[phase] for _, phase in trail.marks]
+    """Those that have ended, and the one that goes on."""
+    return [STEP_PHASES[phase] for _, phase in [*trail.marks, trail.current]]
 
 
-def test_a_phase_is_written_down_when_it_changes() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Each look at the clock is a millisecond later than the last, or as much as the test says."""
+    ticks = itertools.count()
+    monkeypatch.setattr(trail_module, "time_ns", lambda: next(ticks) * MS)
+
+    def every_ns(step_ns: int) -> None:
+        monkeypatch.setattr(trail_module, "time_ns", lambda: 1000 * MS + next(ticks) * step_ns)
+
+    return every_ns
+
+
+def test_a_phase_is_written_down_when_it_changes(clock: Callable[[int], None]) -> None:
     trail = Trail()
-    began_ns = time.time_ns()
     for action in (NEXT, "[Strategy]SafeDDP.batch_to_device", "[Strategy]SafeDDP.training_step", BACKWARD, "", ""):
         trail(action)
-    assert phases(trail) == [StepPhase.DATA, StepPhase.COMPUTE, StepPhase.OTHER]
-    times = [at_ns for at_ns, _ in trail.marks]
-    assert times == sorted(times) and began_ns <= times[0] <= time.time_ns()
+    assert phases(trail) == [StepPhase.OTHER, StepPhase.DATA, StepPhase.COMPUTE]
+    times = [at_ns for at_ns, _ in [*trail.marks, trail.current]]
+    assert times == sorted({*times})
+
+
+def test_what_is_between_two_hooks_belongs_to_the_first(clock: Callable[[int], None]) -> None:
+    trail = Trail()
+    for action in (NEXT, "", "run_training_batch", BACKWARD, "", NEXT, ""):
+        trail(action)
+    assert phases(trail) == [StepPhase.OTHER, StepPhase.DATA, StepPhase.COMPUTE, StepPhase.DATA]
+
+
+def test_what_took_next_to_no_time_counts_with_what_was_before(clock: Callable[[int], None]) -> None:
+    trail = Trail()
+    trail(NEXT)
+    trail(BACKWARD)
+    clock(10_000)
+    for action in ("[LightningModule]Net.on_train_batch_end", NEXT, "save_checkpoint"):
+        trail(action)
+    clock(MS)
+    trail(BACKWARD)
+    assert phases(trail) == [
+        StepPhase.OTHER,
+        StepPhase.DATA,
+        StepPhase.COMPUTE,
+        StepPhase.CHECKPOINT,
+        StepPhase.COMPUTE,
+    ]
+
+
+def test_times_are_those_of_the_wall_clock() -> None:
+    began_ns, trail = time.time_ns(), Trail()
+    trail(NEXT)
+    assert began_ns <= trail.current[0] <= time.time_ns()
+    assert began_ns <= trail.starts[0] <= time.time_ns()
 
 
 @pytest.mark.parametrize(
@@ -43,21 +91,34 @@ def test_a_step_begins_when_a_batch_is_fetched(action: str) -> None:
     assert len(trail.starts) == 3
 
 
+def test_it_hears_of_a_trackers_actions(clock: Callable[[int], None]) -> None:
+    tracker, trail = PhaseTracker(), Trail()
+    tracker.listeners += (trail,)
+    for _ in range(3):
+        with tracker.action("run_training_epoch"):
+            with tracker.action(NEXT):
+                pass
+            with tracker.action(BACKWARD):
+                pass
+    assert len(trail.starts) == 3
+    assert phases(trail) == [StepPhase.OTHER, *[StepPhase.DATA, StepPhase.COMPUTE] * 3]
+
+
 def test_what_happens_within_a_fetch_makes_no_further_step() -> None:
     tracker, trail = PhaseTracker(), Trail()
     tracker.listeners += (trail,)
     for _ in range(3):
-        with tracker.action(NEXT), tracker.action("barrier:mine"):
+        with tracker.action(NEXT), tracker.action("[Callback]Mine.on_fetch"):
             pass
     assert len(trail.starts) == 3
 
 
-def test_nobody_who_reads_is_no_reason_to_grow() -> None:
+def test_nobody_who_reads_is_no_reason_to_grow(clock: Callable[[int], None]) -> None:
     trail = Trail()
     for _ in range(70_000):
-        trail(NEXT), trail(BACKWARD)
+        trail(NEXT), trail(BACKWARD), trail("")
     assert len(trail.marks) == len(trail.starts) == 1 << 16
-    assert len(trail._meanings) == 2
+    assert len(trail._meanings) == 3
 
 
 def test_an_action_costs_about_a_microsecond() -> None:

@@ -1,4 +1,4 @@
-"""All ranks' windows come to rank 0, over an exchange in memory, whatever the number of ranks and whoever is held up."""
+"""All ranks' windows come to rank 0, whatever the number of ranks and whoever is held up; over memory."""
 
 import time
 from collections.abc import Iterable

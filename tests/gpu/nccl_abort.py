@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from nccl_scenes import Here
+from nccl_here import Here
 
 from lightning_ncclsafe import _torch
 

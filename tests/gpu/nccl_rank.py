@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nccl_abort import ABORTS
-from nccl_scenes import SCENES, Here
+from nccl_here import Here
+from nccl_scenes import SCENES
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_ncclsafe import _torch

@@ -1,97 +1,23 @@
 """What ranks do in front of the Flight Recorder: a scene is a function of one rank, run on all of them at once."""
 
-import base64
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
+from nccl_here import NUMEL, WARM_UP, Here
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ncclsafe import _torch
 
 LATE_RANK = 1
 HOST_DELAY_S = 0.15
-WARM_UP, HEALTHY, DELAYED = 5, 20, 10
-# 4 MiB: some milliseconds over loopback sockets.
-NUMEL = 1 << 20
-# What the watchdog of NCCL's back end needs to see that a collective has ended: it looks ten times a second.
-_SETTLE_S = 10.0
+HEALTHY, DELAYED = 20, 10
 # How long ranks stand still before their recorders are read.
 _HANGS_S = 1.0
-_MEET_S = timedelta(seconds=60)
 
 Truth = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Here:
-    """One rank.
-
-    Attributes:
-        rank: Its number.
-        ranks: How many there are.
-        device: What its tensors are on.
-        store: A connection to the job's store, for what ranks agree on beside their collectives.
-    """
-
-    rank: int
-    ranks: int
-    device: torch.device
-    store: Any
-
-    def ones(self, numel: int = NUMEL) -> torch.Tensor:
-        """A tensor on this rank's device."""
-        return torch.ones(numel, device=self.device)
-
-    def sync(self) -> None:
-        """Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def meet(self, name: str) -> None:
-        """Waits for all ranks, without a collective."""
-        if self.store.add(f"{name}/here", 1) == self.ranks:
-            self.store.set(f"{name}/all", "")
-        self.store.wait([f"{name}/all"], _MEET_S)
-
-    def dump(self) -> dict[str, Any]:
-        """What the recorder of this rank's back end holds, in both of its forms, and who its groups' members are."""
-        kind = "nccl" if self.device.type == "cuda" else "fr"
-        as_json: bytes = getattr(_c10d, f"_dump_{kind}_trace_json")(True, False)
-        as_pickle: bytes = getattr(_c10d, f"_dump_{kind}_trace")(True, False, False)
-        return {
-            "rank": self.rank,
-            "json": json.loads(as_json),
-            "pickle": base64.b64encode(as_pickle).decode(),
-            "groups": {group.name: list(group.ranks) for group in _torch.process_groups()},
-        }
-
-    def settle(self) -> None:
-        """Waits for the device, and until the recorder has learned of the end of what it has seen begin; at most 10 s.
-
-        What is coalesced is not waited for: only the whole has an end of its own.
-        """
-        self.sync()
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline:
-            entries = [entry for found in _torch.recorder_entries() for entry in found]
-            if all(_is_settled(entry) for entry in entries):
-                return
-            time.sleep(0.05)
-
-
-def _is_settled(entry: dict[str, Any]) -> bool:
-    if not entry["profiling_name"].endswith(":all_reduce"):
-        return True
-    # The first ones were made before timing was switched on.
-    has_duration = not entry["profiling_name"].startswith("nccl") or entry.get("duration_ms") is not None
-    return entry["retired"] and (has_duration or entry["op_id"] <= WARM_UP)
 
 
 def _warm_up(here: Here) -> None:
@@ -107,9 +33,9 @@ def durations(here: Here) -> Truth:
     _warm_up(here)
     measured: list[float] = []
     for _ in range(HEALTHY):
-        begin, end = _event(), _event()
+        tensor, begin, end = here.ones(4 * NUMEL), _event(), _event()
         begin.record()
-        dist.all_reduce(here.ones())
+        dist.all_reduce(tensor)
         end.record()
         end.synchronize()
         measured.append(begin.elapsed_time(end))

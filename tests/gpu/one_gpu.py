@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,40 @@ def is_rehearsal() -> bool:
     return os.environ.get(REHEARSAL) == "1"
 
 
+def missing() -> str:
+    """What is missing here to run NCCL; empty if nothing is."""
+    if is_rehearsal():
+        return ""
+    if not _driver_sees_a_gpu():
+        return "needs an NVIDIA GPU, and this host has none (tests/gpu/README.md)"
+    import torch
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        # Of a driver that is too old; the answer is no, then.
+        warnings.simplefilter("ignore")
+        has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        return f"needs torch built for CUDA; {torch.__version__} sees no GPU (tests/gpu/README.md)"
+    if not dist.is_nccl_available():
+        return f"needs torch built with NCCL; {torch.__version__} has none (tests/gpu/README.md)"
+    return ""
+
+
+def _driver_sees_a_gpu() -> bool:
+    """Asked of the driver: to ask torch means to import it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    try:
+        return bool(pynvml.nvmlDeviceGetCount() > 0)
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def environment(rank: int, ranks: int, port: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What the process of one rank is told.
 
@@ -73,6 +108,8 @@ def environment(rank: int, ranks: int, port: int, inherited: Mapping[str, str] =
         "NCCL_HOSTID": f"fake{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
+        # Whatever plugin a cluster has installed.
+        "NCCL_NET": "Socket",
         "NCCL_NVLS_ENABLE": "0",
         # Its kernels wait for the other ranks' while they run: all of them have to fit on the GPU at once.
         "NCCL_MAX_CTAS": "2",

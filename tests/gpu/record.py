@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import recordings
-from one_gpu import run_ranks
+from one_gpu import missing, run_ranks
 
 SCRIPT = Path(__file__).with_name("nccl_rank.py")
 LIMIT_S = 150
 RECORDED = ("healthy", "delay", "behind", "mismatched", "sub_groups", "point_to_point", "coalesced")
 
-# What is timed has to be switched on by the package itself; what hangs must not be ended by the back end.
-_RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "400", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# Timing is not switched on here: that is for the package to do.
+_RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "400"}
+# Should NCCL notice by itself: what has hung must not be ended before its recorder is read.
+_UNENDED: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def told_by_ranks(name: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -25,7 +27,8 @@ def told_by_ranks(name: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
         RuntimeError: A rank has written nothing; the message has what all have printed.
     """
     arguments = [str(SCRIPT), name, f"--ranks={ranks}", f"--folder={folder}"]
-    ended = run_ranks(arguments, ranks, folder, timeout_s=LIMIT_S, more=_RECORDER)
+    more = {**_RECORDER, **(_UNENDED if name == "mismatched" else {})}
+    ended = run_ranks(arguments, ranks, folder, timeout_s=LIMIT_S, more=more)
     paths = [folder / f"told-{rank}.json" for rank in range(ranks)]
     if not all(path.exists() for path in paths):
         raise RuntimeError(f"Not all ranks of {name!r} have come to its end.\n{ended.story}")
@@ -37,17 +40,29 @@ def recording_of(scene: str, ranks: int, folder: Path) -> recordings.Recording:
     return recordings.make(scene, told_by_ranks(scene, ranks, folder))
 
 
+def keep(scene: str, ranks: int, folder: Path) -> bool:
+    """Records one scene; where that fails it is said, and the others are recorded all the same."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            path = recordings.write(recording_of(scene, ranks, Path(scratch)), folder)
+        except (RuntimeError, ValueError) as error:
+            print(error, flush=True)
+            return False
+    print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenes", nargs="*", default=[*RECORDED])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--folder", type=Path, default=recordings.FOLDER)
     options = parser.parse_args()
-    for ranks in options.ranks:
-        for scene in options.scenes:
-            with tempfile.TemporaryDirectory() as folder:
-                path = recordings.write(recording_of(scene, ranks, Path(folder)), options.folder)
-            print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+    if reason := missing():
+        print(f"nothing recorded: {reason}")
+        return
+    kept = [keep(scene, ranks, options.folder) for ranks in options.ranks for scene in options.scenes]
+    raise SystemExit(not all(kept))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import gzip
 import json
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,5 +117,7 @@ def _check(recording: Recording) -> None:
 
 def private_words() -> list[str]:
     """What belongs to this host and its user alone."""
-    words = [socket.gethostname(), getpass.getuser(), str(Path.home()), str(Path.cwd()), sys.prefix]
+    words = [socket.gethostname(), str(Path.home()), str(Path.cwd()), sys.prefix]
+    with suppress(OSError, KeyError):  # a number without a name, in a container
+        words.append(getpass.getuser())
     return [word for word in words if len(word) >= _TELLING]

@@ -16,8 +16,8 @@ def test_recorded_durations_are_those_of_cuda_events(tmp_path: Path) -> None:
         recorded_ms = [entry.get("duration_ms") for entry in told["dump"]["json"]["entries"]][-len(measured_ms) :]
         assert None not in recorded_ms, "the recorder has no durations: is timing on?"
         pairs = [*zip(recorded_ms, measured_ms, strict=True)]
-        # The events around the call have the launch and a copy or two in them as well.
-        assert 0.7 < median(recorded / measured for recorded, measured in pairs) <= 1.02, pairs
+        # The events around the call have its launch in them as well, and the turns that the ranks take on the GPU.
+        assert 0.6 < median(recorded / measured for recorded, measured in pairs) <= 1.02, pairs
         assert all(recorded <= 1.02 * measured + 0.1 for recorded, measured in pairs), pairs
 
 

@@ -171,7 +171,7 @@ def test_what_clocks_may_explain_is_not_claimed(uncertainty_ns: int, late_ns: in
 def test_beside_clocks_of_which_nothing_is_known_nobody_is_late(ranks: int, ahead_ms: float) -> None:
     """Half of the ranks are on a host whose clock may show anything."""
     half = ranks // 2
-    arrival = [*np.zeros((ranks, 3)), 0, 10, 20]
+    arrival = np.tile([0.0, 10.0, 20.0], (ranks, 1))
     arrival[half:] += ahead_ms
     late = lateness(matched(arrival, uncertainty_ns=[0] * half + [UNKNOWN] * half), {})
     assert not late.late_ns.any()

@@ -135,31 +135,35 @@ def test_one_rank_without_durations_leaves_the_hosts_clocks() -> None:
     assert found.late_ms == pytest.approx([DELAY_MS] * DELAYED, abs=1)
 
 
-def test_what_is_coalesced_is_one_call() -> None:
-    """Its parts have the same sequence number, no events and so no times; the last entry is the whole of it."""
-    parts = [
-        entry(1, 10 + number, None, op_id=number + 1, record_id=number, state="scheduled", retired=False)
-        for number in range(3)
-    ]
-    whole = entry(1, 20, TRANSFER_MS, op_id=4, record_id=3, profiling_name="nccl:coalesced")
-    [(calls, _)] = compared(file_of([[*parts, whole], [*parts, whole]]))
-    assert calls.seq.tolist() == [1]
+def coalesced(whole: str) -> list[Entry]:
+    """Two calls under one number, as the back end records them: the parts have no events, and so neither end nor time.
 
-
-@pytest.mark.xfail(
-    strict=False,
-    raises=AssertionError,
-    reason="probes/flight_recorder.py takes parts of what was coalesced for outstanding",
-)
-@pytest.mark.parametrize("whole", ["nccl:coalesced", "nccl:ALLGATHER_coalesced"])
-def test_the_parts_of_what_was_coalesced_are_not_outstanding(whole: str) -> None:
-    """They stay ``scheduled`` for ever, and are never retired; an all_gather of unequal sizes is made of such, too."""
+    They stay ``scheduled`` and are never retired. An all_gather of unequal sizes is made of such parts, too.
+    """
     parts = [
         entry(1, 10 + number, None, op_id=number + 1, record_id=number, state="scheduled", retired=False)
         for number in range(2)
     ]
-    entries = [*parts, entry(1, 20, None, op_id=3, record_id=2, profiling_name=whole)]
-    _, collectives = flight_recorder.parse({"entries": entries}, {})
+    return [*parts, entry(1, 20, TRANSFER_MS, op_id=3, record_id=2, profiling_name=whole)]
+
+
+WHOLES = ["nccl:coalesced", "nccl:ALLGATHER_coalesced"]
+
+
+def test_what_is_coalesced_is_one_call() -> None:
+    [(calls, _)] = compared(file_of([coalesced(WHOLES[0])] * 2))
+    assert calls.seq.tolist() == [1]
+
+
+@pytest.mark.parametrize("whole", WHOLES)
+def test_what_is_coalesced_takes_as_long_as_the_whole(whole: str) -> None:
+    [(calls, _)] = compared(file_of([coalesced(whole)] * 2))
+    assert calls.duration_ns.tolist() == [[int(TRANSFER_MS * MS)]] * 2
+
+
+@pytest.mark.parametrize("whole", WHOLES)
+def test_the_parts_of_what_was_coalesced_are_not_outstanding(whole: str) -> None:
+    _, collectives = flight_recorder.parse({"entries": coalesced(whole)}, {})
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), collectives=tuple(collectives))
     assert outstanding_collective(facts) is None
 
@@ -186,11 +190,6 @@ def test_a_call_that_has_not_ended_waits_for_its_duration(state: str) -> None:
     assert read_twice(running, entry(1, 0)) == [[], [int(TRANSFER_MS * MS)]]
 
 
-@pytest.mark.xfail(
-    strict=False,
-    raises=AssertionError,
-    reason="collectives/recording.py takes what is completed, and not retired yet, without its duration",
-)
 def test_a_call_that_has_ended_waits_for_the_watchdog_to_give_its_duration() -> None:
     """Reading the recorder looks at the events itself: what has just ended is completed, up to 0.1 s before it has a
     duration."""
@@ -203,9 +202,6 @@ def test_a_call_that_is_retired_without_a_duration_is_not_waited_for() -> None:
     assert read_twice(untimed, untimed) == [[UNKNOWN_NS], []]
 
 
-@pytest.mark.xfail(
-    strict=False, raises=AttributeError, reason="_torch.py asks the back end to time; what can be asked is the group"
-)
 def test_timing_is_switched_on_for_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """``_enable_collectives_timing`` is bound on ``ProcessGroup``; back ends have no such method (torch 2.13)."""
     assert not hasattr(Backend, "_enable_collectives_timing")

@@ -1,0 +1,85 @@
+"""How often the recorder is read."""
+
+import pytest
+
+from lightning_ncclsafe.collectives.pace import Pace
+
+SIZE = 1000
+
+
+def pause_s(
+    *, world_size: int = 8, every: int = 50, took_s: float = 1.0, cpu_s: float = 0.0, new: int = 10, steps: int = 10
+) -> float:
+    pace = Pace(world_size=world_size, every_n_steps=every, recorder_size=SIZE)
+    return pace.pause_s(took_s=took_s, cpu_s=cpu_s, new=new, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected_s"),
+    [
+        # 10 steps a second, and 50 are wanted.
+        ({}, 5.0),
+        ({"every": 20}, 2.0),
+        ({"every": 1}, 0.5),
+        ({"every": 20, "took_s": 0.5}, 1.0),
+        # Not more seldom than every 5 s, should steps be slow or not come at all.
+        ({"every": 500}, 5.0),
+        ({"steps": 0}, 5.0),
+        # Not more often than 10 ms for each rank.
+        ({"every": 1, "world_size": 200}, 2.0),
+        ({"every": 1, "world_size": 1024}, 10.24),
+        # An eightieth of a core.
+        ({"every": 1, "cpu_s": 0.02}, 1.6),
+        ({"every": 1, "cpu_s": 0.1}, 8.0),
+        # Of 1,000 entries of which 300 are new in a second 600 are so after 2 s.
+        ({"new": 300}, 2.0),
+        ({"new": 300, "cpu_s": 0.1}, 2.0),
+        # Where it was full nobody knows how many there were.
+        ({"new": 1000}, 0.5),
+        ({"new": 1000, "took_s": 0.2, "steps": 2}, 0.1),
+        ({"new": 1000, "took_s": 0.01}, 0.05),
+        ({"new": 0}, 5.0),
+    ],
+)
+def test_the_pause_for_what_was_seen(seen: dict[str, float], expected_s: float) -> None:
+    assert pause_s(**seen) == pytest.approx(expected_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [10, 1_000, 10_000])
+@pytest.mark.parametrize("world_size", [2, 1024])
+def test_it_keeps_ahead_of_the_ring(rate: int, world_size: int) -> None:
+    """At once, and after a reading at which it was too late."""
+    pace = Pace(world_size=world_size, every_n_steps=50, recorder_size=SIZE)
+    pause, lost = 0.1, []
+    for _ in range(200):
+        reading_s = 0.007
+        new = rate * (pause + reading_s)
+        lost.append(max(new - SIZE, 0))
+        pause = pace.pause_s(
+            took_s=pause + reading_s, cpu_s=reading_s, new=int(min(new, SIZE)), steps=int(rate * pause / 10)
+        )
+    assert not any(lost[10:])
+
+
+def test_where_calls_suddenly_come_faster_it_catches_up() -> None:
+    pace, pause, lost = Pace(world_size=2, every_n_steps=50, recorder_size=SIZE), 5.0, []
+    for turn in range(30):
+        new = (100 if turn < 5 else 5_000) * pause
+        lost.append(new > SIZE)
+        pause = pace.pause_s(took_s=pause, cpu_s=0.007, new=int(min(new, SIZE)), steps=10)
+    assert sum(lost) <= 8 and not any(lost[-10:])
+
+
+@pytest.mark.parametrize("rate", [10, 100, 200])
+def test_of_a_core_it_takes_no_more_than_its_share(rate: int) -> None:
+    pace, pause, cpu_s, passed_s = Pace(world_size=2, every_n_steps=1, recorder_size=SIZE), 0.1, 0.0, 0.0
+    for _ in range(100):
+        passed_s += pause
+        cpu_s += 0.02
+        pause = pace.pause_s(took_s=pause, cpu_s=0.02, new=int(rate * pause), steps=int(rate * pause))
+    assert cpu_s / passed_s <= 0.0135
+
+
+def test_it_never_turns_without_a_pause() -> None:
+    for new in (0, 1, 10**9):
+        assert pause_s(every=1, took_s=1e-6, new=new, steps=10**6) >= 0.05

@@ -1,0 +1,97 @@
+"""What loggers are given: plain numbers under plain names."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_ncclsafe.collectives.scalars import Scalars
+from lightning_ncclsafe.timing.lateness import lateness
+from lightning_ncclsafe.timing.matching import MatchedCalls
+from lightning_ncclsafe.timing.windows import GroupMembers
+
+MS = 1_000_000
+
+
+def block(arrival_ms: Any, duration_ms: Any = None, *, op: str = "all_reduce", name: str = "0") -> MatchedCalls:
+    """Calls of 4 MB each, every one a step."""
+    arrival = (np.array(arrival_ms) * MS).astype(np.int64)
+    ranks, count = arrival.shape
+    return MatchedCalls(
+        group=GroupMembers(name=name, ranks=tuple(range(ranks))),
+        ops=(op,),
+        op=np.zeros(count, dtype=np.int64),
+        seq=np.arange(count),
+        step=np.arange(count),
+        size_bytes=np.full(count, 4_000_000),
+        arrival_ns=arrival,
+        duration_ns=np.full(arrival.shape, -1) if duration_ms is None else (np.array(duration_ms) * MS).astype(int),
+        uncertainty_ns=np.zeros(ranks, dtype=np.int64),
+        before_ns=arrival[:, 0],
+        follows=np.zeros(count, dtype=bool),
+    )
+
+
+def taken(*blocks: MatchedCalls) -> dict[str, float]:
+    scalars = Scalars(4)
+    for calls in blocks:
+        scalars.add(calls, lateness(calls, {}))
+    return scalars.take()
+
+
+def test_the_means_of_all_collectives_since_the_last_time() -> None:
+    found = taken(block([[0, 0, 0], [10, 0, 2]]), block([[0], [8]]))
+    assert found == {
+        "collectives/all_reduce/skew_ms": pytest.approx(20 / 4),
+        "collectives/all_reduce/wait_ms": pytest.approx(20 / 4 / 2),
+        "collectives/all_reduce/size_bytes": pytest.approx(4_000_000),
+        "straggler/rank": 1.0,
+        "straggler/late_ms_per_step": pytest.approx(20 / 3),
+    }
+
+
+def test_with_durations_there_is_a_bandwidth() -> None:
+    found = taken(block([[0], [0], [0], [0]], [[2.0], [6.0], [2.0], [2.0]]))
+    assert found["collectives/all_reduce/transfer_ms"] == pytest.approx(2.0)
+    # 4 MB in 2 ms, times 2 * 3/4.
+    assert found["collectives/all_reduce/busbw_gb_per_s"] == pytest.approx(3.0)
+
+
+def test_an_operation_without_a_definition_has_no_bandwidth() -> None:
+    found = taken(block([[0], [0]], [[2.0], [2.0]], op="barrier"))
+    assert "collectives/barrier/transfer_ms" in found
+    assert "collectives/barrier/busbw_gb_per_s" not in found
+
+
+def test_what_was_taken_is_gone() -> None:
+    scalars, calls = Scalars(2), block([[0], [10]])
+    assert scalars.take() == {}
+    scalars.add(calls, lateness(calls, {}))
+    assert scalars.take()
+    assert scalars.take() == {}
+    later = block([[5], [0]])
+    scalars.add(later, lateness(later, {}))
+    found = scalars.take()
+    assert found["collectives/all_reduce/skew_ms"] == pytest.approx(5.0)
+    assert (found["straggler/rank"], found["straggler/late_ms_per_step"]) == (0.0, pytest.approx(5.0))
+
+
+def test_each_group_and_operation_has_names_of_its_own() -> None:
+    names = taken(block([[0], [1]]), block([[0], [1]], op="broadcast"), block([[0], [1]], name="mesh_tp")).keys()
+    skews = {name for name in names if name.endswith("/skew_ms")}
+    assert len(skews) == 3
+    assert {"collectives/all_reduce/skew_ms", "collectives/broadcast/skew_ms"} < skews
+    assert any("mesh_tp" in name for name in skews)
+
+
+@pytest.mark.parametrize("name", ["0", "1", "mesh_tp", "7f3a", "default:cpu", "a [group] of (mine)", "größer"])
+@pytest.mark.parametrize("op", ["all_reduce", "_allgather_base", "send 0->1"])
+def test_every_name_is_one_that_all_loggers_take(name: str, op: str) -> None:
+    """MLflow refuses a metric whose name has more than letters, digits, and a few signs; and then training ends."""
+    for metric in taken(block([[0], [1]], op=op, name=name)):
+        assert re.fullmatch(r"[\w./\-: ]+", metric), metric
+
+
+def test_the_numbers_are_plain() -> None:
+    assert {type(value) for value in taken(block([[0], [1]], [[1.0], [2.0]])).values()} == {float}

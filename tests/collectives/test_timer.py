@@ -1,0 +1,260 @@
+"""The thread of each rank: it shares and judges while training goes on, ends in time, and fails without harm."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from recorder_entries import BEGAN_NS, MS, Recorder, entry
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives import recording, timer
+from lightning_ncclsafe.collectives.timer import Timer
+from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.settings import TimerSettings
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.GroupMembers("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+
+
+class Said:
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self.said.append(text)
+
+
+Make = Callable[..., Timer]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Timer] = []
+
+    def make(
+        rank: int,
+        recorder: Recorder,
+        exchange: Any,
+        *,
+        world_size: int = 2,
+        say: Callable[[str], None] | None = None,
+    ) -> Timer:
+        def made_recording(*args: Any, **kwargs: Any) -> recording.Recording:
+            return recording.Recording(*args, **{**kwargs, "since_ns": 0}, entries=recorder.entries)
+
+        monkeypatch.setattr(timer, "Recording", made_recording)
+        one = Timer(
+            TimerSettings(every_n_steps=1),
+            exchange,
+            rank=rank,
+            world_size=world_size,
+            trail=Trail(),
+            boot_id="this host",
+            say=say or Said(),
+        )
+        monkeypatch.setattr(one._pace, "pause_s", lambda **_: 0.05)
+        made.append(one)
+        return one
+
+    yield make
+    for one in reversed(made):
+        one.end()
+
+
+def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come about"
+        threading.Event().wait(0.01)
+
+
+def until_clocks_are_known(ranks: list[Timer]) -> None:
+    for one in ranks:
+        one.start()
+    until(lambda: all(one._clocks.clock().uncertainty_ns >= 0 for one in ranks))
+
+
+def timer_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")]
+
+
+def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
+    shared, recorders = SharedMemory(), [Recorder(), Recorder()]
+    ranks = [make(rank, recorders[rank], MemoryExchange(shared)) for rank in range(2)]
+    until_clocks_are_known(ranks)
+    for rank, recorder in enumerate(recorders):
+        recorder.add(*(entry(number, at_ms=number * 50 + rank * 10) for number in range(20)))
+    until(lambda: ranks[0]._ready)
+    for recorder in recorders:
+        recorder.add(*(entry(number, at_ms=number * 50) for number in range(20, 30)))
+    ending = threading.Thread(target=ranks[1].end)
+    ending.start()
+    ranks[0].end()
+    ending.join()
+    summary = ranks[0].analysis.summary()
+    (op,) = summary.ops
+    assert (op.count, op.compared, summary.lost, summary.left_out) == (30, 30, 0, 0)
+    assert op.skew_s == pytest.approx(0.010 * 20 / 30)
+    scalars = ranks[0].scalars()
+    assert scalars["straggler/rank"] in (0.0, 1.0) and "collectives/all_reduce/skew_ms" in scalars
+    assert ranks[0].scalars() == {}, "each is given once"
+    assert timer_threads() == []
+    assert not ranks[0].is_off and not ranks[1].is_off
+
+
+def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> None:
+    shared, recorders, said = SharedMemory(), [Recorder(5000), Recorder(5000)], [Said(), Said()]
+    ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
+    until_clocks_are_known(ranks)
+    for rank, one in enumerate(ranks):
+        one._trail.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
+        recorders[rank].add(*(entry(number, at_ms=number * 50 + 1 + rank * 30) for number in range(300)))
+    until(lambda: said[0].said)
+    until(lambda: ranks[1].stragglers)
+    assert [text for text in said[0].said if "rank 1" in text and "was last in" in text] == said[0].said
+    assert len(said[0].said) == 1 and said[1].said == []
+    for one in ranks:
+        assert [straggler.rank for straggler in one.stragglers] == [1]
+        assert isinstance(one.stragglers[0], Straggler)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 32])
+def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
+    make: Make, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Rank 0 waits for all others, rank 32 for those that it leads, and rank 1 for nobody."""
+    monkeypatch.setattr(timer, "_LAST_S", 0.4)
+    one = make(rank, Recorder(), MemoryExchange(SharedMemory()), world_size=40)
+    one.start()
+    began = time.monotonic()
+    one.end()
+    took_s = time.monotonic() - began
+    assert took_s < 0.4 + 40 / 100 + 1.0
+    assert took_s < 0.3 or rank != 1
+    assert timer_threads() == []
+
+
+def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
+    one = make(1, Recorder(), MemoryExchange())
+    one.end()
+    other = make(1, Recorder(), MemoryExchange())
+    other.start()
+    other.end()
+    other.end()
+    assert timer_threads() == []
+
+
+@pytest.mark.parametrize("where", ["read", "pass_on", "add"])
+def test_a_failing_part_switches_it_off_once_and_says_so(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("as the test wants")
+
+    one = make(0, Recorder(), MemoryExchange(), world_size=1)
+    part = {"read": one._recording, "pass_on": one._tree, "add": one.analysis}[where]
+    monkeypatch.setattr(part, where, fail)
+    one.start()
+    until(lambda: one.is_off)
+    one.end()
+    assert one.is_off and one.scalars() == {}
+    said = capfd.readouterr().err
+    assert said.count("as the test wants") == 1 and "the timing of collectives" in said
+    assert timer_threads() == []
+
+
+class Broken(MemoryExchange):
+    """Answers nothing; whether it is lost is to be said by the test."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        super().__init__(shared)
+        self.answers = False
+        self.asked = 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self._check()
+        super().set(key, value)
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        self._check()
+        return super().set_if_absent(key, value)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        self._check()
+        return super().get_many(keys)
+
+    def _check_open(self) -> None:
+        """A lost one may have another to go on with."""
+
+    def _check(self) -> None:
+        self.asked += 1
+        if not self.answers:
+            raise ExchangeError("The job's store cannot be used: it did not answer.")
+
+
+def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make) -> None:
+    shared, exchange = SharedMemory(), Broken(SharedMemory())
+    exchange._shared = shared
+    recorders = [Recorder(), Recorder()]
+    first, second = make(0, recorders[0], MemoryExchange(shared)), make(1, recorders[1], exchange)
+    for turn in range(3):
+        recorders[1].add(*(entry(number) for number in range(turn * 10, turn * 10 + 10)))
+        second._turn()
+    exchange.answers = True
+    second._turn()
+    recorders[0].add(*(entry(number) for number in range(30)))
+    first._turn(), first._turn()
+    (op,) = first.analysis.summary().ops
+    assert op.compared == 30 and not second.is_off
+    missing = first.analysis.summary().missing
+    assert [sentence for sentence in missing if "Rank 1: some of what was timed could not be shared" in sentence]
+
+
+def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:
+    one = make(1, Recorder(), Broken(SharedMemory()))
+    for _ in range(50):
+        one._turn()
+    assert len(one._unsent) <= 8
+
+
+def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exchange = Broken(SharedMemory())
+    exchange.lost = "its host is gone"
+    recorder = Recorder()
+    one = make(1, recorder, exchange)
+    recorder.add(*(entry(number) for number in range(10)))
+    one.start()
+    until(lambda: exchange.asked > 1)
+    began = time.monotonic()
+    one.end()
+    assert time.monotonic() - began < 1.0
+    assert not one.is_off and one._unsent == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_recorder_that_is_off_is_said_to_be_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    one = make(0, Recorder(), MemoryExchange(), world_size=1)
+    one.start()
+    one.end()
+    (sentence,) = one.analysis.summary().missing
+    assert "the Flight Recorder is off" in sentence and "TORCH_FR_BUFFER_SIZE" in sentence
+
+
+def test_ranks_that_are_not_rank_0_keep_nothing_of_the_others(make: Make) -> None:
+    one = make(1, Recorder(), MemoryExchange(), world_size=1024)
+    assert one.analysis.history.late_s.shape[0] == 1
+    assert one.scalars() == {}
