@@ -74,6 +74,8 @@ class Recording:
         found, lost = self._new_entries(last)
         self._know_groups(found)
         collectives = [entry for entry in found if entry["process_group"][1] != VOTE_GROUP]
+        for entry in collectives:
+            entry["size_bytes"] = size_bytes(entry)
         self._read_starts()
         ops: dict[str, int] = {}
         groups = {name: number for number, name in enumerate(self._groups)}
@@ -159,7 +161,7 @@ class Recording:
             ops.setdefault(_op(name), len(ops)),
             entry["collective_seq_id"],
             self._step(created_ns),
-            size_bytes(entry),
+            entry["size_bytes"],
             created_ns,
             UNKNOWN_NS if duration_ms is None else int(duration_ms * 1e6),
         )
@@ -215,7 +217,7 @@ def _totals(entries: list[Entry]) -> tuple[OpTotal, ...]:
     for entry in entries:
         total = sums[entry["process_group"][0], _op(entry["profiling_name"])]
         total[0] += 1
-        total[1] += size_bytes(entry)
+        total[1] += entry["size_bytes"]
         if entry.get("duration_ms") is not None:
             total[2] += entry["duration_ms"] * 1e6
             total[3] += 1

@@ -95,7 +95,7 @@ class Analysis:
         self.spans.add(spans)
 
     def _compare(self, calls: MatchedCalls) -> None:
-        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS / 2)
+        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS)
         self._began_ns = self._began_ns or int(calls.arrival_ns.min())
         self._ended_ns = max(self._ended_ns, int(calls.arrival_ns.max()))
         self._statistics.compare(calls, late)

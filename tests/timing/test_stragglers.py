@@ -122,6 +122,24 @@ def test_nobody_is_named_in_a_healthy_job(noise: Callable[[Random, int, int], Ms
         assert told.said == [], f"seed {seed}, steps of {step_ms} ms"
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_one_stands_out_from_what_makes_all_ranks_late_now_and_then(ranks: int) -> None:
+    """Some rank is late by 3 ms in nearly each step; one by 20 ms in a tenth of them."""
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        behind = random.exponential(3, (ranks, 450))
+        rank = int(random.integers(ranks))
+        told = told_of(with_late(behind, random, rank, 50, late_ms=40), 50)
+        assert [one.rank for _, one in told.said] == [rank], f"seed {seed}"
+
+
+@pytest.mark.parametrize(("late_steps", "is_named"), [(9, False), (12, True)])
+def test_it_takes_some_late_steps_to_be_named(late_steps: int, is_named: bool) -> None:
+    behind = np.zeros((8, 200))
+    behind[3, np.linspace(0, 199, late_steps).astype(int)] = 40
+    assert bool(told_of(behind, 20).said) is is_named
+
+
 def test_nobody_is_named_where_all_are_alike_to_the_nanosecond() -> None:
     assert told_of(np.zeros((4, 600)), 50).said == []
 
