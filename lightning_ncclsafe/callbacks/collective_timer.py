@@ -44,6 +44,7 @@ class CollectiveTimer(Callback):
         self, *, every_n_steps: int = 50, table: bool = True, trace: bool = True, heat_map: bool = True
     ) -> None:
         self.settings = TimerSettings(every_n_steps=every_n_steps, table=table, trace=trace, heat_map=heat_map)
+        self._cannot_log = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that times."""
@@ -70,8 +71,13 @@ class CollectiveTimer(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         attached = timer_of(trainer.strategy)
-        if attached is not None and trainer.is_global_zero:
+        if attached is None or not trainer.is_global_zero or self._cannot_log:
+            return
+        try:
             log_scalars(attached.timer.scalars(), trainer.loggers, trainer.global_step)
+        except Exception as error:
+            self._cannot_log = True
+            say_own_failure(error, what="the logging of collectives")
 
     def _end(self, trainer: Trainer, *, is_orderly: bool) -> None:
         attached = timer_of(trainer.strategy)
@@ -90,7 +96,7 @@ class CollectiveTimer(Callback):
         if not summary.ops:
             return
         if is_orderly:
-            log_scalars(attached.timer.scalars(), trainer.loggers, trainer.global_step)
+            self._log(trainer)
         if self.settings.heat_map and is_orderly:
             log_heat_map(analysis.history, trainer.loggers, trainer.global_step)
         where = save_trace(analysis, summary, attached.report_dir) if self.settings.trace else ""

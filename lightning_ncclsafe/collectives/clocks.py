@@ -61,8 +61,10 @@ class ClockSync:
 
     def run(self, ended: threading.Event, every_s: float = 1.0) -> None:
         """Ticks until the event is set: for a thread of its own, which is best, as a tick may wait."""
-        while not self._stopped and not ended.wait(every_s):
+        while not self._stopped:
             self.tick()
+            if ended.wait(every_s):
+                break
 
     def clock(self) -> Clock:
         """How much this rank's wall clock is ahead of rank 0's now, and a bound of the error of that.

@@ -20,7 +20,8 @@ class Pace:
     """
 
     def __init__(self, *, world_size: int, every_n_steps: int, recorder_size: int) -> None:
-        self._share_s = max(_SHORTEST_S, world_size / _RANKS_PER_S)
+        self.share_s = max(_SHORTEST_S, world_size / _RANKS_PER_S)
+        """How often ranks share what they have read, seconds."""
         self._every_n_steps = every_n_steps
         self._recorder_size = recorder_size
 
@@ -37,5 +38,5 @@ class Pace:
         # Half as long at once where it was full, and so had probably forgotten some.
         is_full = new >= self._recorder_size
         full_s = took_s / 2 if is_full else _FULL * self._recorder_size * took_s / max(new, 1)
-        least_s = max(self._share_s, cpu_s / _MOST_OF_A_CORE)
+        least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)

@@ -16,8 +16,6 @@ from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, Gro
 
 Entry = dict[str, Any]
 
-# Calls that are left out are so in runs: who was late for one is found from the one before.
-_RUN = 64
 # How long a duration on the device is waited for; a collective that takes longer is a hang's business.
 _PATIENCE_NS = 30_000_000_000
 _KEPT_STARTS = 4096
@@ -29,8 +27,6 @@ class Recording:
     Args:
         rank: This rank.
         trail: Where its main thread has been.
-        most_calls: Calls of a group that a window holds at most; of more than that, whole runs are left out, the same
-            ones on every rank.
         since_ns: What was recorded before this moment, wall-clock time, is left aside: the recorder is the process's,
             and has that of earlier calls of the Trainer.
         entries: What gives the entries of each recorder; for tests.
@@ -45,13 +41,11 @@ class Recording:
         rank: int,
         trail: Trail,
         *,
-        most_calls: int,
         since_ns: int = 0,
         entries: Callable[[], Iterable[list[Entry]]] = _torch.recorder_entries,
     ) -> None:
         self._rank = rank
         self._trail = trail
-        self._most_calls = most_calls
         self._since_ns = since_ns
         self._entries = entries
         self._read_to: dict[int, int] = {}
@@ -59,7 +53,7 @@ class Recording:
         self._groups: dict[str, GroupMembers] = {}
         self._starts: list[int] = []
         self._missing: list[str] = []
-        self._spans_to_ns = 0
+        self._told_span = (0, 0)
         self._device_times_fail = False
         self.new = 0
         self.steps = 0
@@ -78,20 +72,20 @@ class Recording:
             entry["size_bytes"] = size_bytes(entry)
         self._read_starts()
         ops: dict[str, int] = {}
-        groups = {name: number for number, name in enumerate(self._groups)}
+        used = dict.fromkeys(entry["process_group"][0] for entry in collectives)
+        groups = {name: number for number, name in enumerate(used)}
         rows = [self._row(entry, groups, ops) for entry in collectives if not entry["is_p2p"]]
         calls = np.array(rows, dtype=CALL)
-        kept = calls[self._is_kept(calls)]
         missing, self._missing = tuple(self._missing), []
         return Window(
-            calls=kept,
+            calls=calls,
             spans=self._spans(),
-            groups=tuple(self._groups.values()),
+            groups=tuple(self._groups[name] for name in used),
             ops=tuple(ops),
             clocks={self._rank: clock},
             totals={self._rank: _totals(collectives)},
             lost={self._rank: lost} if lost else {},
-            left_out={self._rank: len(calls) - len(kept)} if len(kept) < len(calls) else {},
+            left_out={},
             last=frozenset((self._rank,) if last else ()),
             missing=missing,
         )
@@ -178,26 +172,16 @@ class Recording:
         return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)
 
     def _spans(self) -> Any:
-        marks = self._trail.marks
+        marks, current = self._trail.marks, self._trail.current
         found = []
         while marks:
             found.append(marks.popleft())
-        # It goes on; when it has ended it is among the marks, and is not told again.
-        found.append(self._trail.current)
-        new = [(self._rank, phase, began_ns) for began_ns, phase in found if began_ns > self._spans_to_ns]
-        self._spans_to_ns = found[-1][0]
+        # It goes on, unless it has ended just now and is among the marks already; so it is not told again later.
+        if current not in found:
+            found.append(current)
+        new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]
+        self._told_span = found[-1]
         return np.array(new, dtype=SPAN)
-
-    def _is_kept(self, calls: Any) -> Any:
-        """Which calls of each group stay: all, or every second, fourth, … run of them."""
-        kept = np.ones(len(calls), dtype=bool)
-        for group in np.unique(calls["group"]):
-            own = calls["group"] == group
-            stride = 1
-            while own.sum() > self._most_calls * stride:
-                stride *= 2
-            kept[own] = (calls["seq"][own] // _RUN) % stride == 0
-        return kept
 
 
 def _op(profiling_name: str) -> str:

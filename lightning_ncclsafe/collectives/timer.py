@@ -34,8 +34,8 @@ _LAST_POLL_S = 0.02
 class Timer:
     """Times the collectives of one call of the Trainer, on one rank.
 
-    It never holds up training: nobody waits for it before the end, and then no longer than 2 seconds. If it fails it
-    says so once, and times nothing more.
+    It never holds up training: nobody waits for it before the end, and then 2 seconds at most, and 10 ms for each rank,
+    while the exchange answers. If it fails it says so once, and times nothing more.
 
     Args:
         settings: What the user has set.
@@ -71,8 +71,8 @@ class Timer:
         self._trail = trail
         self._say = say
         most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
-        self._recording = Recording(rank, trail, most_calls=most_calls, since_ns=time.time_ns())
-        self._tree = Tree(exchange, rank=rank, world_size=world_size)
+        self._recording = Recording(rank, trail, since_ns=time.time_ns())
+        self._tree = Tree(exchange, rank=rank, world_size=world_size, most_calls=most_calls)
         self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
         self._scalars = Scalars(world_size) if rank == 0 else None
         self._pace = Pace(
@@ -81,6 +81,8 @@ class Timer:
             recorder_size=_torch.recorder_size(RECORDER_SIZE),
         )
         self._unsent: list[Window] = []
+        self._shared_at = time.monotonic()
+        self._unreadable = 0
         self._last: set[int] = set()
         self._steps = 0
         self._ready: dict[str, float] = {}
@@ -141,26 +143,28 @@ class Timer:
             say_own_failure(error, what="the alignment of clocks")
 
     def _turn(self, *, last: bool = False) -> int:
-        """Reads and shares once; returns how many steps were made since the last time."""
+        """Reads, and shares where that is due; returns how many steps were made since the last time."""
         before = self._recording.steps
         self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
-        try:
-            found = self._tree.pass_on(joined(self._unsent) if len(self._unsent) > 1 else self._unsent[0])
-            self._unsent = []
-            if found is not None:
-                self._judge(found)
-            elif self._world_size > 1:
-                self.stragglers = self._tree.told().stragglers
-        except ExchangeError as error:
-            self._could_not_share(error)
+        if last or time.monotonic() - self._shared_at >= 0.9 * self._pace.share_s:
+            self._share()
         return self._recording.steps - before
 
-    def _could_not_share(self, error: ExchangeError) -> None:
-        """One missed deadline costs a turn; of an exchange that is lost this rank goes on alone, and quietly."""
-        if self._exchange.lost:
-            self._unsent = []
-        del self._unsent[:-8]
-        self._recording.say(f"some of what was timed could not be shared: {error}")
+    def _share(self) -> None:
+        self._shared_at = time.monotonic()
+        window, self._unsent = joined(self._unsent), []
+        try:
+            found = self._tree.pass_on(window)
+            if found is not None:
+                self._judge(found)
+            else:
+                self.stragglers = self._tree.told().stragglers
+        except ExchangeError as error:
+            # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
+            self._recording.say(f"some of what was timed could not be shared in time: {error}")
+        if self._tree.unreadable > self._unreadable:
+            self._recording.say(f"{self._tree.unreadable} times what a rank had sent could not be read.")
+            self._unreadable = self._tree.unreadable
 
     def _judge(self, window: Window) -> None:
         self._last |= window.last
@@ -187,7 +191,8 @@ class Timer:
             return
         give_up = time.monotonic() + _LAST_S + self._world_size / 100
         while len(self._last) < self._world_size and time.monotonic() < give_up:
-            self._relay()
+            if not self._relay():
+                break
             time.sleep(_LAST_POLL_S)
         changed = self.analysis.finish()
         for straggler in changed:
@@ -195,16 +200,19 @@ class Timer:
         self.stragglers = self.analysis.summary().stragglers
 
     def _pass_on_others(self) -> None:
-        """A leader stays until its members have said their last."""
+        """A rank stays until its last word is on its way; a leader, until its members have said theirs."""
         give_up = time.monotonic() + _LAST_S / 2
-        while not self._tree.is_done and time.monotonic() < give_up:
-            self._relay()
+        while (self._tree.holds or not self._tree.is_done) and time.monotonic() < give_up:
+            if not self._relay():
+                break
             time.sleep(_LAST_POLL_S)
 
-    def _relay(self) -> None:
+    def _relay(self) -> bool:
+        """Whether there is still an exchange that may answer."""
         try:
             found = self._tree.relay()
             if found is not None:
                 self._judge(found)
         except ExchangeError:
-            return
+            return not self._exchange.lost
+        return True

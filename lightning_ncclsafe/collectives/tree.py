@@ -1,7 +1,7 @@
 """How the windows of all ranks come to rank 0: through the leader of each 32, so that nobody reads more than some tens.
 
 Everything goes over the exchange. Each rank writes to a few keys in turn, and whoever reads a value empties its key, so
-what lies on the store is bounded. A window that is overwritten before it is read is lost, and is counted.
+what lies on the store is bounded: where a reader is behind, the writer keeps what it has, and sends it together later.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.timing.windows import Window, decode, empty_window, encode, joined
+from lightning_ncclsafe.timing.limits import limited
+from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined
 
 FAN = 32
 """Ranks whose windows one leader puts together."""
@@ -17,6 +18,8 @@ FAN = 32
 # A reader that is held up may miss so many turns of a writer.
 _SLOTS = 4
 _NUMBER_BYTES = 8
+# Of more than these, one is made, in which there is no more than in one.
+_MOST_HELD = 64
 _TOLD = "timing/stragglers"
 
 
@@ -38,18 +41,26 @@ class Tree:
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
+        most_calls: Calls of one rank in one group that are passed on at a time.
         fan: Ranks whose windows one leader puts together.
     """
 
-    def __init__(self, exchange: Exchange, *, rank: int, world_size: int, fan: int = FAN) -> None:
+    def __init__(
+        self, exchange: Exchange, *, rank: int, world_size: int, most_calls: int = 20_000, fan: int = FAN
+    ) -> None:
         self._exchange = exchange
         self._rank = rank
+        self._world_size = world_size
+        self._most_calls = most_calls
         self._sources = _sources(rank, world_size, fan)
         self._next = dict.fromkeys(self._sources, 0)
         self._held: list[Window] = []
         self._sent = 0
+        self._outgoing = b""
         self.overwritten = 0
         """Windows that were lost on their way to this rank."""
+        self.unreadable = 0
+        """Values that were no windows of this job."""
         self.ended: set[int] = set()
         """Ranks whose last window has come to this one."""
 
@@ -68,22 +79,41 @@ class Tree:
             On rank 0, everything that has come; None elsewhere.
 
         Raises:
-            ExchangeError: If ranks cannot share.
-            WindowError: If a rank has written something else than a window.
+            ExchangeError: If ranks cannot share; what was to be passed on is, the next time.
         """
-        if not self._held:
-            self._collect()
-        found = joined([*self._held, own]) if self._held else own
+        if not _is_empty(own):
+            self._held.append(limited(own, self._most_calls))
+        if len(self._held) > _MOST_HELD:
+            self._held = [limited(joined(self._held), self._most_calls)]
         if self.is_root:
-            self._held = []
+            self._collect()
+            found, self._held = joined(self._held), []
             return found
-        if not _is_empty(found):
-            # The number goes with the value, so that a reader knows whether it has missed one.
-            value = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(found)
-            self._exchange.set(_key(self._rank, self._sent), value)
-            self._sent += 1
-            self._held = []
+        if not self._is_reader_behind():
+            self._collect()
+            self._send()
         return None
+
+    @property
+    def holds(self) -> bool:
+        """Whether something waits here until a reader has read what was sent before."""
+        return bool(self._held or self._outgoing)
+
+    def _is_reader_behind(self) -> bool:
+        key = _key(self._rank, self._sent)
+        return bool(self._exchange.get_many([key]).get(key))
+
+    def _send(self) -> None:
+        if self._held and not self._outgoing:
+            window = joined(self._held) if len(self._held) > 1 else self._held[0]
+            # The number goes with the value, so that a reader knows which comes first.
+            self._outgoing = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(window)
+            self._held = []
+        if self._outgoing:
+            # It may arrive though this raises. What goes again under its number is the same, so a reader can tell.
+            self._exchange.set(_key(self._rank, self._sent), self._outgoing)
+            self._sent += 1
+            self._outgoing = b""
 
     @property
     def is_done(self) -> bool:
@@ -119,13 +149,30 @@ class Tree:
             (keys[key], int.from_bytes(value[:_NUMBER_BYTES], "little"), key) for key, value in found.items() if value
         ]
         for rank, number, key in sorted(numbered):
-            is_new, missed = number >= self._next[rank], number - self._next[rank]
-            if is_new:
+            missed = number - self._next[rank]
+            if missed >= 0 and self._take(found[key][_NUMBER_BYTES:]):
                 self.overwritten += missed
                 self._next[rank] = number + 1
-                self._held.append(decode(found[key][_NUMBER_BYTES:]))
-                self.ended |= self._held[-1].last
             self._exchange.set(key, b"")
+
+    def _take(self, value: bytes) -> bool:
+        """Whether it is a window; the number of what is none means nothing."""
+        try:
+            window = decode(value)
+            _check_ranks(window, self._world_size)
+        except WindowError:
+            self.unreadable += 1
+            return False
+        self._held.append(window)
+        self.ended |= window.last
+        return True
+
+
+def _check_ranks(window: Window, world_size: int) -> None:
+    ranks = {*window.calls["rank"].tolist(), *window.spans["rank"].tolist(), *window.clocks, *window.totals}
+    ranks |= {*window.lost, *window.left_out, *window.last}.union(*(group.ranks for group in window.groups))
+    if not ranks <= set(range(world_size)):
+        raise WindowError(f"A window is about ranks {sorted(ranks)} of {world_size}.")
 
 
 def _sources(rank: int, world_size: int, fan: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Lateness by step: what the collectives of one training batch come to, for each rank."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -88,4 +89,4 @@ class Steps:
 def _runs(numbers: NDArray[Any]) -> list[slice]:
     """Where neighbours are equal; mostly a step's collectives are neighbours."""
     edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    return [slice(begin, end) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(begin, end) for begin, end in pairwise(edges)]

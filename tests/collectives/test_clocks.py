@@ -478,11 +478,18 @@ def test_a_thread_of_its_own_ticks_until_it_is_ended_or_stopped() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     world.run([lambda: job.syncs[0].run(EndsAfter(3))], 5)
-    # Each reads one slot at least, and the first says where rank 0 is.
-    assert job.exchanges[0].calls == 4
+    # Each reads one slot at least, and the first, which waits for nothing, says where rank 0 is.
+    assert job.exchanges[0].calls == 5
     job.syncs[0].stop()
     job.syncs[0].run(EndsAfter(10**9))
-    assert job.exchanges[0].calls == 4
+    assert job.exchanges[0].calls == 5
+
+
+def test_a_thread_of_its_own_ticks_at_once() -> None:
+    world = World()
+    job = Job(hosts_of(world, [0, S]), world)
+    world.run([lambda: job.syncs[0].run(EndsAfter(0))], 5)
+    assert job.exchanges[0].calls == 2
 
 
 def test_rounds_bound_the_offset_from_both_sides() -> None:

@@ -80,6 +80,11 @@ def test_of_a_core_it_takes_no_more_than_its_share(rate: int) -> None:
     assert cpu_s / passed_s <= 0.0135
 
 
+@pytest.mark.parametrize(("world_size", "share_s"), [(1, 0.5), (8, 0.5), (200, 2.0), (1024, 10.24)])
+def test_the_more_ranks_the_more_seldom_they_share(world_size: int, share_s: float) -> None:
+    assert Pace(world_size=world_size, every_n_steps=50, recorder_size=SIZE).share_s == pytest.approx(share_s)
+
+
 def test_it_never_turns_without_a_pause() -> None:
     for new in (0, 1, 10**9):
         assert pause_s(every=1, took_s=1e-6, new=new, steps=10**6) >= 0.05

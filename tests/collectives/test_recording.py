@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives import recording as recording_module
 from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
@@ -36,11 +37,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 class Read:
     """A recording of a fake recorder."""
 
-    def __init__(self, *entries: dict[str, Any], size: int = 1000, most_calls: int = 1000, rank: int = 0) -> None:
+    def __init__(self, *entries: dict[str, Any], size: int = 1000, rank: int = 0) -> None:
         self.recorder = Recorder(size)
         self.recorder.add(*entries)
         self.trail = Trail()
-        self.recording = Recording(rank, self.trail, most_calls=most_calls, entries=self.recorder.entries)
+        self.recording = Recording(rank, self.trail, entries=self.recorder.entries)
 
     def __call__(self, *entries: dict[str, Any], last: bool = False) -> Window:
         self.recorder.add(*entries)
@@ -142,7 +143,7 @@ def test_two_recorders_are_read_each_for_itself() -> None:
     first, second = Recorder(), Recorder()
     first.add(entry(0), entry(1))
     second.add(nccl(0, duration_ms=1, group=("7", "mine")))
-    recording = Recording(0, Trail(), most_calls=10, entries=lambda: [*first.entries(), *second.entries()])
+    recording = Recording(0, Trail(), entries=lambda: [*first.entries(), *second.entries()])
     window = recording.read(CLOCK)
     assert [window.groups[number].name for number in window.calls["group"]] == ["0", "0", "7"]
     second.add(nccl(1, duration_ms=1, group=("7", "mine")))
@@ -160,30 +161,37 @@ def test_our_own_votes_are_no_collectives_of_the_training() -> None:
     assert (seqs(window), window.groups, window.totals, window.missing) == ([], (), {0: ()}, ())
 
 
-def test_too_many_calls_are_left_out_in_runs_the_same_on_every_rank() -> None:
-    kept = []
-    for rank, first in ((0, 0), (1, 30)):
-        read = Read(most_calls=1000, size=10_000, rank=rank)
-        window = read(*(entry(number) for number in range(first, first + 4000)))
-        assert len(window.calls) <= 1100
-        assert window.left_out == {rank: 4000 - len(window.calls)}
-        assert window.totals[rank][0].count == 4000, "all are counted"
-        kept.append({seq for seq in seqs(window) if 31 <= seq <= 4000})
-    assert kept[0] == kept[1]
-    runs = sorted({seq // 64 for seq in kept[0]})
-    assert all(second - first == 4 for first, second in pairwise(runs))
+def test_everything_is_read_however_much_it_is() -> None:
+    window = Read(size=30_000)(*(entry(number) for number in range(25_000)))
+    assert (len(window.calls), window.left_out, window.totals[0][0].count) == (25_000, {}, 25_000)
 
 
-def test_only_the_group_that_has_too_many_is_thinned() -> None:
-    busy = [entry(number) for number in range(2000)]
-    window = Read(most_calls=500, size=5000)(*busy, *(entry(2000 + k, k, group=("7", "mine")) for k in range(100)))
-    mine = next(number for number, group in enumerate(window.groups) if group.name == "7")
-    assert (window.calls["group"] == mine).sum() == 100
+def test_a_window_names_the_groups_that_its_collectives_use_and_no_others() -> None:
+    read = Read()
+    read(entry(0), entry(1, group=("7", "mine")))
+    window = read(entry(2, group=("7", "mine")))
+    assert [group.name for group in window.groups] == ["7"]
+    assert window.calls["group"].tolist() == [0]
+    assert read().groups == ()
+    only_sent = read(entry(3, 1, name="gloo:send 0->1", is_p2p=True))
+    assert [group.name for group in only_sent.groups] == ["0"], "totals are of a group as well"
 
 
-def test_as_many_as_are_allowed_are_all_kept() -> None:
-    window = Read(most_calls=1000)(*(entry(number) for number in range(1000)))
-    assert len(window.calls) == 1000 and window.left_out == {}
+def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(of: dict[str, Any]) -> int:
+        asked.append(of["record_id"])
+        return size_bytes(of)
+
+    monkeypatch.setattr(recording_module, "size_bytes", counted)
+    read = Read()
+    read(entry(0), nccl(1), entry(2, group=("5", VOTE_GROUP)))
+    read()
+    read.recorder.finish(1, 1.0)
+    window = read()
+    assert asked == [0, 1], "once it is told of"
+    assert window.calls["size_bytes"].tolist() == [40] and window.totals[0][0].size_bytes == 40
 
 
 def test_a_group_that_is_gone_already_is_said_to_be_once() -> None:
@@ -221,7 +229,7 @@ def test_that_this_torch_does_not_time_is_said_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_recorder_that_is_off_gives_empty_windows() -> None:
     for entries in ([], [[]]):
-        recording = Recording(0, Trail(), most_calls=10, entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
+        recording = Recording(0, Trail(), entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
         window = recording.read(CLOCK)
         assert len(window.calls) == 0 and window.lost == {} and recording.new == 0
 
@@ -266,11 +274,45 @@ def test_phases_are_read_once_with_the_rank() -> None:
     assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
+def test_a_span_is_told_once_also_when_the_wall_clock_was_set_back() -> None:
+    read, (data, compute) = Read(), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
+    read.trail.current = (BEGAN_NS + 1000 * MS, data)
+    assert read().spans.tolist() == [(0, data, BEGAN_NS + 1000 * MS)]
+    read.trail.marks.extend([read.trail.current, (BEGAN_NS, compute)])
+    read.trail.current = (BEGAN_NS + MS, data)
+    assert read().spans.tolist() == [(0, compute, BEGAN_NS), (0, data, BEGAN_NS + MS)]
+    assert len(read().spans) == 0
+
+
+class MovesOn(Trail):
+    """Its rank is in the next phase each time somebody looks where it is."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        super().__init__()
+
+    @property
+    def current(self) -> tuple[int, int]:
+        self.marks.append((BEGAN_NS + self._seen * MS, self._seen % 2))
+        self._seen += 1
+        return BEGAN_NS + self._seen * MS, self._seen % 2
+
+    @current.setter
+    def current(self, _: tuple[int, int]) -> None:
+        """It begins when it is looked at."""
+
+
+def test_a_phase_that_ends_while_it_is_read_is_told_once_and_in_order() -> None:
+    recording = Recording(0, MovesOn(), entries=lambda: iter(()))  # type: ignore[arg-type]
+    began_ns = [int(began_ns) for _ in range(5) for began_ns in recording.read(CLOCK).spans["begin_ns"]]
+    assert began_ns == [BEGAN_NS + number * MS for number in range(6)]
+
+
 def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again() -> None:
     """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
     recorder = Recorder(size=1000)
     recorder.add(*(entry(number) for number in range(10)))
-    recording = Recording(0, Trail(), most_calls=10, since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
+    recording = Recording(0, Trail(), since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
     assert seqs(recording.read(CLOCK)) == [] and recording.new == 0
     recorder.add(entry(10, at_ms=11))
     window = recording.read(CLOCK)
@@ -283,7 +325,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.timing.windows import Clock
-recording = Recording(0, Trail(), most_calls=100)
+recording = Recording(0, Trail())
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(10))
 dist.broadcast(torch.ones(3), 0)

@@ -12,9 +12,11 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives import recording, timer
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.collectives.tree import Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.settings import TimerSettings
+from lightning_ncclsafe.timing.windows import Window, empty_window, joined
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +210,8 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make) -> None
     exchange._shared = shared
     recorders = [Recorder(), Recorder()]
     first, second = make(0, recorders[0], MemoryExchange(shared)), make(1, recorders[1], exchange)
+    for one in (first, second):
+        one._pace.share_s = 0.0
     for turn in range(3):
         recorders[1].add(*(entry(number) for number in range(turn * 10, turn * 10 + 10)))
         second._turn()
@@ -222,19 +226,87 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make) -> None
 
 
 def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:
-    one = make(1, Recorder(), Broken(SharedMemory()))
-    for _ in range(50):
+    exchange = Broken(SharedMemory())
+    one = make(1, Recorder(), exchange)
+    one._pace.share_s = 0.0
+    for _ in range(200):
         one._turn()
-    assert len(one._unsent) <= 8
+        assert one._unsent == [] and len(one._tree._held) <= 65
+    assert exchange.asked == 200, "each turn tries"
 
 
+def test_it_is_read_often_and_shared_when_it_is_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, recorder, passed_on = [100.0], Recorder(), Said()
+    monkeypatch.setattr(timer.time, "monotonic", lambda: now_s[0])
+    one = make(1, recorder, MemoryExchange())
+    monkeypatch.setattr(one._tree, "pass_on", lambda window: passed_on(str(window.calls["seq"].tolist())))
+    one._pace.share_s = 2.0
+    for number in range(9):
+        now_s[0] += 0.5
+        recorder.add(entry(number))
+        one._turn()
+    assert passed_on.said == ["[1, 2, 3, 4]", "[5, 6, 7, 8]"]
+    recorder.add(entry(9))
+    one._turn(last=True)
+    assert passed_on.said[2:] == ["[9, 10]"], "at the end whatever there is"
+    monkeypatch.undo()
+
+
+def test_it_stays_until_its_last_word_is_sent(make: Make) -> None:
+    """Its reader is behind, and then reads what is there."""
+    shared, recorder = SharedMemory(), Recorder()
+    one, tree = make(1, recorder, MemoryExchange(shared)), Tree(MemoryExchange(shared), rank=0, world_size=2)
+    one._pace.share_s = 0.0
+    for number in range(6):
+        recorder.add(entry(number))
+        one._turn()
+    assert one._tree.holds
+    one.start()
+    ending = threading.Thread(target=one.end)
+    ending.start()
+    found: list[Window] = []
+    until(lambda: found.append(tree.relay() or empty_window()) or tree.ended, within_s=5.0)
+    ending.join()
+    assert joined(found).calls["seq"].tolist() == [*range(1, 7)] and joined(found).last == {1}
+
+
+def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timer, "_LAST_S", 0.4)
+    recorder = Recorder()
+    one = make(1, recorder, MemoryExchange())
+    one._pace.share_s = 0.0
+    for number in range(6):
+        recorder.add(entry(number))
+        one._turn()
+    one.start()
+    began = time.monotonic()
+    one.end()
+    assert 0.15 < time.monotonic() - began < 1.5
+    assert timer_threads() == [] and not one.is_off
+
+
+def test_what_cannot_be_read_is_said(make: Make) -> None:
+    shared = SharedMemory()
+    one = make(0, Recorder(), MemoryExchange(shared))
+    one._pace.share_s = 0.0
+    shared.values["timing/1/0"] = b"nonsense"
+    for _ in range(4):
+        one._turn()
+    missing = one.analysis.summary().missing
+    assert len(missing) == 1 and "1 times what a rank had sent could not be read" in missing[0]
+    assert not one.is_off
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
-    make: Make, capfd: pytest.CaptureFixture[str]
+    make: Make, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
     exchange = Broken(SharedMemory())
     exchange.lost = "its host is gone"
     recorder = Recorder()
-    one = make(1, recorder, exchange)
+    one = make(rank, recorder, exchange)
     recorder.add(*(entry(number) for number in range(10)))
     one.start()
     until(lambda: exchange.asked > 1)

@@ -113,6 +113,27 @@ def test_what_happens_within_a_fetch_makes_no_further_step() -> None:
     assert len(trail.starts) == 3
 
 
+def test_a_fetch_after_something_outside_of_it_is_a_step_of_its_own() -> None:
+    trail, inner = Trail(), "[Callback]Mine.on_fetch"
+    for action in (NEXT, inner, NEXT, inner, NEXT):
+        trail(action)
+    assert len(trail.starts) == 1, "within"
+    for action in ("", NEXT, inner, "", NEXT, "run_training_batch", NEXT):
+        trail(action)
+    assert len(trail.starts) == 4
+
+
+def test_50_microseconds_are_no_longer_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = [0]
+    monkeypatch.setattr(trail_module, "time_ns", lambda: now_ns[0])
+    trail = Trail()
+    for at_ns, action in ((50_000, NEXT), (99_999, BACKWARD), (149_999, NEXT)):
+        now_ns[0] = at_ns
+        trail(action)
+    assert [STEP_PHASES[phase] for _, phase in trail.marks] == [StepPhase.OTHER, StepPhase.COMPUTE]
+    assert trail.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "it goes on"
+
+
 def test_nobody_who_reads_is_no_reason_to_grow(clock: Callable[[int], None]) -> None:
     trail = Trail()
     for _ in range(70_000):
