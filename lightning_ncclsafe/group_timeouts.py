@@ -54,8 +54,9 @@ class GroupTimeouts:
 
     def listen(self, action_name: str) -> None:
         """The innermost action is another one; see :attr:`~lightning_ncclsafe.phases.PhaseTracker.listeners`."""
-        if self._may_begin_phase.get(action_name, True) or self._is_short:
-            self._look(action_name)
+        name: object = action_name  # a user's profiler may name things by anything
+        if isinstance(name, str) and (self._may_begin_phase.get(name, True) or self._is_short):
+            self._look(name)
 
     def start(self) -> None:
         """The process group is there: sets what applies now."""

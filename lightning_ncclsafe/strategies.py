@@ -99,7 +99,7 @@ class _GuardedStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
-        return {name: value for name, value in vars(self).items() if name != "_watched"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_watched"}
 
     @contextmanager
     def _watch(self, trainer: Any) -> Iterator[None]:

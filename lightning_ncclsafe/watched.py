@@ -209,7 +209,9 @@ class WatchedCall:
 
     def _time(self, strategy: Any, exchange: Exchange) -> None:
         settings = _settings_of(self._trainer, TimerSettings)
-        if settings is not None:
+        if settings is None:
+            return
+        try:
             self.timer = AttachedTimer(
                 self._trainer,
                 self.tracker,
@@ -219,6 +221,8 @@ class WatchedCall:
                 world_size=strategy.world_size,
                 report_dir=self._report_dir,
             )
+        except Exception as error:  # the guard can do without
+            say_own_failure(error, what="the timing of collectives")
 
     def _poll(self) -> None:
         if self._stop is not None:

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
     "_torch",
+    "collectives.scalars",
     "loggers.copies",
     "loggers.csv_backend",
     "loggers.events",

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
-from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table, save_trace
+from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.strategies import guards, timer_of
@@ -44,7 +44,7 @@ class CollectiveTimer(Callback):
         self, *, every_n_steps: int = 50, table: bool = True, trace: bool = True, heat_map: bool = True
     ) -> None:
         self.settings = TimerSettings(every_n_steps=every_n_steps, table=table, trace=trace, heat_map=heat_map)
-        self._cannot_log = False
+        self._loggers_that_failed: frozenset[str] = frozenset()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that times."""
@@ -61,44 +61,31 @@ class CollectiveTimer(Callback):
         if trainer.global_step % self.settings.every_n_steps == 0:
             self._log(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What was timed up to here is kept; the others may be gone."""
-        self._end(trainer, is_orderly=False)
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts all ranks' last recordings together, and shows what has come of it."""
-        self._end(trainer, is_orderly=True)
+        """Puts all ranks' last recordings together, and shows what has come of it.
 
-    def _log(self, trainer: Trainer) -> None:
-        attached = timer_of(trainer.strategy)
-        if attached is None or not trainer.is_global_zero or self._cannot_log:
-            return
-        try:
-            log_scalars(attached.timer.scalars(), trainer.loggers, trainer.global_step)
-        except Exception as error:
-            self._cannot_log = True
-            say_own_failure(error, what="the logging of collectives")
-
-    def _end(self, trainer: Trainer, *, is_orderly: bool) -> None:
+        After an exception this is not called; then the strategy keeps the trace.
+        """
         attached = timer_of(trainer.strategy)
         if attached is None:
             return
         try:
-            attached.timer.end()
+            attached.end(trace=self.settings.trace)
             if trainer.is_global_zero and not attached.timer.is_off:
-                self._show(attached, trainer, is_orderly)
+                self._show(attached, trainer)
         except Exception as error:
             say_own_failure(error, what="the results of timing collectives")
 
-    def _show(self, attached: AttachedTimer, trainer: Trainer, is_orderly: bool) -> None:
-        analysis = attached.timer.analysis
-        summary = analysis.summary()
-        if not summary.ops:
-            return
-        if is_orderly:
-            self._log(trainer)
-        if self.settings.heat_map and is_orderly:
-            log_heat_map(analysis.history, trainer.loggers, trainer.global_step)
-        where = save_trace(analysis, summary, attached.report_dir) if self.settings.trace else ""
-        if self.settings.table and is_orderly:
-            print_table(summary, where)
+    def _log(self, trainer: Trainer) -> None:
+        attached = timer_of(trainer.strategy)
+        if attached is not None and trainer.is_global_zero:
+            self._loggers_that_failed |= log_scalars(
+                attached.timer.scalars(), trainer.loggers, trainer.global_step, besides=self._loggers_that_failed
+            )
+
+    def _show(self, attached: AttachedTimer, trainer: Trainer) -> None:
+        self._log(trainer)
+        if self.settings.heat_map:
+            log_heat_map(attached.timer.analysis.history, trainer.loggers, trainer.global_step)
+        if self.settings.table:
+            print_table(attached.timer.analysis.summary(), attached.trace)

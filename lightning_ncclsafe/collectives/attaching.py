@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.collectives.alignment import host_boot_id
+from lightning_ncclsafe.collectives.results import save_trace
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.reporter import say_on_stderr
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.step_phases import LOG_METRICS
 
@@ -28,7 +30,7 @@ class AttachedTimer:
 
     Attributes:
         timer: The timer.
-        report_dir: The folder of reports.
+        trace: A line that says where the trace is; empty before the end, and where there is none.
     """
 
     def __init__(
@@ -42,29 +44,51 @@ class AttachedTimer:
         world_size: int,
         report_dir: Path,
     ) -> None:
-        self.report_dir = report_dir
+        self.trace = ""
+        self._has_ended = False
+        self._settings = settings
+        self._report_dir = report_dir
         self._tracker = tracker
         self._trail = Trail()
-        self._log_metrics: ReplacedMethod | None = None
-        connector = getattr(trainer, "_logger_connector", None)
-        if hasattr(connector, LOG_METRICS):
-            self._log_metrics = ReplacedMethod(connector, LOG_METRICS, self._log)
-        tracker.listeners += (self._trail,)
         self.timer = Timer(
             settings, exchange, rank=rank, world_size=world_size, trail=self._trail, boot_id=host_boot_id()
         )
+        # Before anything is changed: threads may be what this process has too many of.
         self.timer.start()
+        self._is_root = rank == 0
+        connector = getattr(trainer, "_logger_connector", None)
+        self._log_metrics = (
+            ReplacedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
+        )
+        tracker.listeners += (self._trail,)
 
     def stragglers(self) -> tuple[Straggler, ...]:
         """Ranks that keep others waiting, as far as this rank has been told."""
         return self.timer.stragglers
 
-    def detach(self) -> None:
-        """Ends the timer, if nobody has yet; everything it listened to is as it was."""
+    def end(self, *, trace: bool) -> None:
+        """Puts all ranks' last recordings together, once.
+
+        Args:
+            trace: Whether rank 0 keeps a trace.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
         self.timer.end()
+        summary = self.timer.analysis.summary()
+        if trace and self._is_root and not self.timer.is_off and summary.ops:
+            self.trace = save_trace(self.timer.analysis, summary, self._report_dir)
+
+    def detach(self) -> None:
+        """Everything it listened to is as it was. Where nobody has ended it, there was an error: the trace is kept."""
         self._tracker.listeners = tuple(listen for listen in self._tracker.listeners if listen is not self._trail)
         if self._log_metrics is not None:
             self._log_metrics.remove()
+        if not self._has_ended:
+            self.end(trace=self._settings.trace)
+            if self.trace:
+                say_on_stderr(self.trace)
 
     def _log(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's profiler is told of every hook, and not of this."""

@@ -37,6 +37,6 @@ class Pace:
         wanted_s = self._every_n_steps * took_s / steps if steps else _LONGEST_S
         # Half as long at once where it was full, and so had probably forgotten some.
         is_full = new >= self._recorder_size
-        full_s = took_s / 2 if is_full else _FULL * self._recorder_size * took_s / max(new, 1)
+        full_s = took_s / 2 if is_full and new else _FULL * self._recorder_size * took_s / max(new, 1)
         least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)

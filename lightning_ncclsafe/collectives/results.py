@@ -1,14 +1,15 @@
 """Where people look at what was timed: loggers, the terminal, a trace."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.report.heat_map import heat_map
 from lightning_ncclsafe.report.timing_table import render_timing
 from lightning_ncclsafe.report.trace import write_trace
-from lightning_ncclsafe.reporter import say_on_stderr
+from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.history import LatenessHistory
 from lightning_ncclsafe.timing.summary import TimingSummary
@@ -16,10 +17,22 @@ from lightning_ncclsafe.timing.summary import TimingSummary
 _HEAT_MAP = "straggler/late_s_by_rank_and_time"
 
 
-def log_scalars(scalars: dict[str, float], loggers: Iterable[Any], step: int) -> None:
-    """Gives scalars to the Trainer's loggers; on rank 0."""
-    for logger in loggers if scalars else ():
-        logger.log_metrics(scalars, step=step)
+def log_scalars(
+    scalars: dict[str, float], loggers: Iterable[Any], step: int, *, besides: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Gives scalars to the Trainer's loggers; on rank 0.
+
+    Args:
+        scalars: Values by name; nothing is logged where there are none.
+        loggers: The loggers.
+        step: The Trainer's global step.
+        besides: Classes of loggers that get nothing.
+
+    Returns:
+        Classes of loggers that have failed, which is said.
+    """
+    chosen = [logger for logger in loggers if type(logger).__name__ not in besides] if scalars else []
+    return _each(chosen, lambda logger: logger.log_metrics(scalars, step=step))
 
 
 def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) -> None:
@@ -27,21 +40,23 @@ def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) ->
     if not history.late_s.size:
         return
     picture = heat_map(history.late_s, bin_s=history.bin_ns / 1e9)
-    for logger in loggers:
+
+    def log(logger: Any) -> None:
         experiment = getattr(logger, "experiment", None)
         if callable(getattr(experiment, "add_image", None)):
             experiment.add_image(_HEAT_MAP, picture, step, dataformats="HWC")  # type: ignore[union-attr]
         elif callable(getattr(logger, "log_image", None)):
             logger.log_image(_HEAT_MAP, [picture], step=step)
 
+    _each(loggers, log)
+
 
 def save_trace(analysis: Analysis, summary: TimingSummary, report_dir: Path) -> str:
     """Writes the trace, and returns a line that says where; on rank 0."""
-    now = datetime.now(tz=timezone.utc)
     folder = report_dir / "collectives"
-    path = folder / f"{now:%Y-%m-%dT%H-%M-%S}Z-trace.json.gz"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = _free_name(folder)
         write_trace(path, calls=analysis.calls.blocks, spans=analysis.spans.all(), summary=summary)
     except OSError as error:
         return f"the trace could not be written: {error}"
@@ -51,3 +66,21 @@ def save_trace(analysis: Analysis, summary: TimingSummary, report_dir: Path) -> 
 def print_table(summary: TimingSummary, where: str) -> None:
     """Prints the table, with a line on the trace below it; on rank 0."""
     say_on_stderr("\n".join(filter(None, [f"collectives of {summary.steps:,} steps", render_timing(summary), where])))
+
+
+def _free_name(folder: Path) -> Path:
+    """By the time; fit and validate may end in the same second."""
+    now = datetime.now(tz=timezone.utc)
+    names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-trace.json.gz" for number in count())
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def _each(loggers: Iterable[Any], log: Callable[[Any], None]) -> frozenset[str]:
+    failed = set()
+    for logger in loggers:
+        try:
+            log(logger)
+        except Exception as error:  # a logger's own; training and the other loggers go on
+            failed.add(type(logger).__name__)
+            say_own_failure(error, what=f"logging collectives to {type(logger).__name__}")
+    return frozenset(failed)

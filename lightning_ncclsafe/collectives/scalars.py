@@ -5,6 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import torch
 from torchmetrics import MeanMetric
 
 from lightning_ncclsafe.timing.bandwidth import bandwidth
@@ -17,7 +18,8 @@ _REFUSED = re.compile(r"[^\w./\-: ]")
 
 def _mean() -> Any:
     # Never synchronised: all ranks' numbers are here, and torchmetrics would do it with the training's own groups.
-    return MeanMetric(sync_on_compute=False)
+    # In double precision, whatever Lightning has set for the model meanwhile.
+    return MeanMetric(sync_on_compute=False).set_dtype(torch.float64)
 
 
 class Scalars:

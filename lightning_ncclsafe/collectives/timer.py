@@ -83,6 +83,7 @@ class Timer:
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
         self._unreadable = 0
+        self._is_untold = False
         self._last: set[int] = set()
         self._steps = 0
         self._ready: dict[str, float] = {}
@@ -175,14 +176,16 @@ class Timer:
         found = self._scalars.take()
         with self._lock:
             self._ready |= found
-        if changed:
+        if changed or self._is_untold:
             self._tell(changed)
 
     def _tell(self, changed: list[Straggler]) -> None:
         for straggler in changed:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
+        self._is_untold = True  # until the exchange has taken it
         self._tree.tell(Told(stragglers=self.stragglers))
+        self._is_untold = False
 
     def _await_others(self) -> None:
         """On rank 0, what the others have to say last, straight or by way of their leaders."""

@@ -8,6 +8,8 @@ from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase, step_p
 
 # Some minutes' worth, should nobody read them.
 _MOST_MARKS = 1 << 16
+# A user may have a name for every step.
+_MOST_NAMES = 1000
 _BATCH_IS_FETCHED = ("_dataloader_next", "].val_next", "].test_next", "].predict_next")
 # Most hooks do nothing. What is shorter than this counts with what was before it.
 _SHORT_NS = 50_000
@@ -41,8 +43,8 @@ class Trail:
         """The innermost action is another one now."""
         try:
             phase, starts_step = self._meanings[action]
-        except KeyError:
-            phase, starts_step = self._meanings[action] = _meaning(action)
+        except (KeyError, TypeError):  # a user's profiler may name things by anything
+            phase, starts_step = self._learn(action)
         # What is between two hooks belongs to the first.
         if phase not in (_OTHER, self.current[1]):
             now_ns = time_ns()
@@ -53,6 +55,12 @@ class Trail:
         if starts_step and not self._fetches:
             self.starts.append(time_ns())
         self._fetches = starts_step or (self._fetches and phase != _OTHER)
+
+    def _learn(self, action: object) -> _Meaning:
+        meaning = _meaning(str(action))
+        if isinstance(action, str) and len(self._meanings) < _MOST_NAMES:
+            self._meanings[action] = meaning
+        return meaning
 
 
 def _meaning(action: str) -> _Meaning:

@@ -5,12 +5,13 @@ import numpy as np
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
 from lightning_ncclsafe.timing.lateness import Lateness, lateness
-from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
+from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, durations_known
 from lightning_ncclsafe.timing.statistics import Statistics
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.steps import Step, Steps
 from lightning_ncclsafe.timing.stragglers import LEAST_LATE_NS, Stragglers
 from lightning_ncclsafe.timing.summary import RankSummary, TimingSummary
+from lightning_ncclsafe.timing.waits import Waits
 from lightning_ncclsafe.timing.windows import Clock, Window
 
 _TRACE_BYTES = 64 << 20
@@ -49,6 +50,7 @@ class Analysis:
         self._began_ns = self._ended_ns = 0
         self._lost = self._left_out = self._compared_steps = 0
         self._missing: dict[str, None] = {}
+        self._unaligned = 0
         self._fresh: list[tuple[MatchedCalls, Lateness]] = []
 
     def add(self, window: Window) -> list[Straggler]:
@@ -59,8 +61,10 @@ class Analysis:
         self._missing |= dict.fromkeys(window.missing)
         self._statistics.count(window)
         self._add_spans(window)
-        for calls in self._matcher.add(window):
-            self._compare(calls)
+        blocks = [calls for calls in self._matcher.add(window) if self._is_comparable(calls)]
+        waits = Waits(blocks) if len({calls.group.name for calls in blocks}) > 1 else None
+        for calls in blocks:
+            self._compare(calls, waits)
         return self._take(self._steps.complete())
 
     def take_fresh(self) -> list[tuple[MatchedCalls, Lateness]]:
@@ -84,8 +88,13 @@ class Analysis:
             lost=self._lost,
             left_out=self._left_out,
             unmatched=self._matcher.unmatched,
-            missing=tuple(self._missing),
+            missing=(*self._missing, *self._not_aligned()),
         )
+
+    def _not_aligned(self) -> tuple[str, ...]:
+        if not self._unaligned:
+            return ()
+        return (f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet.",)
 
     def _add_spans(self, window: Window) -> None:
         spans, offset_ns = window.spans.copy(), np.zeros(len(self._late_steps), dtype=np.int64)
@@ -94,8 +103,15 @@ class Analysis:
         spans["begin_ns"] -= offset_ns[spans["rank"]]
         self.spans.add(spans)
 
-    def _compare(self, calls: MatchedCalls) -> None:
-        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS)
+    def _is_comparable(self, calls: MatchedCalls) -> bool:
+        """Of ranks whose clocks are not known nothing can be said, unless their devices have timed it."""
+        if (calls.uncertainty_ns >= 0).all() or durations_known(calls.duration_ns).all():
+            return True
+        self._unaligned += len(calls.seq)
+        return False
+
+    def _compare(self, calls: MatchedCalls, waits: Waits | None) -> None:
+        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS, waits=waits)
         self._began_ns = self._began_ns or int(calls.arrival_ns.min())
         self._ended_ns = max(self._ended_ns, int(calls.arrival_ns.max()))
         self._statistics.compare(calls, late)

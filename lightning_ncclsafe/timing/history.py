@@ -11,6 +11,8 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.windows import SPAN, Spans
 
 _BINS = 512
+# What the arrays of a block take beside what is in them.
+_BLOCK_BYTES = 2000
 _FIRST_BIN_NS = 1_000_000_000
 
 
@@ -121,4 +123,4 @@ def _sorted_ranks(spans: Spans) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _size_of(calls: MatchedCalls) -> int:
-    return int(calls.arrival_ns.nbytes + calls.duration_ns.nbytes + 5 * calls.seq.nbytes)
+    return int(_BLOCK_BYTES + calls.arrival_ns.nbytes + calls.duration_ns.nbytes + 5 * calls.seq.nbytes)

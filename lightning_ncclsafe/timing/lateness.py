@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.matching import MatchedCalls, durations_known
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.timing.waits import Waits
 from lightning_ncclsafe.timing.windows import SPAN, Spans
 
 # To find the phase in which one rank fell behind, it is compared with so many others at most.
@@ -45,13 +46,16 @@ class Lateness:
     phase: NDArray[Any]
 
 
-def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float = 0.0) -> Lateness:
+def lateness(
+    calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float = 0.0, waits: Waits | None = None
+) -> Lateness:
     """Who was late.
 
     Args:
         calls: A block of collectives of one group.
         spans: Phases of the group's ranks by rank, on the reference clock.
         least_ns: Arrivals that are less late than this are not looked into for a phase.
+        waits: When ranks waited in collectives of other groups; None where there are none.
     """
     timed = durations_known(calls.duration_ns)
     # All ranks are released at the same moment, so on the device the shortest duration is the latest arrival; this
@@ -62,7 +66,7 @@ def lateness(calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float
     wait_ns = on_device.max(axis=0) - on_device
     began_ns = _own_work_began(calls)
     late_ns = np.maximum(on_device - _middle(on_device), 0)
-    late_ns = np.where(timed, late_ns, np.minimum(late_ns, _fell_behind(calls, began_ns)))
+    late_ns = np.where(timed, late_ns, np.minimum(late_ns, _fell_behind(calls, began_ns, waits)))
     late_ns[:, ~timed] = _resolved(late_ns[:, ~timed], calls.uncertainty_ns)
     return Lateness(
         late_ns=late_ns,
@@ -102,13 +106,15 @@ def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
     return began_ns
 
 
-def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any]) -> NDArray[Any]:
+def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any], waits: Waits | None) -> NDArray[Any]:
     """How much longer than the others each rank has worked since the collective before.
 
     A rank that is 20 ms late for one gradient bucket is so for the next, which nobody waits for in between; that is
-    one delay, and not two.
+    one delay, and not two. Nor has a rank worked that has waited for another one, in another group.
     """
     work_ns = calls.arrival_ns - began_ns
+    if waits is not None:
+        work_ns = work_ns - waits.within_ns(calls.group.ranks, began_ns, calls.arrival_ns)
     behind_ns = np.maximum(work_ns - _middle(work_ns), 0)
     return np.where(began_ns > 0, behind_ns, np.iinfo(np.int64).max)
 

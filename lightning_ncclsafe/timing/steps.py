@@ -1,6 +1,6 @@
 """Lateness by step: what the collectives of one training batch come to, for each rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +23,13 @@ class Step:
     Attributes:
         number: Counts training batches.
         began_ns: First arrival at its first collective, on the reference clock.
-        late_ns: How late each rank was in it, in all, shape (world size,).
+        late_ns: How late each rank was in it, shape (world size,): in all, for the group for which it was latest. A
+            delay that shows in several groups is one.
         wait_ns: How long each rank waited, shape (world size,).
         phase: Phase in which the rank that was latest fell behind.
         op: The collective for which it was.
         worst_ns: How late it was for that one.
+        by_group_ns: The same as ``late_ns`` for each group.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Step:
     phase: int = NO_PHASE
     op: str = ""
     worst_ns: float = 0.0
+    by_group_ns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class Steps:
@@ -59,7 +62,9 @@ class Steps:
             number, arrival_ns = int(calls.step[chosen.start]), int(calls.arrival_ns[:, chosen].min())
             step = self._open.get(number) or self._new(number, arrival_ns)
             step.began_ns = min(step.began_ns, arrival_ns)
-            step.late_ns[ranks] += late.late_ns[:, chosen].sum(axis=1)
+            own_ns = step.by_group_ns.setdefault(calls.group.name, np.zeros(self._world_size))
+            own_ns[ranks] += late.late_ns[:, chosen].sum(axis=1)
+            np.maximum(step.late_ns, own_ns, out=step.late_ns)
             step.wait_ns[ranks] += late.wait_ns[:, chosen].sum(axis=1)
             if step.late_ns.any():
                 self._explain(step, calls, late, chosen)

@@ -25,13 +25,15 @@ _LEAST_STEPS = 50
 _LEAST_SPAN_NS = 1e9
 # Nor is less than this share of a step called late.
 _LEAST_OF_STEP = 0.02
-_LEAST_LATE_STEPS = 10
+_LEAST_LATE_STEPS = 8
 # Waiting for it must cost at least this share of the time.
 _LEAST_COST = 0.005
 # As often would one of two equal ranks be the late one by chance.
-_CHANCE = 1e-3
-# It is late throughout: in so many of the parts that the window is divided into.
-_PARTS, _LEAST_PARTS = 8, 5
+_CHANCE = 5e-3
+# A rank that is late in less than half of the steps has to be so by more: that much any rank is on a busy host.
+_SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 5e6, 0.05
+# It is late throughout, and not in one burst of something else: in so many parts, each of some steps and some time.
+_PART_STEPS, _PART_NS, _LEAST_PARTS, _LEAST_OF_PARTS = 10, 1e8, 6, 0.7
 # Of the late steps so many must be its own: of two ranks most, of many three times its share.
 _OWN_SHARE, _TIMES_FAIR_SHARE = 0.8, 3.0
 
@@ -110,11 +112,22 @@ class Stragglers:
         return bool(
             own >= _LEAST_LATE_STEPS
             and own / late >= min(_OWN_SHARE, _TIMES_FAIR_SHARE / self._world_size)
+            and worst_ns[is_own].mean() >= self._least_mean_ns(own)
             and worst_ns[is_own].sum() >= _LEAST_COST * self._span_ns()
-            and sum(part.any() for part in np.array_split(is_own, _PARTS)) >= _LEAST_PARTS
+            and self._is_throughout(is_own)
             # Any rank may be the one, and the more there are the less is needed for one to stand out.
-            and _chance(own, late, 1 / self._world_size) <= _CHANCE * (2 / self._world_size) ** 2
+            and _chance(own, late, 1 / self._world_size) <= _CHANCE * (2 / self._world_size) ** 4
         )
+
+    def _is_throughout(self, is_own: NDArray[Any]) -> bool:
+        steps = max(_PART_STEPS, int(_PART_NS * len(is_own) / self._span_ns()))
+        parts = [is_own[begin : begin + steps].any() for begin in range(0, len(is_own), steps)]
+        return bool(sum(parts) >= min(_LEAST_PARTS, _LEAST_OF_PARTS * len(parts)))
+
+    def _least_mean_ns(self, own: int) -> float:
+        if own >= _SELDOM * len(self._steps):
+            return LEAST_LATE_NS
+        return max(_LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP * self._span_ns() / len(self._steps))
 
     def _straggler(self, rank: int, is_own: NDArray[Any], worst_ns: NDArray[Any]) -> Straggler:
         own = [step for step, is_its in zip(self._steps, is_own, strict=True) if is_its]

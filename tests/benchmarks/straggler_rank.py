@@ -93,13 +93,6 @@ class Watcher(L.Callback):
             told = {"step": trainer.global_step, "rank": straggler.rank, "phase": straggler.phase}
             self.named.append({**told, "share": straggler.share, "mean_s": straggler.mean_s})
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        # What is named within the last steps counts, too.
-        attached = timer_of(trainer.strategy)
-        assert attached is not None
-        attached.timer.end()
-        self.look(trainer)
-
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dice = random.Random(options.seed)

@@ -16,6 +16,8 @@ from step_overhead import run_ranks
 
 SCRIPT = Path(__file__).with_name("straggler_rank.py")
 WITHIN_STEPS = 200
+# The run goes on, so that nothing is named only because it ends.
+AFTERWARDS = 100
 
 
 def verdict(case: dict[str, Any], from_step: int) -> str:
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--from-step", type=int, default=100, help="the step from which one rank is late")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    steps = options.from_step + WITHIN_STEPS
+    steps = options.from_step + WITHIN_STEPS + AFTERWARDS
     arguments = [f"--runs={options.runs}", f"--steps={steps}", f"--from-step={options.from_step}"]
     with tempfile.TemporaryDirectory() as folder:
         first_rank, *_ = run_ranks(SCRIPT, [*arguments, f"--seed={options.seed}"], options.ranks, folder)

@@ -16,7 +16,7 @@ from lightning_ncclsafe.collectives.tree import Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.settings import TimerSettings
-from lightning_ncclsafe.timing.windows import Window, empty_window, joined
+from lightning_ncclsafe.timing.windows import Clock, Window, empty_window, joined
 
 
 @pytest.fixture(autouse=True)
@@ -205,13 +205,14 @@ class Broken(MemoryExchange):
             raise ExchangeError("The job's store cannot be used: it did not answer.")
 
 
-def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make) -> None:
+def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, exchange = SharedMemory(), Broken(SharedMemory())
     exchange._shared = shared
     recorders = [Recorder(), Recorder()]
     first, second = make(0, recorders[0], MemoryExchange(shared)), make(1, recorders[1], exchange)
     for one in (first, second):
         one._pace.share_s = 0.0
+        monkeypatch.setattr(one._clocks, "clock", lambda: Clock(offset_ns=0, uncertainty_ns=0))
     for turn in range(3):
         recorders[1].add(*(entry(number) for number in range(turn * 10, turn * 10 + 10)))
         second._turn()
@@ -287,16 +288,35 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     assert timer_threads() == [] and not one.is_off
 
 
+def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, said = SharedMemory(), Said()
+    exchange = Broken(shared)
+    first, second = make(0, Recorder(), exchange, say=said), make(1, Recorder(), MemoryExchange(shared))
+    changes = iter([[Straggler(rank=1)], [], []])
+    monkeypatch.setattr(first.analysis, "add", lambda _: next(changes))
+    first.analysis._stragglers._named[1] = Straggler(rank=1)
+    with pytest.raises(ExchangeError):
+        first._judge(empty_window())
+    exchange.answers = True
+    first._judge(empty_window())
+    assert [straggler.rank for straggler in second._tree.told().stragglers] == [1]
+    asked = exchange.asked
+    first._judge(empty_window())
+    assert exchange.asked == asked and len(said.said) == 1, "once"
+
+
 def test_what_cannot_be_read_is_said(make: Make) -> None:
     shared = SharedMemory()
     one = make(0, Recorder(), MemoryExchange(shared))
     one._pace.share_s = 0.0
     shared.values["timing/1/0"] = b"nonsense"
-    for _ in range(4):
-        one._turn()
-    missing = one.analysis.summary().missing
-    assert len(missing) == 1 and "1 times what a rank had sent could not be read" in missing[0]
-    assert not one.is_off
+    one._turn()
+    found = [one._recording.read(Clock()).missing for _ in range(2)]
+    one._turn()
+    found.append(one._recording.read(Clock()).missing)
+    assert found == [("Rank 0: 1 times what a rank had sent could not be read.",), (), ()], "once"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -49,6 +49,12 @@ def test_only_the_rank_and_the_group_that_have_too_many_are_thinned() -> None:
     assert thinned.left_out.keys() == {0}
 
 
+def test_few_calls_that_are_far_apart_all_stay() -> None:
+    rows = [call(1, 1000 * number, number) for number in range(50)]
+    thinned = limited(joined([made(2000), window(rows, groups=GROUPS, clocks=known([1]))]), 500)
+    assert len(seqs(thinned, 1)) == 50
+
+
 def test_as_many_as_are_allowed_are_all_kept() -> None:
     whole = made(1000)
     assert limited(whole, 1000) is whole
