@@ -47,7 +47,13 @@ IMPORTS_TORCH = {
     "probes.random_state",
     "probes.samplers",
 }
-IMPORTS_LIGHTNING = {"strategies", "callbacks.collective_timer", "callbacks.dataset_agreement", "callbacks.logger_offload", "loggers.starting"}
+IMPORTS_LIGHTNING = {
+    "callbacks.collective_timer",
+    "callbacks.dataset_agreement",
+    "callbacks.logger_offload",
+    "loggers.starting",
+    "strategies",
+}
 
 Sources = dict[str, str]
 

@@ -2,7 +2,7 @@
 
 _SHORTEST_S = 0.5
 # Of one core so much may be spent on reading and judging: a full recorder takes some milliseconds, with the GIL held.
-_MOST_OF_A_CORE = 0.0125
+_MOST_OF_A_CORE = 0.02
 _LONGEST_S = 5.0
 # A recorder is read before so much of it is new.
 _FULL = 0.6
@@ -35,8 +35,14 @@ class Pace:
             steps: Steps that were made meanwhile.
         """
         wanted_s = self._every_n_steps * took_s / steps if steps else _LONGEST_S
-        # Half as long at once where it was full, and so had probably forgotten some.
-        is_full = new >= self._recorder_size
-        full_s = took_s / 2 if is_full and new else _FULL * self._recorder_size * took_s / max(new, 1)
+        full_s = self._full_s(took_s, new)
         least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)
+
+    def _full_s(self, took_s: float, new: int) -> float:
+        """After how long the recorder may be full."""
+        if not new or not self._recorder_size:
+            return _LONGEST_S
+        # Half as long at once where it was full, and so had probably forgotten some.
+        is_full = new >= self._recorder_size
+        return took_s / 2 if is_full else _FULL * self._recorder_size * took_s / new

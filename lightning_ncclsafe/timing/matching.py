@@ -93,7 +93,7 @@ class Matcher:
         offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
         seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
         last_seq, before_ns = self._last.get(group.name, (-1, arrival_ns[:, 0]))
-        self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1])
+        self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1].copy())
         return MatchedCalls(
             group=group,
             ops=ops,
@@ -115,7 +115,10 @@ class Matcher:
         youngest = np.argsort(age_ns, kind="stable")[: _MOST_PENDING // max(len(self._pending), 1)]
         kept = calls[youngest[age_ns[youngest] < _GIVE_UP_NS]]
         self.unmatched += len(calls) - len(kept)
-        self._pending[name] = [(ops, kept)]
+        if len(kept):
+            self._pending[name] = [(ops, kept)]
+        else:
+            del self._pending[name]
 
 
 def _age_ns(calls: Calls) -> NDArray[Any]:

@@ -25,13 +25,15 @@ _LEAST_STEPS = 50
 _LEAST_SPAN_NS = 1e9
 # Nor is less than this share of a step called late.
 _LEAST_OF_STEP = 0.02
+# From one threshold of lateness to the next that is tried.
+_FINER = 1.4
 _LEAST_LATE_STEPS = 8
 # Waiting for it must cost at least this share of the time.
 _LEAST_COST = 0.005
 # As often would one of two equal ranks be the late one by chance.
 _CHANCE = 5e-3
 # A rank that is late in less than half of the steps has to be so by more: that much any rank is on a busy host.
-_SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 5e6, 0.05
+_SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 8e6, 0.05
 # It is late throughout, and not in one burst of something else: in so many parts, each of some steps and some time.
 _PART_STEPS, _PART_NS, _LEAST_PARTS, _LEAST_OF_PARTS = 10, 1e8, 6, 0.7
 # Of the late steps so many must be its own: of two ranks most, of many three times its share.
@@ -105,7 +107,7 @@ class Stragglers:
                 if rank not in found and self._stands_out(is_late, is_late & (latest == rank), worst_ns):
                     found.add(rank)
                     yield self._straggler(rank, is_late & (latest == rank), worst_ns)
-            least_ns *= 2
+            least_ns *= _FINER
 
     def _stands_out(self, is_late: NDArray[Any], is_own: NDArray[Any], worst_ns: NDArray[Any]) -> bool:
         own, late = int(is_own.sum()), int(is_late.sum())
