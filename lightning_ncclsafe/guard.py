@@ -181,9 +181,9 @@ class Guard:
             )
             self._settle()
             say_goodbye(exchange, rank)
-            if _torch.hosts_store(rank) and not self._ends_run:
+            if _torch.hosts_store(rank) and not self.ends_run:
                 wait_for_others(exchange, rank, world_size)
-        if self._ends_run:
+        if self.ends_run:
             raise self._timeout_error()
 
     def close(self) -> None:
@@ -196,7 +196,8 @@ class Guard:
                 exchange.close()
 
     @property
-    def _ends_run(self) -> bool:
+    def ends_run(self) -> bool:
+        """Whether the run cannot go on, and is being ended."""
         return self._verdict is not None and self._verdict.ends_run
 
     def _timeout_error(self) -> CollectiveTimeoutError:
@@ -206,12 +207,12 @@ class Guard:
 
     def _is_explained(self, is_consequence: bool) -> bool:
         """Whether what ends the run has been told already, and an exception only follows from it."""
-        return is_consequence and self._ends_run
+        return is_consequence and self.ends_run
 
     def _may_leave(self, waited_s: float) -> bool:
         # Others may have work of their own left, and then this rank may go; not so soon if somebody waits for it.
         stay_s = self._limits.suspect_after_s if self._open is None else self._limits.longest_s
-        return waited_s > stay_s + LINGER_S or self._ends_run or self._off or bool(self._exchange.lost)
+        return waited_s > stay_s + LINGER_S or self.ends_run or self._off or bool(self._exchange.lost)
 
     def _settle(self) -> None:
         """An incident that was open a moment ago is over; there is still time to say so."""
@@ -279,14 +280,14 @@ class Guard:
     def _reason(self, idle_s: float) -> IncidentKind | None:
         """Why all ranks should say what they do, if there is a reason."""
         if self._probe.exception is not None and not self._exception_is_told.is_set():
-            if not (self._probe.exception.is_consequence and self._ends_run):
+            if not (self._probe.exception.is_consequence and self.ends_run):
                 return IncidentKind.EXCEPTION
             self._exception_is_told.set()  # its cause has been told meanwhile
         if not self._patience.is_time_to_look(idle_s, self._moment, joined=self._joined):
             return None
         facts = self._probe.glance(idle_s)
         doing = activity(facts)
-        if self._ends_run and doing.waits_for_peers:
+        if self.ends_run and doing.waits_for_peers:
             self._end()
         if self._patience.is_out(idle_s, doing, self._moment) and not self._limit_is_told():
             return IncidentKind.TIMEOUT
@@ -337,7 +338,7 @@ class Guard:
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._verdict = verdict or self._verdict
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
-        if self._ends_run and incident.kind is IncidentKind.TIMEOUT:
+        if self.ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:

@@ -225,7 +225,9 @@ class WatchedCall:
             say_own_failure(error, what="the timing of collectives")
 
     def _poll(self) -> None:
-        if self._stop is not None:
+        # A run that is being ended ends otherwise: launchers send SIGTERM to the ranks that are left.
+        is_ending = self._guard is not None and self._guard.ends_run
+        if self._stop is not None and not is_ending:
             self._stop.poll()
 
     def _make_presenter(self, strategy: Any, exchange: Exchange) -> Presenter:

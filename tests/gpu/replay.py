@@ -97,7 +97,7 @@ def compared(file: File) -> list[tuple[MatchedCalls, Lateness]]:
 
 
 def _window(rank: int, entries: list[Entry], members: dict[str, list[int]]) -> Window:
-    recording = Recording(rank, Trail(), most_calls=100_000, entries=lambda: [entries])
+    recording = Recording(rank, Trail(), entries=lambda: [entries])
     # One host, one clock.
     window = recording.read(Clock(uncertainty_ns=0), last=True)
     groups = tuple(replace(group, ranks=tuple(members.get(group.name, ()))) for group in window.groups)

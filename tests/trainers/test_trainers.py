@@ -4,6 +4,7 @@ A test is marked with the program that it looks at; those of all tests that were
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ def test_torchrun_and_the_limit(outcome: Outcome) -> None:
     assert (finding["rule"], finding["ranks"]) == ("rank-zero-only-work", [1])
     assert "on_train_epoch_end" in finding["summary"]
     assert finding["location"].startswith(line_of("stall"))
-    assert outcome.output.count(f"exitcode  : {EXIT_CODE}") == 2, outcome.output
+    # Who leaves second may be woken by the end of the first one's connections; its exception says the same.
+    codes = {int(code) for code in re.findall(r"exitcode  : (\d+)", outcome.output)}
+    assert EXIT_CODE in codes and codes <= {EXIT_CODE, 1}, outcome.output
+    assert ("CollectiveTimeoutError" in outcome.output) == (1 in codes), outcome.output
     assert outcome.exit_code != 0
 
 

@@ -177,7 +177,7 @@ def test_point_to_point_is_left_out() -> None:
 def read_twice(first: Entry, then: Entry) -> list[list[int]]:
     """Durations in the windows of two readings."""
     shown = [first]
-    recording = Recording(0, Trail(), most_calls=100, entries=lambda: [shown])
+    recording = Recording(0, Trail(), entries=lambda: [shown])
     windows = [recording.read(Clock())]
     shown[:] = [then]
     windows.append(recording.read(Clock()))
