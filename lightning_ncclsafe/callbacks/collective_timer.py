@@ -89,3 +89,9 @@ class CollectiveTimer(Callback):
             log_heat_map(attached.timer.analysis.history, trainer.loggers, trainer.global_step)
         if self.settings.table:
             print_table(attached.timer.analysis.summary(), attached.trace)
+
+
+# Lightning calls a hook of every callback, with its profiler, also where that does nothing; one that cannot be called
+# it passes over. Of a step of 3 ms, these are 1 %.
+for _hook in ("train_batch_start", "before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
+    setattr(CollectiveTimer, f"on_{_hook}", None)

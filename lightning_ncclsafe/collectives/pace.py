@@ -34,7 +34,8 @@ class Pace:
             new: Entries that were new.
             steps: Steps that were made meanwhile.
         """
-        wanted_s = self._every_n_steps * took_s / steps if steps else _LONGEST_S
+        # What one rank has read reaches rank 0 a turn later: so twice for each time that somebody looks.
+        wanted_s = self._every_n_steps * took_s / steps / 2 if steps else _LONGEST_S
         full_s = self._full_s(took_s, new)
         least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)
