@@ -38,7 +38,7 @@ def pause_s(
         ({"new": 1000}, 0.5),
         ({"new": 1000, "took_s": 0.2, "steps": 2}, 0.1),
         ({"new": 1000, "took_s": 0.01}, 0.05),
-        ({"new": 0}, 5.0),
+        ({"new": 0}, 2.5),
     ],
 )
 def test_the_pause_for_what_was_seen(seen: dict[str, float], expected_s: float) -> None:
