@@ -66,9 +66,7 @@ class Timer:
         self.stragglers: tuple[Straggler, ...] = ()
         self.analysis = Analysis(world_size if rank == 0 else 1)
         self._exchange = exchange
-        self._rank = rank
         self._world_size = world_size
-        self._trail = trail
         self._say = say
         most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
         self._recording = Recording(rank, trail, since_ns=time.time_ns())
@@ -85,7 +83,6 @@ class Timer:
         self._unreadable = 0
         self._is_untold = False
         self._last: set[int] = set()
-        self._steps = 0
         self._ready: dict[str, float] = {}
         self._lock = threading.Lock()
         self._is_off = False
@@ -95,13 +92,17 @@ class Timer:
         self._clock_thread = threading.Thread(target=self._align, name="ncclsafe-clocks", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the threads."""
         if not _torch.recorder_size(RECORDER_SIZE):
             self._recording.say(
                 "the Flight Recorder is off, so no collective is timed; unset TORCH_FR_BUFFER_SIZE, or set it to 2000."
             )
         self._thread.start()
-        self._clock_thread.start()
+        try:
+            self._clock_thread.start()
+        except RuntimeError:  # there are too many; the first would go on
+            self.end()
+            raise
 
     def scalars(self) -> dict[str, float]:
         """What there is to log since the last call, by name; on rank 0. Waits for nothing."""
@@ -173,9 +174,9 @@ class Timer:
         assert self._scalars is not None
         for calls, late in self.analysis.take_fresh():
             self._scalars.add(calls, late)
-        found = self._scalars.take()
         with self._lock:
-            self._ready |= found
+            # What nobody has asked for yet is left, and the rest goes on adding up for the next time.
+            self._ready = self._ready or self._scalars.take()
         if changed or self._is_untold:
             self._tell(changed)
 

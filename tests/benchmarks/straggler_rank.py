@@ -52,13 +52,15 @@ class Data(Dataset[torch.Tensor]):
 
 
 class Model(L.LightningModule):
-    def __init__(self, late: Lateness) -> None:
+    def __init__(self, late: Lateness, device_s: float) -> None:
         super().__init__()
         self.late = late
+        self.device_s = device_s
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.late.wait("forward/backward", batch_idx)
+        time.sleep(self.device_s)
         loss: torch.Tensor = self.layers(batch[0]).square().mean()
         return loss
 
@@ -116,7 +118,9 @@ def train(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(late), DataLoader(Data(options.steps * options.ranks, late), batch_size=1))
+    trainer.fit(
+        Model(late, options.device_ms / 1e3), DataLoader(Data(options.steps * options.ranks, late), batch_size=1)
+    )
     return {**case, "named": watcher.named, "step_ms": 1e3 * watcher.took_s / options.steps}
 
 
@@ -126,6 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--from-step", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--device-ms", type=float, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()

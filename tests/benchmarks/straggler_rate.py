@@ -37,12 +37,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--from-step", type=int, default=100, help="the step from which one rank is late")
+    parser.add_argument("--device-ms", type=float, default=0, help="what every step waits for, as if for a device")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     steps = options.from_step + WITHIN_STEPS + AFTERWARDS
     arguments = [f"--runs={options.runs}", f"--steps={steps}", f"--from-step={options.from_step}"]
+    arguments += [f"--seed={options.seed}", f"--device-ms={options.device_ms}"]
     with tempfile.TemporaryDirectory() as folder:
-        first_rank, *_ = run_ranks(SCRIPT, [*arguments, f"--seed={options.seed}"], options.ranks, folder)
+        first_rank, *_ = run_ranks(SCRIPT, arguments, options.ranks, folder)
     for case in first_rank:
         print(f"rank {case['rank']:2} {case['phase']:20} {case['step_ms']:6.1f} ms a step: ", end="")
         print(verdict(case, options.from_step))

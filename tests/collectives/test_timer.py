@@ -120,7 +120,7 @@ def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> Non
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)
     for rank, one in enumerate(ranks):
-        one._trail.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
+        one._recording._trail.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
         recorders[rank].add(*(entry(number, at_ms=number * 50 + 1 + rank * 30) for number in range(300)))
     until(lambda: said[0].said)
     until(lambda: ranks[1].stragglers)
