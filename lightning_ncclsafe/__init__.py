@@ -1,14 +1,18 @@
 """Says why multi-GPU training with PyTorch Lightning hangs: which rank, in which hook, at which line; what to do."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreement as DatasetAgreement
+    from lightning_ncclsafe.callbacks.host_preflight import HostPreflight as HostPreflight
+    from lightning_ncclsafe.callbacks.loader_tuner import LoaderTuner as LoaderTuner
     from lightning_ncclsafe.callbacks.logger_offload import LoggerOffload as LoggerOffload
     from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
+    from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
     from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.strategies import SafeDDP as SafeDDP
@@ -19,6 +23,9 @@ __all__ = [
     "CollectiveTimer",
     "DatasetAgreement",
     "DatasetMismatchError",
+    "HostPreflight",
+    "HostPreflightError",
+    "LoaderTuner",
     "LoggerOffload",
     "PhaseTimeouts",
     "SafeDDP",
@@ -30,6 +37,9 @@ _HOMES = {
     "CollectiveTimeoutError": "lightning_ncclsafe.errors",
     "DatasetAgreement": "lightning_ncclsafe.callbacks.dataset_agreement",
     "DatasetMismatchError": "lightning_ncclsafe.errors",
+    "HostPreflight": "lightning_ncclsafe.callbacks.host_preflight",
+    "HostPreflightError": "lightning_ncclsafe.errors",
+    "LoaderTuner": "lightning_ncclsafe.callbacks.loader_tuner",
     "LoggerOffload": "lightning_ncclsafe.callbacks.logger_offload",
     "PhaseTimeouts": "lightning_ncclsafe.phase_timeouts",
     "SafeDDP": "lightning_ncclsafe.strategies",
@@ -50,6 +60,12 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
+
+# A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal.
+if "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ:
+    from lightning_ncclsafe.probes.traceback_signal import arm_early
+
+    arm_early()
 
 # Makes "ddp_ncclsafe" known to a Lightning that is there already; to a later one, the first use of SafeDDP does.
 if "lightning.pytorch" in sys.modules:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset, dataloader
+from torch.utils.data._utils import fetch, signal_handling, worker
 
 # torch._C._distributed_c10d is absent from builds without distributed support.
 try:
@@ -78,6 +80,33 @@ def own_store_connection(prefix: str) -> Any:
     """
     default: Any = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(prefix, default.clone())
+
+
+def launched_store(host: str, port: int, rank: int, *, timeout_s: float = 30.0) -> Any:
+    """The store of a job that has no process group, found by what its launcher has put into the environment.
+
+    Args:
+        host: ``MASTER_ADDR``.
+        port: ``MASTER_PORT``.
+        rank: Global rank; 0 hosts the store, unless torchrun's agent does.
+        timeout_s: How long the host is waited for, seconds.
+
+    Returns:
+        A ``torch.distributed.Store``.
+
+    Raises:
+        RuntimeError: If it cannot be reached.
+    """
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    timeout = timedelta(seconds=timeout_s)
+    store = _c10d.TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.distributed_c10d.PrefixStore(f"ncclsafe/launched/{restart}", store)
+
+
+def operation_threads() -> int:
+    """Threads that one operation on the CPU uses."""
+    return torch.get_num_threads()
 
 
 def groups_can_be_aborted() -> bool:
@@ -319,3 +348,146 @@ def _timeout_s(group: Any) -> float | None:
     backends = [group._get_backend(device) for device in group._device_types]
     known = [backend for backend in backends if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")]
     return max((backend.options._timeout.total_seconds() for backend in known), default=None)
+
+
+class _Workers(dataloader._MultiProcessingDataLoaderIter):
+    """The worker processes of a loader, as torch's own iterator; one that was not fully made can be shut down too."""
+
+    looks_every_s = 5.0  # torch's MP_STATUS_CHECK_INTERVAL
+    made_by = -1
+
+    def _try_get_data(self, timeout: float | None = None) -> Any:
+        timeout_s = self.looks_every_s if timeout is None else timeout
+        return super()._try_get_data(timeout_s)  # type: ignore[no-untyped-call]
+
+    def _shutdown_workers(self) -> None:
+        try:
+            # In a process that was forked meanwhile it would wait for workers that are not its own.
+            if self.made_by == os.getpid():
+                super()._shutdown_workers()
+        except AttributeError:
+            # Not suppress(): this may run when the interpreter has taken the module's names away.
+            pass
+
+
+# Profilers show it.
+_Workers.__name__ = dataloader._MultiProcessingDataLoaderIter.__name__
+
+
+def begin_loading(loader: Any, *, quiet: bool) -> Any:
+    """Begins an epoch of a loader as ``DataLoader.__iter__`` does.
+
+    Args:
+        loader: The ``DataLoader``.
+        quiet: Whether a worker that dies makes only ``next()`` raise, within half a second. It makes the main thread
+            raise wherever that is, otherwise, in the midst of a training step for example.
+    """
+    if loader.num_workers == 0:
+        return dataloader._SingleProcessDataLoaderIter(loader)
+    # In two steps: what was started of it has to be ended, should not all of it start.
+    iterator = _Workers.__new__(_Workers)
+    iterator.made_by = os.getpid()
+    try:
+        iterator.__init__(loader)  # type: ignore[misc]
+    except BaseException:
+        iterator._shutdown_workers()
+        raise
+    if quiet:
+        iterator.looks_every_s = 0.5
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    return iterator
+
+
+def end_loading(iterator: Any) -> None:
+    """Ends the worker processes of a loader's iterator, if it has any, and waits for them."""
+    if isinstance(iterator, _Workers):
+        iterator._shutdown_workers()
+
+
+def worker_pids(iterator: Any) -> tuple[int, ...]:
+    """The process ids of an iterator's workers."""
+    return tuple(process.pid for process in getattr(iterator, "_workers", ()))
+
+
+def pending_batches(iterator: Any) -> Any:
+    """The numbers of the batches that an iterator has asked its workers for and has not handed out."""
+    return iterator._task_info.keys()
+
+
+class ReadyBatches(NamedTuple):
+    """What an iterator over worker processes has ready.
+
+    Attributes:
+        is_due: Whether the batch that is due has been received already.
+        received: Batches that have been received and are not handed out, because others are due before them.
+        queued: Batches in the queue.
+    """
+
+    is_due: bool
+    received: int
+    queued: int
+
+
+def ready_batches(iterator: Any) -> ReadyBatches | None:
+    """What an iterator has ready; None if that cannot be known, as on macOS or with an iterator that is not torch's."""
+    try:
+        tasks = iterator._task_info
+        is_due = len(tasks.get(iterator._rcvd_idx, ())) == 2
+        return ReadyBatches(is_due, len(tasks) - iterator._tasks_outstanding, iterator._data_queue.qsize())
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+def draw_base_seed(loader: Any) -> int:
+    """Draws the number that torch draws for each iterator of a loader, from where torch draws it."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+
+
+def base_seed_of(iterator: Any) -> int:
+    """The number that torch has drawn for an iterator."""
+    return int(iterator._base_seed)
+
+
+def generator_from(seed: int) -> torch.Generator:
+    """A generator that nobody else draws from."""
+    return torch.Generator().manual_seed(seed)
+
+
+def is_dataloader(loader: Any) -> bool:
+    """Whether it is a ``DataLoader``."""
+    return isinstance(loader, dataloader.DataLoader)
+
+
+def has_iterable_dataset(loader: Any) -> bool:
+    """Whether a ``DataLoader`` has no sampler: its dataset alone knows what comes next."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def iterates_its_own_way(loader: Any) -> list[Any]:
+    """The methods with which a subclass of ``DataLoader`` has replaced how it is iterated."""
+    kinds = type(loader).__mro__[: type(loader).__mro__.index(dataloader.DataLoader)]
+    return [vars(kind)[name] for kind in kinds for name in ("__iter__", "_get_iterator") if name in vars(kind)]
+
+
+def shared_floats(rows: int, columns: int) -> torch.Tensor:
+    """A tensor of zeros, in memory that worker processes share: shape (rows, columns), float64."""
+    floats = torch.zeros((rows, columns), dtype=torch.float64)
+    floats.share_memory_()  # type: ignore[no-untyped-call]
+    return floats
+
+
+def wrap_fetch(call: Callable[..., Any]) -> None:
+    """Has every batch of this worker process made by ``call(fetch, fetcher, index)``; not in any other process."""
+    if worker.get_worker_info() is None:
+        return
+    kinds: tuple[Any, ...] = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
+    for kind in kinds:
+        kind.fetch = _wrapped(kind.fetch, call)
+
+
+def _wrapped(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(fetcher: Any, index: Any) -> Any:
+        return call(original, fetcher, index)
+
+    return wrapped

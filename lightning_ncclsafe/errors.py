@@ -35,3 +35,18 @@ class DatasetMismatchError(RuntimeError):
 
 class UnevenDataError(DatasetMismatchError):
     """The data of one rank has ended before that of another. Raised on all ranks before the same batch."""
+
+
+class HostPreflightError(RuntimeError):
+    """A host has a problem with which the run would fail, so it does not start. Raised on all ranks, with one text.
+
+    Attributes:
+        findings: What was found, the worst first.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+    """
+
+    def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
+        where = f"\nThe report is in {report_folder}" if report_folder else ""
+        super().__init__(f"{text}{where}")
+        self.findings = findings
+        self.report_folder = report_folder

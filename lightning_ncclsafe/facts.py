@@ -9,6 +9,7 @@ from enum import Enum
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.preflight_facts import PreflightFacts
 
 VOTE_GROUP = "ncclsafe votes"
 """Description of our own process group, on which ranks vote on whether all of them have a next batch."""
@@ -41,6 +42,8 @@ class IncidentKind(str, Enum):
     """A rank made no progress for ``timeout``."""
     DATA = "data"
     """All ranks have presented their dataloaders, and these were compared."""
+    PREFLIGHT = "preflight"
+    """What ranks have found on their hosts before training was compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,8 @@ class HostFacts:
     Attributes:
         rss_bytes: Resident memory of the rank's process.
         process_swap_bytes: How much of the process is swapped out.
+        memory_growth_bytes_per_s: How fast its resident memory grew, over the last seconds of its start.
+        swap_growth_bytes_per_s: How fast what is swapped out of it grew, over the same time.
         memory_total_bytes: Memory of the host.
         memory_available_bytes: Memory of the host that can be had without swapping.
         swap_total_bytes: Swap space of the host.
@@ -181,6 +186,8 @@ class HostFacts:
 
     rss_bytes: int | None = None
     process_swap_bytes: int | None = None
+    memory_growth_bytes_per_s: int | None = None
+    swap_growth_bytes_per_s: int | None = None
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     swap_total_bytes: int | None = None
@@ -205,6 +212,8 @@ class ProcessFacts:
         cpu_s: Processor time it has used, seconds.
         rss_bytes: Resident memory.
         swap_bytes: How much of it is swapped out.
+        memory_growth_bytes_per_s: How fast its resident memory grew between two looks; None after a single one.
+        swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
         stack: Its main thread's Python stack, outermost first, where it could be had from outside.
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
     """
@@ -216,6 +225,8 @@ class ProcessFacts:
     cpu_s: float | None = None
     rss_bytes: int | None = None
     swap_bytes: int | None = None
+    memory_growth_bytes_per_s: int | None = None
+    swap_growth_bytes_per_s: int | None = None
     stack: tuple[Frame, ...] = ()
     gil_held: bool = False
 
@@ -299,6 +310,7 @@ class RankFacts:
         workers: Child processes of this rank that run the loader's code.
         loaders: Dataloaders of the current loop.
         data: The dataloaders that the rank presents for comparison; None where the incident is not about data.
+        preflight: What the rank has found on its host before training; None where the incident is not about that.
         storage: Directories of loggers and checkpoints.
         loggers: Loggers whose writes are off the training thread.
         stragglers: Ranks that kept others waiting before, as far as this rank has been told.
@@ -321,6 +333,7 @@ class RankFacts:
     workers: tuple[ProcessFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
     data: DataFacts | None = None
+    preflight: PreflightFacts | None = None
     storage: tuple[StorageFacts, ...] = ()
     loggers: tuple[LoggerFacts, ...] = ()
     stragglers: tuple[Straggler, ...] = ()

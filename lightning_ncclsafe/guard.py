@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe import _torch, codec
@@ -18,9 +18,10 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.gathering import REPORT_S, Gathering
 from lightning_ncclsafe.moments import LONG_S, Moment
+from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
-from lightning_ncclsafe.probes import host, stacks
-from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes import stacks
+from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
@@ -42,25 +43,6 @@ _SETTLE_S = 1.0
 # The store serves every rank's poll: at most about a thousand a second in all.
 _POLLS_PER_S = 1000.0
 _POLL_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which rank of which job this is.
-
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank on this host.
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on this host.
-        master_port: ``MASTER_PORT`` of the job.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    master_port: str = ""
 
 
 class Guard:
@@ -101,6 +83,7 @@ class Guard:
         self._next_exchange: Exchange | None = None
         self._log = RoundLog(exchange, not_before_ns=int(probe.card.started * 1e9))
         self._probe = probe
+        self._neighbours = Neighbours(place, probe)
         self._write_logs = write_logs
         self._before_exit = before_exit
         self._on_tick = on_tick
@@ -118,6 +101,7 @@ class Guard:
         self._quiet_rounds = 0
         self._idle_s = 0.0
         self._ended_s = 0.0
+        self._began_ns = 0
         self._verdict: Verdict | None = None
         self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
@@ -132,6 +116,7 @@ class Guard:
 
     def start(self) -> None:
         """Begins to watch. There may be no process group yet."""
+        self._began_ns = time.time_ns()
         self._watchdog.start()
 
     def connect(self, exchange: Exchange) -> None:
@@ -225,14 +210,18 @@ class Guard:
 
     def _tick(self, idle_s: float) -> None:
         self._change_exchange()
-        self._know_peers()
         self._moment, batch_idx = self._moment_now()
         self._patience.observe(idle_s, self._moment, batch_idx)
+        if self._moment.phase is Phase.INIT:
+            self._probe.note_memory()
         if self._joined:
+            self._neighbours.meet(self._exchange)
             self._on_tick()
+        else:
+            self._neighbours.look_around(idle_s)
         # Before there is a store there are only files, on storage that may be the very trouble.
         patience_s = self._patience.suspect_after_s(self._moment, joined=False)
-        has_reason = self._probe.exception is not None or idle_s >= patience_s
+        has_reason = self._probe.exception is not None or self._neighbours.has_lost or idle_s >= patience_s
         if not self._joined and not has_reason:
             return
         entry = self._log.read() or self._write_round(idle_s)
@@ -246,18 +235,6 @@ class Guard:
             self._exchange, self._joined = self._next_exchange, True
             # What was said before was about a start that has succeeded now.
             self._log, self._open, self._verdict = RoundLog(self._exchange), None, None
-
-    def _know_peers(self) -> None:
-        """Reads the cards of the ranks of this host, once they are all there: later nobody may be able to give them."""
-        place = self._place
-        if not self._joined or self._probe.peers or place.local_world_size == 1:
-            return
-        first = place.rank - place.local_rank
-        keys = [f"card/{rank}" for rank in range(first, first + place.local_world_size) if rank != place.rank]
-        with suppress(ExchangeError):
-            cards = [codec.decode(Card, card) for card in self._exchange.get_many(keys).values()]
-            if len(cards) == len(keys):
-                self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
 
     def _write_round(self, idle_s: float) -> Round | None:
         entry = self._recovery(idle_s)
@@ -283,7 +260,8 @@ class Guard:
             if not (self._probe.exception.is_consequence and self.ends_run):
                 return IncidentKind.EXCEPTION
             self._exception_is_told.set()  # its cause has been told meanwhile
-        if not self._patience.is_time_to_look(idle_s, self._moment, joined=self._joined):
+        is_time = self._patience.is_time_to_look(idle_s, self._moment, joined=self._joined)
+        if not is_time and not self._neighbours.has_lost:
             return None
         facts = self._probe.glance(idle_s)
         doing = activity(facts)
@@ -345,13 +323,15 @@ class Guard:
         if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
             # Often the same is about to be raised here, a moment later.
             self._main_thread_left.wait(_SAME_EXCEPTION_S)
+        if not self._joined:
+            self._neighbours.search()
         facts = self._probe.look(idle_s)
         gathering = Gathering(
             self._exchange,
             round_number=self._log.number,
             rank=self._place.rank,
             world_size=self._place.world_size,
-            peers=self._probe.peers or self._peers_by_environment(),
+            peers=self._probe.peers,
             witness=self._probe.witness,
             is_dropped=lambda: self._off or (self._next_exchange is not None and not self._joined),
         )
@@ -369,19 +349,13 @@ class Guard:
             if facts.exception is not None:
                 self._exception_is_told.set()
 
-    def _peers_by_environment(self) -> tuple[Card, ...]:
-        """Ranks of this host that have not come far enough to leave a card."""
-        place = self._place
-        if self._joined or place.local_world_size == 1:
-            return ()
-        pids = host.find_ranks(place.master_port)
-        first, here = place.rank - place.local_rank, self._probe.card.host
-        return tuple(Card(rank=first + n, host=here, pid=pids[n]) for n in pids if n != place.local_rank)
-
     def _end(self) -> None:
         """Ends the run on this rank, unless its main thread is already on its way out."""
         if not self._main_thread_left.is_set():
             self._is_ending = True
+            if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
+                # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
+                self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
             end_run(
                 exchange=self._exchange,
                 rank=self._place.rank,

@@ -11,6 +11,7 @@ OnMismatch = Literal["raise", "warn"]
 Content = Literal["sample", "full", "off"]
 OnUneven = Literal["raise", "stop_together", "repeat"]
 Overflow = Literal["thin", "drop_oldest", "block"]
+OnProblem = Literal["warn", "raise"]
 
 # Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short beside half an hour.
 DEFAULT_SUSPECT_AFTER_S = 60.0
@@ -135,6 +136,38 @@ class TimerSettings:
         given: object = self.every_n_steps
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise ValueError(f"every_n_steps={given!r} must be a whole number of at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunerSettings:
+    """What is done about loader workers; see :class:`~lightning_ncclsafe.LoaderTuner`.
+
+    Attributes:
+        apply: Whether settings are changed, or only advised.
+        apply_to_iterables: Whether that goes for iterable datasets, too.
+    """
+
+    apply: bool = True
+    apply_to_iterables: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightSettings:
+    """What is done about problems of hosts; see :class:`~lightning_ncclsafe.HostPreflight`.
+
+    Attributes:
+        on_problem: Whether one with which the run would fail raises, or is only said.
+        data_dir: Where data is read from; None where that is not to be tried.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+
+    on_problem: OnProblem = "warn"
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("on_problem", self.on_problem, OnProblem)
 
 
 def check_limits(

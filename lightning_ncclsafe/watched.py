@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
-from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     Exchange,
@@ -27,18 +27,32 @@ from lightning_ncclsafe.exchange import (
 )
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.group_timeouts import GroupTimeouts
-from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.guard import Guard
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.presenting import Presenter
+from lightning_ncclsafe.loaders.stage import TRAIN, Stage
+from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.loggers.live import drain_all, live_facts
 from lightning_ncclsafe.moments import Moment
+from lightning_ncclsafe.neighbours import Place
 from lightning_ncclsafe.patience import limits_words
 from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.preflight import Preflight
+from lightning_ncclsafe.probes.capacity import capacity
+from lightning_ncclsafe.probes.load import loaders_load, model_load
+from lightning_ncclsafe.probes.preflight import preflight_facts
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
-from lightning_ncclsafe.settings import AgreementSettings, Limits, TimerSettings, report_folder
+from lightning_ncclsafe.settings import (
+    AgreementSettings,
+    Limits,
+    PreflightSettings,
+    TimerSettings,
+    TunerSettings,
+    report_folder,
+)
 from lightning_ncclsafe.stop_agreement import StopAgreement
 from lightning_ncclsafe.stop_signal import StopSignal
 
@@ -91,6 +105,8 @@ class WatchedCall:
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._presenter: Presenter | None = None
+        self._tuner: Tuner | None = None
+        self._preflight: Preflight | None = None
         self.timer: AttachedTimer | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
@@ -145,6 +161,9 @@ class WatchedCall:
         for attached in (presenter, stop_signal):
             if attached is not None:
                 self._unharmed(attached.detach)
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            self._unharmed(tuner.close)
         self._unharmed(self.tracker.detach)
         self._group_timeouts.restore()
         timer, self.timer = self.timer, None
@@ -155,6 +174,7 @@ class WatchedCall:
     def _begin(self, strategy: Any) -> None:
         self.tracker.attach(self._trainer.profiler)
         place = _place(strategy)
+        self._preflight = self._make_preflight(place)
         self._guard = Guard(
             place=place,
             limits=self._limits,
@@ -181,9 +201,12 @@ class WatchedCall:
         limits, world_size = self._limits, strategy.world_size
         exchange = self._store() if world_size > 1 else MemoryExchange()
         self._guard.connect(exchange)
-        if world_size > 1:
+        self._compare_hosts(lambda preflight: preflight.compare(exchange))
+        self._tuner = self._make_tuner(strategy, exchange)
+        if world_size > 1 or self._tuner is not None or self._preflight is not None:
             self._presenter = self._make_presenter(strategy, exchange)
             self._presenter.attach()
+        if world_size > 1:
             self._stop_together(strategy, exchange)
             self._time(strategy, exchange)
         if strategy.global_rank == 0:
@@ -224,6 +247,63 @@ class WatchedCall:
         except Exception as error:  # the guard can do without
             say_own_failure(error, what="the timing of collectives")
 
+    def _make_preflight(self, place: Place) -> Preflight | None:
+        settings = _settings_of(self._trainer, PreflightSettings)
+        if settings is None:
+            return None
+        trainer = self._trainer
+        preflight = Preflight(
+            lambda: preflight_facts(
+                directories=_directories(self.trainer_probe, settings),
+                load=model_load(trainer.lightning_module),
+                local_rank=place.local_rank,
+                gpu_index=trainer.strategy.root_device.index,
+                is_cuda=trainer.strategy.root_device.type == "cuda",
+            ),
+            on_problem=settings.on_problem,
+            identity=_identity(place),
+            world_size=place.world_size,
+            report_dir=self._report_dir,
+            say=say_on_stderr,
+        )
+        preflight.begin()
+        return preflight
+
+    def _compare_hosts(self, compare: Callable[[Preflight], object]) -> None:
+        preflight, self._preflight = self._preflight, None
+        if preflight is None:
+            return
+        try:
+            with self.tracker.action("preflight"):
+                compare(preflight)
+        except HostPreflightError:
+            raise
+        except Exception as error:  # the run goes on without
+            say_own_failure(error, what="the comparison of hosts")
+        else:
+            self._preflight = preflight
+
+    def _presented(self, stage: Stage) -> None:
+        """What loaders ask of a host is known once they are there; a tuner asks for no more than there is."""
+        settings = _settings_of(self._trainer, TunerSettings)
+        if stage.name == TRAIN and not (settings is not None and settings.apply):
+            loaders = [*stage.loaders, *self.trainer_probe.validation_loaders()]
+            self._compare_hosts(lambda preflight: preflight.compare_load(loaders_load(loaders)))
+
+    def _make_tuner(self, strategy: Any, exchange: Exchange) -> Tuner | None:
+        settings = _settings_of(self._trainer, TunerSettings)
+        if settings is None:
+            return None
+        try:
+            tuner = Tuner(
+                settings, exchange, rank=strategy.global_rank, world_size=strategy.world_size, capacity=capacity()
+            )
+            tuner.start()
+        except Exception as error:  # the loaders stay as they are
+            say_own_failure(error, what="the tuning of loaders")
+            return None
+        return tuner
+
     def _poll(self) -> None:
         # A run that is being ended ends otherwise: launchers send SIGTERM to the ranks that are left.
         is_ending = self._guard is not None and self._guard.ends_run
@@ -231,33 +311,31 @@ class WatchedCall:
             self._stop.poll()
 
     def _make_presenter(self, strategy: Any, exchange: Exchange) -> Presenter:
-        place = _place(strategy)
         return Presenter(
             trainer=self._trainer,
             strategy=strategy,
-            agreement=Agreement(
-                meeting=Meeting(
-                    exchange=exchange,
-                    rank=place.rank,
-                    world_size=place.world_size,
-                    deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
-                    say=say_on_stderr,
-                ),
-                world_size=place.world_size,
-                identity=RankFacts(
-                    rank=place.rank,
-                    local_rank=place.local_rank,
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    progress=Progress(phase=Phase.INIT),
-                ),
-                report_dir=self._report_dir,
-                say=say_on_stderr,
-            ),
+            agreement=self._make_agreement(_place(strategy), exchange) if strategy.world_size > 1 else None,
             settings=_settings_of(self._trainer, AgreementSettings) or AgreementSettings(),
             combined=self._combined,
             tracker=self.tracker,
             timeout_s=self._limits.longest_s,
+            tuner=self._tuner,
+            presented=self._presented,
+        )
+
+    def _make_agreement(self, place: Place, exchange: Exchange) -> Agreement:
+        return Agreement(
+            meeting=Meeting(
+                exchange=exchange,
+                rank=place.rank,
+                world_size=place.world_size,
+                deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
+                say=say_on_stderr,
+            ),
+            world_size=place.world_size,
+            identity=_identity(place),
+            report_dir=self._report_dir,
+            say=say_on_stderr,
         )
 
     def _moment(self) -> Moment:
@@ -290,7 +368,7 @@ class WatchedCall:
     def _unharmed(self, act: Callable[[], T]) -> T | None:
         try:
             return act()
-        except CollectiveTimeoutError:
+        except (CollectiveTimeoutError, HostPreflightError):
             raise
         except Exception as error:
             say_own_failure(error)
@@ -330,6 +408,22 @@ def _place(strategy: Any) -> Place:
         local_world_size=len(devices),
         master_port=str(environment.main_port),
     )
+
+
+def _identity(place: Place) -> RankFacts:
+    return RankFacts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        progress=Progress(phase=Phase.INIT),
+    )
+
+
+def _directories(probe: TrainerProbe, settings: PreflightSettings) -> dict[str, str]:
+    """What the run writes to and reads from, by what it is for."""
+    found = probe.directories()
+    return found if settings.data_dir is None else {**found, "data": settings.data_dir}
 
 
 def _meeting_place(strategy: Any) -> str:

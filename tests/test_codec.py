@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.codec import DecodeError, decode, encode
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, RandomState, SamplerFacts
 from lightning_ncclsafe.facts import (
@@ -29,6 +30,14 @@ from lightning_ncclsafe.facts import (
     Straggler,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.preflight_facts import (
+    DirectoryFacts,
+    GpuFacts,
+    LoadFacts,
+    NetworkFacts,
+    PreflightFacts,
+    SwapFacts,
+)
 
 FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
 WORKER = ProcessFacts(
@@ -39,6 +48,8 @@ WORKER = ProcessFacts(
     cpu_s=1.5,
     rss_bytes=1 << 40,
     swap_bytes=4096,
+    memory_growth_bytes_per_s=3_000_000,
+    swap_growth_bytes_per_s=1_000_000,
     stack=(FRAME,),
     gil_held=True,
 )
@@ -75,6 +86,91 @@ DATA = DataFacts(
     on_mismatch="warn",
     content="full",
     on_uneven="repeat",
+)
+PREFLIGHT = PreflightFacts(
+    capacity=Capacity(
+        machine="boot-id",
+        cpus=(0, 1, 64),
+        quota_cores=2.5,
+        quota_group="/a",
+        quotas={"/a": 2.5},
+        memory_limit_bytes=1 << 40,
+        memory_used_bytes=7,
+        memory_group="/b",
+        memory_left_bytes={"/b": 7},
+        memory_total_bytes=1 << 41,
+        memory_available_bytes=8,
+        process_limit_bytes=9,
+        shm_total_bytes=1 << 26,
+        shm_free_bytes=1,
+        slurm_cpus_per_task=8,
+    ),
+    swap=SwapFacts(
+        total_bytes=1,
+        used_bytes=2,
+        swapped_out_bytes=3,
+        swapped_in_bytes=4,
+        devices=("/swapfile on nfs4",),
+        on_network=("/swapfile on nfs4",),
+        memory_stalled=0.1,
+        io_stalled=0.2,
+        cpu_waited=0.3,
+    ),
+    gpu=GpuFacts(
+        index=1,
+        name="H100",
+        uuid="GPU-1",
+        total_bytes=80,
+        free_bytes=79,
+        foreign_processes=("pid 7",),
+        ecc_errors=1,
+        pending_repair=True,
+        throttled_by=("thermal slowdown",),
+        recovery_action="reset",
+        xids=("79",),
+        driver="570",
+        cuda="12.8",
+    ),
+    network=NetworkFacts(
+        interfaces=("eth0 10000 Mbit/s 10.0.0.7",),
+        default_interface="eth0",
+        chosen_by="NCCL_SOCKET_IFNAME",
+        infiniband=("mlx5_0:1 ACTIVE 400 Gb/sec",),
+        infiniband_active=1,
+        infiniband_off="NCCL_IB_DISABLE=1",
+    ),
+    directories=(
+        DirectoryFacts(
+            role="logs",
+            path="/logs",
+            filesystem="nfs4",
+            append_s=0.1,
+            append_worst_s=0.2,
+            fsync_s=0.3,
+            read_s=0.4,
+            free_bytes=5,
+            free_inodes=6,
+            problem="Permission denied",
+        ),
+    ),
+    load=LoadFacts(
+        loader_workers=4,
+        batches_in_flight=8,
+        batch_bytes=9,
+        omp_threads=2,
+        parameter_bytes=1,
+        gradient_bytes=2,
+        replica_bytes=3,
+    ),
+    open_files_limit=1024,
+    open_files=40,
+    clock_offset_s=-0.5,
+    clock_error_s=0.01,
+    versions={"torch": "2.13.0"},
+    settings={"NCCL_DEBUG": "INFO"},
+    is_cuda=True,
+    took_s=0.6,
+    missing=("no /proc/pressure",),
 )
 RANK = RankFacts(
     rank=3,
@@ -119,6 +215,7 @@ RANK = RankFacts(
     workers=(WORKER, WORKER),
     loaders=(LOADER,),
     data=DATA,
+    preflight=PREFLIGHT,
     storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
     stragglers=(
         Straggler(

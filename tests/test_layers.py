@@ -18,7 +18,8 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("data_facts", "logger_facts", "methods", "_torch"),
+    ("data_facts", "logger_facts", "capacity_facts", "methods", "_torch"),
+    ("preflight_facts",),
     ("facts",),
     ("findings", "codec", "moments"),
     ("errors", "settings", "phases", "watchdog"),
@@ -26,8 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules", "timing"),
     ("report", "exchange", "probes"),
     ("patience", "reporter", "rounds", "ending"),
-    ("gathering", "stop_agreement", "group_timeouts"),
+    ("gathering", "neighbours", "stop_agreement", "group_timeouts"),
     ("guard", "loaders", "loggers", "stop_signal", "collectives"),
+    ("preflight",),
     ("watched",),
     ("strategies",),
     ("callbacks", "cli"),
@@ -50,6 +52,8 @@ IMPORTS_TORCH = {
 IMPORTS_LIGHTNING = {
     "callbacks.collective_timer",
     "callbacks.dataset_agreement",
+    "callbacks.host_preflight",
+    "callbacks.loader_tuner",
     "callbacks.logger_offload",
     "loggers.starting",
     "strategies",

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from lightning_ncclsafe.cli import logs
+from lightning_ncclsafe.cli import logs, preflight
 
-_COMMANDS = {"logs": logs}
+_COMMANDS = {"logs": logs, "preflight": preflight}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

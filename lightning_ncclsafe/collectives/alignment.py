@@ -1,10 +1,8 @@
 """How far a host's wall clock is from rank 0's: what an exchange of messages proves, and for how long it holds."""
 
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_ncclsafe.timing.windows import Clock
 
@@ -19,18 +17,8 @@ _STEP_NS = 200_000
 _CLOSE_NS = 20_000
 _READINGS = 5
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 NowNs = Callable[[], int]
 Monotonic = Callable[[], float]
-
-
-def host_boot_id() -> str:
-    """What all processes on this host have in common, and nobody else: the kernel's boot, or else the host's name."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip() or socket.gethostname()
-    except (OSError, ValueError):
-        return socket.gethostname()
 
 
 def oscillator_s() -> float:

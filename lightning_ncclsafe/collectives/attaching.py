@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.collectives.alignment import host_boot_id
 from lightning_ncclsafe.collectives.results import save_trace
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.trail import Trail
@@ -11,6 +10,7 @@ from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.machine import host_boot_id
 from lightning_ncclsafe.reporter import say_on_stderr
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.step_phases import LOG_METRICS

@@ -70,19 +70,28 @@ class Meeting:
         world_size: Number of ranks.
         deadline_s: Seconds after which ranks that do not come are given up.
         say: Prints one or more lines to the user.
+        name: What the meetings are about; others of the same exchange have another.
 
     Attributes:
         number: Which meeting is, or was, the last.
     """
 
     def __init__(
-        self, *, exchange: Exchange, rank: int, world_size: int, deadline_s: float, say: Callable[[str], None]
+        self,
+        *,
+        exchange: Exchange,
+        rank: int,
+        world_size: int,
+        deadline_s: float,
+        say: Callable[[str], None],
+        name: str = "data",
     ) -> None:
         self._exchange = exchange
         self._rank = rank
         self._world_size = world_size
         self._deadline_s = deadline_s
         self._say = say
+        self._name = name
         self._absent: set[int] = set()
         self._withdrawn: dict[int, RankFacts] = {}
         self._last: dict[int, bytes] = {}
@@ -113,7 +122,7 @@ class Meeting:
         self._publish(Presented(number=0, facts=facts, withdrawn=True))
 
     def _publish(self, presented: Presented) -> None:
-        self._keep_trying(lambda: self._exchange.set(f"data/{self._rank}", codec.encode(presented)))
+        self._keep_trying(lambda: self._exchange.set(self._key(self._rank), codec.encode(presented)))
 
     def _judge(self, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
         agreed = Agreed()
@@ -123,7 +132,7 @@ class Meeting:
             # The others wait for a word, also where there is none to say.
             agreed = self._settle(agreed)
         if self.number > 1:
-            self._keep_trying(lambda: self._exchange.set(_verdict_key(self.number - 1), b""))
+            self._keep_trying(lambda: self._exchange.set(self._verdict_key(self.number - 1), b""))
         return agreed
 
     def _settle(self, agreed: Agreed) -> Agreed:
@@ -131,7 +140,7 @@ class Meeting:
         stands = [codec.encode(agreed)]
 
         def settle() -> None:
-            stands[0] = self._exchange.set_if_absent(_verdict_key(self.number), stands[0])
+            stands[0] = self._exchange.set_if_absent(self._verdict_key(self.number), stands[0])
 
         self._keep_trying(settle)
         return codec.decode(Agreed, stands[0])
@@ -141,9 +150,9 @@ class Meeting:
         missing = set(range(self._world_size)) - found.keys()
 
         def all_are_there() -> bool:
-            answers = self._exchange.get_many(f"data/{rank}" for rank in sorted(missing))
+            answers = self._exchange.get_many(map(self._key, sorted(missing)))
             for rank in [*missing]:
-                if self._read(rank, answers.get(f"data/{rank}"), found):
+                if self._read(rank, answers.get(self._key(rank)), found):
                     missing.discard(rank)
             return not missing
 
@@ -172,16 +181,23 @@ class Meeting:
         of_rank_0: dict[int, RankFacts] = {}
 
         def is_there() -> bool:
-            answers = self._exchange.get_many([_verdict_key(self.number), "data/0"])
-            self._read(0, answers.get("data/0"), of_rank_0)
-            found.extend(answers[key] for key in (_verdict_key(self.number),) if key in answers)
+            verdict = self._verdict_key(self.number)
+            answers = self._exchange.get_many([verdict, self._key(0)])
+            self._read(0, answers.get(self._key(0)), of_rank_0)
+            found.extend(answers[key] for key in (verdict,) if key in answers)
             return bool(found or self._withdrawn)
 
         if not self._wait_until(is_there, self._deadline_s + _VERDICT_S):
-            late = f"rank 0 has not compared the ranks' data within {self._deadline_s:g} s"
+            late = f"rank 0 has not compared the ranks' {self._name} within {self._deadline_s:g} s"
             self._say(f"rank {self._rank}: {late}; going on")
         # Should rank 0 come yet, it has to go by the same.
         return codec.decode(Agreed, found[0]) if found else self._settle(Agreed())
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+    def _verdict_key(self, number: int) -> str:
+        return f"{self._name}/verdict/{number}"
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Asks again and again, ever more rarely."""
@@ -215,7 +231,3 @@ class Meeting:
 
 class _Busy(Exception):
     """The exchange has not answered this time."""
-
-
-def _verdict_key(number: int) -> str:
-    return f"data/verdict/{number}"

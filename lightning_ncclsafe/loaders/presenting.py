@@ -1,22 +1,24 @@
-"""Collects the loaders of a stage as Lightning prepares them, and has them compared once they are complete.
+"""Collects the loaders of a stage as Lightning prepares them, and has them compared and fitted once they are complete.
 
 The Trainer and its loops are used by duck type; Lightning is not imported here.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.errors import DatasetMismatchError
+from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
 from lightning_ncclsafe.loaders.stage import TRAIN, Stage
 from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.methods import ReplacedMethod
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
@@ -33,11 +35,13 @@ class Presenter:
     Args:
         trainer: The ``Trainer``.
         strategy: Its strategy.
-        agreement: Compares them with those of the other ranks.
-        settings: What the user has set.
+        agreement: Compares them with those of the other ranks; None where there are none.
+        settings: What the user has set for that.
         combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
+        tuner: Fits them to the host; None where nobody asks for it.
+        presented: Called on all ranks with the loaders of a stage, before anything else.
     """
 
     def __init__(
@@ -45,11 +49,13 @@ class Presenter:
         *,
         trainer: Any,
         strategy: Any,
-        agreement: Agreement,
+        agreement: Agreement | None,
         settings: AgreementSettings,
         combined: type,
         tracker: PhaseTracker,
         timeout_s: float,
+        tuner: Tuner | None = None,
+        presented: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy
@@ -58,6 +64,8 @@ class Presenter:
         self._combined = combined
         self._tracker = tracker
         self._timeout_s = timeout_s
+        self._tuner = tuner
+        self._presented = presented
         self._stage: Stage | None = None
         self._methods: list[ReplacedMethod] = []
         self._replaced: dict[str, list[Replaced]] = {}
@@ -132,17 +140,54 @@ class Presenter:
 
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
-        if self._is_off:
-            return
         with self._tracker.action(f"{AGREEMENT}{stage.name}"):
-            data = stage.facts(self._trainer, self._strategy, self._settings)
-            terms = self._agreement.compare(data)
-            can_vote = self._can_vote(any(its_terms.votes for its_terms in terms))
-            for index, its_terms in enumerate(terms):
-                if not its_terms.changes_nothing and (can_vote or not its_terms.votes):
-                    self._apply(its_terms, stage, index, data)
+            self._presented(stage)
+            ends = self._ends(stage)
+            for index, tuning in enumerate(self._tunings(stage)):
+                end = ends.get(index)
+                if end is not None or tuning is not None:
+                    self._replace(stage, index, end or _End(), tuning)
 
-    def _can_vote(self, wanted: bool) -> bool:
+    def _ends(self, stage: Stage) -> dict[int, "_End"]:
+        """How the loaders end which do not end as they would for themselves, by their index; ranks have agreed on it.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        agreement = self._agreement
+        if self._is_off or agreement is None:
+            return {}
+        data = stage.facts(self._trainer, self._strategy, self._settings)
+        terms = agreement.compare(data)
+        can_vote = self._can_vote(agreement, any(its_terms.votes for its_terms in terms))
+        return {
+            index: self._end(agreement, its_terms, stage, index, data)
+            for index, its_terms in enumerate(terms)
+            if not its_terms.changes_nothing and (can_vote or not its_terms.votes)
+        }
+
+    def _tunings(self, stage: Stage) -> list[Tuning | None]:
+        tuner, self._tuner = self._tuner, None
+        if tuner is None:
+            return [None] * len(stage.loaders)
+        try:
+            tunings = tuner.take(stage.name, stage.loaders, is_fit=self._trainer.state.fn == "fit")
+        except Exception as error:  # then the loaders stay as they are
+            say_own_failure(error, what="the tuning of loaders")
+            return [None] * len(stage.loaders)
+        self._tuner = tuner
+        return tunings
+
+    def _replace(self, stage: Stage, index: int, end: "_End", tuning: Tuning | None) -> None:
+        replaced = Replaced(
+            stage.loaders[index],
+            end.iterate if tuning is None else lambda begin: end.iterate(partial(tuning, begin)),
+            length=end.length,
+            hides_length=end.hides_length,
+        )
+        self._replaced.setdefault(stage.name, []).append(replaced)
+
+    def _can_vote(self, agreement: Agreement, wanted: bool) -> bool:
         """Makes the group that ranks vote on, where they have to; all of them can use it, or none does."""
         if not wanted or self._votes is not None:
             return wanted
@@ -157,7 +202,7 @@ class Presenter:
         except Exception as failure:
             error = failure
             say_own_failure(error, what="the vote on a next batch")
-        can = self._agreement.all_can(error is None)
+        can = agreement.all_can(error is None)
         if not can:
             self._close_votes()
         return can
@@ -171,22 +216,25 @@ class Presenter:
         """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
         try:
             act()
-        except DatasetMismatchError:
+        except (DatasetMismatchError, HostPreflightError):
             raise
         except Exception as error:
             self._is_off = True
             say_own_failure(error, what="the comparison of the ranks' data")
             with suppress(Exception):
-                self._agreement.withdraw()
+                if self._agreement is not None:
+                    self._agreement.withdraw()
 
     def _default_mode(self, name: str) -> str:
         return "max_size_cycle" if name == TRAIN else "sequential"
 
-    def _apply(self, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> None:
+    def _end(self, agreement: Agreement, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> "_End":
         facts, most = data.loaders[index], stage.most_batches(self._trainer)
-        iterate = self._voting(facts, data, most) if terms.votes else self._counting(terms, facts, data)
-        replaced = Replaced(stage.loaders[index], iterate, length=terms.length, hides_length=terms.hides_length)
-        self._replaced.setdefault(stage.name, []).append(replaced)
+        if terms.votes:
+            iterate = self._voting(agreement, facts, data, most)
+        else:
+            iterate = _counting(agreement, terms, facts, data)
+        return _End(iterate=iterate, length=terms.length, hides_length=terms.hides_length)
 
     def _release(self, stage: str, loader: Any = None) -> None:
         """Takes our hands off the loaders that a stage had before, or off one of them."""
@@ -196,11 +244,11 @@ class Presenter:
             else:
                 self._replaced.setdefault(stage, []).append(replaced)
 
-    def _voting(self, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
-        votes, tell = self._votes, partial(self._agreement.uneven, data, facts)
+    def _voting(self, agreement: Agreement, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
+        votes, tell = self._votes, partial(agreement.uneven, data, facts)
         assert votes is not None
         compares = data.stage == TRAIN and data.content != "off"
-        first = [partial(self._agreement.first_batches, data, facts, votes)] if compares else []
+        first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
@@ -208,12 +256,28 @@ class Presenter:
 
         return iterate
 
-    def _counting(self, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts) -> Iterate:
-        end = terms.ends_at
-        if end is None:
-            return partial(until, length=terms.length or 0, repeat=data.on_uneven == "repeat")
-        readings = [Reading(batches=min(length, end + 1), ended=length <= end) for length in terms.lengths]
-        return partial(until, length=end, error=partial(self._agreement.uneven, data, facts, readings))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How one loader ends.
+
+    Attributes:
+        iterate: Makes its iterators, from a function that begins the loader's own.
+        length: The length that it has for others; None for its own.
+        hides_length: Whether it has none.
+    """
+
+    iterate: Iterate = lambda begin: begin()
+    length: int | None = None
+    hides_length: bool = False
+
+
+def _counting(agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts) -> Iterate:
+    end = terms.ends_at
+    if end is None:
+        return partial(until, length=terms.length or 0, repeat=data.on_uneven == "repeat")
+    readings = [Reading(batches=min(length, end + 1), ended=length <= end) for length in terms.lengths]
+    return partial(until, length=end, error=partial(agreement.uneven, data, facts, readings))
 
 
 class _Requests(ReplacedMethod):

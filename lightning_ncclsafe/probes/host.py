@@ -1,7 +1,7 @@
 """Memory, swap, cores and processes of this host, from psutil; what it lacks, from /proc and the control group."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -9,13 +9,12 @@ from typing import TypeVar
 import psutil
 
 from lightning_ncclsafe.facts import HostFacts, ProcessFacts
+from lightning_ncclsafe.probes.cgroups import ControlGroups
 
 T = TypeVar("T")
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-# cgroup v1 says "no limit" with the largest page-aligned signed number.
-_UNLIMITED_BYTES = 1 << 60
 
 
 class HostProbe:
@@ -27,16 +26,16 @@ class HostProbe:
     """
 
     def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
-        self._cgroups = cgroups
+        self._groups = ControlGroups(cgroups, proc)
         self._proc = proc
-        self._oom_kills = _oom_kills(cgroups, proc)
+        self._oom_kills = _oom_kills(self._groups, proc)
         self._swapped_in_bytes = _swapped_in_bytes()
 
     def read(self) -> HostFacts:
         """Facts about this process and its host; what the host does not say is None. Takes about 1 ms."""
         process = psutil.Process()
         memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
-        oom_kills, swapped_in = _oom_kills(self._cgroups, self._proc), _swapped_in_bytes()
+        oom_kills, swapped_in = _oom_kills(self._groups, self._proc), _swapped_in_bytes()
         return HostFacts(
             rss_bytes=process.memory_info().rss,
             process_swap_bytes=_swap_bytes(process),
@@ -45,11 +44,18 @@ class HostProbe:
             swap_total_bytes=swap.total if swap else None,
             swap_used_bytes=swap.used if swap else None,
             swapped_in_bytes=_since(swapped_in, self._swapped_in_bytes),
-            memory_limit_bytes=_memory_limit_bytes(self._cgroups, self._proc),
+            memory_limit_bytes=self._groups.hard_memory_limit_bytes(),
             oom_kills=_since(oom_kills, self._oom_kills),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             load_1min=os.getloadavg()[0],
         )
+
+
+def own_memory() -> tuple[int | None, int | None]:
+    """Resident memory of this process, and how much of it is swapped out; bytes. Takes about 0.1 ms."""
+    process = psutil.Process()
+    memory = _try(process.memory_info)
+    return (memory.rss if memory else None), _swap_bytes(process)
 
 
 def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> ProcessFacts:
@@ -100,22 +106,33 @@ def _is_worker(command: list[str], parent: list[str]) -> bool:
     return command == parent or "--multiprocessing-fork" in command
 
 
-def find_ranks(master_port: str) -> dict[int, int]:
+def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
     """Ranks of a job on this host by their environment, for those that have not said anything yet: pid by local rank.
 
     Args:
         master_port: ``MASTER_PORT`` of the job.
+        environ: Of this process: where SLURM starts the ranks, only its step is known to all from the start.
     """
-    found: dict[int, int] = {}
+    step = _slurm_step(environ)
+    found: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
-        environment = _try(process.environ)
-        if not environment or environment.get("MASTER_PORT") != master_port:
-            continue
-        local_rank = environment.get("LOCAL_RANK", "")
-        if local_rank.isdecimal():
-            # A rank's children inherit its environment; the rank itself is the oldest, and so comes first.
-            found.setdefault(int(local_rank), process.pid)
-    return found
+        environment = _try(process.environ) or {}
+        is_here = environment.get("MASTER_PORT") == master_port or (step and _slurm_step(environment) == step)
+        local_rank = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
+        if is_here and local_rank.isdecimal():
+            found.setdefault(int(local_rank), []).append(process)
+    return {local_rank: _rank_among(processes).pid for local_rank, processes in found.items()}
+
+
+def _slurm_step(environment: Mapping[str, str]) -> tuple[str, ...]:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    return tuple(environment[name] for name in names) if all(name in environment for name in names) else ()
+
+
+def _rank_among(processes: list[psutil.Process]) -> psutil.Process:
+    """What wraps a rank (a shell, ``timeout``) is older and another program; children, which inherit, are younger."""
+    own = _try(psutil.Process().exe)
+    return next((process for process in processes if own and _try(process.exe) == own), processes[0])
 
 
 def filesystem_of(path: str) -> str:
@@ -151,38 +168,15 @@ def _swapped_in_bytes() -> int | None:
     return swap.sin if swap else None
 
 
-def _oom_kills(cgroups: Path, proc: Path) -> int | None:
+def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
     """The kernel's counter of processes it ended for want of memory, of the control group or else of the host."""
-    for file in (*_own_cgroup_files(cgroups, proc, "memory.events"), proc / "vmstat"):
+    for file in (*groups.memory_files("memory.events"), proc / "vmstat"):
         with suppress(OSError):
             for line in file.read_text().splitlines():
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
                     return int(value)
     return None
-
-
-def _memory_limit_bytes(cgroups: Path, proc: Path) -> int | None:
-    limits = []
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        for file in _own_cgroup_files(cgroups, proc, name):
-            with suppress(OSError, ValueError):
-                limits.append(int(file.read_text()))
-    return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
-
-
-def _own_cgroup_files(cgroups: Path, proc: Path, name: str) -> list[Path]:
-    """A control file in this process's own group and in each group above it, cgroup v2 and v1, the nearest first."""
-    files = []
-    with suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root = cgroups / "memory" if "memory" in controllers.split(",") else cgroups
-            if controllers and root == cgroups:
-                continue
-            own = root / path.lstrip("/")
-            files += [folder / name for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return files
 
 
 def _since(now: int | None, before: int | None) -> int | None:

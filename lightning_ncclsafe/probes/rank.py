@@ -1,5 +1,6 @@
 """Everything one rank can say about itself and its neighbours, within a deadline."""
 
+import math
 import os
 import socket
 import threading
@@ -11,17 +12,24 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import ExceptionFacts, ProcessFacts, RankFacts, Straggler
+from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at
-from lightning_ncclsafe.probes.traceback_signal import Armed, TracebackSignal
+from lightning_ncclsafe.probes.growth import LEAST_S, Growth
+from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at, own_memory
+from lightning_ncclsafe.probes.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 
 # Asking a worker for its stack takes some milliseconds, one after the other; a few are enough to see what they do.
 _WORKERS_ASKED = 4
+# How often this process's memory is noted: reading it takes 0.1 ms.
+_NOTE_S = 2.0
+_ASKED = ("running", "sleeping", "idle")
+# The clocks of two looks are not read where the looks are.
+_SLACK_S = 0.01
+_NOT_ARMED = Armed(signum=0, fd=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,7 @@ class Card:
         started: When the process was started, seconds since the epoch.
         signum: Signal that makes it write its traceback; 0 where it has none.
         fd: File descriptor, in that process, that it writes its traceback to.
+        has_guard: Whether it has come to its Trainer, so that a guard would answer; one without has no card itself.
     """
 
     rank: int
@@ -43,6 +52,7 @@ class Card:
     started: float = 0.0
     signum: int = 0
     fd: int = -1
+    has_guard: bool = True
 
 
 class RankProbe:
@@ -80,8 +90,10 @@ class RankProbe:
         self._stragglers = stragglers
         self._host = HostProbe()
         self._recorder = FlightRecorder()
-        self._signal = TracebackSignal()
-        self._armed = self._signal.arm() or Armed(signum=0, fd=-1)
+        self._growth = Growth()
+        self._noted_s = -math.inf
+        self._signal = traceback_signal.take_early()
+        self._armed = self._signal.arm() or _NOT_ARMED
         self._slow_look: threading.Thread | None = None
         self.peers: tuple[Card, ...] = ()
         self.exception: ExceptionFacts | None = None
@@ -142,8 +154,8 @@ class RankProbe:
         missing = list(facts.missing)
         slow: dict[str, Callable[[], Any]] = {
             "stack": lambda: stacks.with_source(facts.stack),
-            "host_facts": self._host.read,
-            "peers": lambda: tuple(look_at(card.pid, rank=card.rank, started=card.started) for card in self.peers),
+            "host_facts": self._host_facts,
+            "peers": lambda: tuple(self.look_at_peer(card) for card in self.peers),
             "workers": self._workers,
             "loaders": self._trainer.loaders,
             "loggers": self._loggers,
@@ -160,19 +172,54 @@ class RankProbe:
         found = {name: value for name, value in done.items() if value is not None}
         return replace(facts, **found, missing=(*missing, *late))
 
+    def note_memory(self) -> None:
+        """Notes this process's memory, at most every 2 s, so that its growth can be told; cheap."""
+        if time.monotonic() - self._noted_s >= _NOTE_S:
+            self._noted_s = time.monotonic()
+            self._growth.measure(self.card.pid, *own_memory())
+
+    def look_at_peer(self, card: Card) -> ProcessFacts:
+        """A rank of this host as it is seen from outside, with its growth since it was looked at before."""
+        seen = look_at(card.pid, rank=card.rank, started=card.started or None)
+        grows, swaps = self._growth.measure(card.pid, seen.rss_bytes, seen.swap_bytes)
+        return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
+
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
-        """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run."""
-        return [self._witness(card) for card in silent]
+        """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.
+
+        Takes 0.5 s where their growth is not known yet, and 0.15 s for each that does not give its stack.
+        """
+        cards, began_s = list(silent), time.monotonic()
+        seen = [self._witness(card) for card in cards]
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and facts.memory_growth_bytes_per_s is None]
+        if unknown:
+            time.sleep(max(began_s + LEAST_S + _SLACK_S - time.monotonic(), 0))
+        again = [
+            self.look_at_peer(card) if facts in unknown else facts for card, facts in zip(cards, seen, strict=True)
+        ]
+        return [
+            replace(facts, stack=before.stack, gil_held=before.gil_held)
+            for facts, before in zip(again, seen, strict=True)
+        ]
 
     def _witness(self, card: Card) -> ProcessFacts:
-        seen = look_at(card.pid, rank=card.rank, started=card.started or None)
-        if seen.state not in ("running", "sleeping", "idle") or card.signum == 0:
+        seen = self.look_at_peer(card)
+        armed = Armed(signum=card.signum, fd=card.fd)
+        if not card.has_guard:
+            armed = traceback_signal.armed_in(card.pid) or _NOT_ARMED
+        if seen.state not in _ASKED or armed.signum == 0:
             return seen
-        stack = traceback_signal.ask(card.pid, Armed(signum=card.signum, fd=card.fd))
+        stack = traceback_signal.ask(card.pid, armed)
         # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL.
-        again = look_at(card.pid, rank=card.rank, started=card.started or None)
+        again = self.look_at_peer(card)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
-        return replace(again, stack=stacks.with_source(stack), gil_held=bool(stack) and is_busy)
+        gil_held = bool(stack) and is_busy and card.has_guard
+        return replace(again, stack=stacks.with_source(stack), gil_held=gil_held)
+
+    def _host_facts(self) -> HostFacts:
+        found = self._host.read()
+        grows, swaps = self._growth.measure(self.card.pid, found.rss_bytes, found.process_swap_bytes)
+        return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
         pids = child_processes(besides=[card.pid for card in self.peers])

@@ -1,8 +1,11 @@
 """Python stacks of processes that cannot answer for themselves, by a signal that works while the GIL is held.
 
 ``faulthandler`` writes a traceback from a C signal handler, without the GIL. Each rank arms one real-time signal with
-an unlinked temporary file; a peer on the same host that finds it silent sends the signal and reads the file through
+a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
 ``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers where they stand.
+
+A rank that has not come to its Trainer has nobody yet who could tell its peers which signal that is. It is armed by
+the import of the package, and the file's name, which is among those of its open files, says it.
 """
 
 import faulthandler
@@ -11,6 +14,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,10 @@ from lightning_ncclsafe.probes.stacks import is_user_code
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ANSWER_S = 0.15
+_NAME = "ncclsafe-traceback-"
+_LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
+# What launchers call the number of a rank, and that of all of them.
+_LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +50,15 @@ class TracebackSignal:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._signum = 0
+        self._pid = os.getpid()
 
     def arm(self) -> Armed | None:
-        """Arms the first real-time signal that nobody uses; None where the platform has none."""
-        for signum in _free_signals():
-            self._file = tempfile.TemporaryFile(prefix="ncclsafe-")  # noqa: SIM115 - lives as long as the guard
-            self._signum = signum
+        """Arms the first real-time signal that nobody uses; None where the platform has none. Once is enough."""
+        for signum in () if self._file is not None else _free_signals():
+            self._file, self._signum = _open_file(signum), signum
             faulthandler.register(signum, file=self._file, all_threads=True)
-            return Armed(signum=signum, fd=self._file.fileno())
-        return None
+            break
+        return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
 
     def close(self) -> None:
         """Restores the signal and closes the file."""
@@ -58,6 +66,54 @@ class TracebackSignal:
             faulthandler.unregister(self._signum)
             self._file.close()
             self._file = None
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
+        return self._pid != os.getpid()
+
+
+_early = TracebackSignal()
+
+
+def arm_early(environ: Mapping[str, str] = os.environ) -> None:
+    """Arms the signal of a process that a launcher has started as one of several ranks; never raises.
+
+    Args:
+        environ: What the launcher has told the process.
+    """
+    if any(_number(environ.get(rank)) >= 0 and _number(environ.get(size)) > 1 for rank, size in _LAUNCHED):
+        with suppress(Exception):
+            _early.arm()
+
+
+def take_early() -> TracebackSignal:
+    """The signal of this process for its guard to arm and to close: that of the import, if it was armed then."""
+    global _early
+    taken, _early = _early, TracebackSignal()
+    return TracebackSignal() if taken.is_inherited else taken
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else -1
+
+
+def _open_file(signum: int) -> IO[bytes]:
+    """In memory where the system can: what a signal handler writes must not wait for storage."""
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return os.fdopen(os.memfd_create(f"{_NAME}{signum}"), "wb", buffering=0)
+    return tempfile.TemporaryFile(prefix="ncclsafe-")
+
+
+def armed_in(pid: int) -> Armed | None:
+    """Where another process of this user on this host writes its traceback, by its open files; None if nowhere."""
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                if found := _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}")):
+                    return Armed(signum=int(found[1]), fd=int(name))
+    return None
 
 
 def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...]:

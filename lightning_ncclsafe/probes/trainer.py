@@ -82,6 +82,21 @@ class TrainerProbe:
         batches = self._batch_counts()
         return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
 
+    def validation_loaders(self) -> list[Any]:
+        """Those of fit's validation, as far as they are there."""
+        combined = getattr(self._trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
+        return list(getattr(combined, "flattened", ()))
+
+    def directories(self) -> dict[str, str]:
+        """Where logs and checkpoints go, by what it is for: ``"logs"``, ``"checkpoints"``."""
+        trainer, found = self._trainer, {}
+        for logger in getattr(trainer, "loggers", ()):
+            if path := getattr(logger, "save_dir", None):
+                found["logs"] = str(path)
+        for callback in getattr(trainer, "checkpoint_callbacks", ()):
+            found["checkpoints"] = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+        return found
+
     def storage(self) -> tuple[StorageFacts, ...]:
         """The directories that loggers and checkpoint callbacks write to."""
         loggers = [(logger, getattr(logger, "save_dir", None)) for logger in getattr(self._trainer, "loggers", ())]

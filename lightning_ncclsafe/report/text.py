@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.facts import Incident, IncidentKind
 from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.report.compared import compared_words, compares, nothing_words
 from lightning_ncclsafe.report.data_table import data_table
 from lightning_ncclsafe.report.lines import cut, section, wrapped
+from lightning_ncclsafe.report.preflight_table import preflight_table
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.rules.sentences import batch_words
@@ -31,18 +33,15 @@ def render_text(diagnosis: Diagnosis) -> str:
 
 
 def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
-    """The sections on all ranks. Those that presented their data do not hang: where they stand says nothing."""
-    about_data = _about_data(diagnosis)
-    if not about_data:
+    """The sections on all ranks. Those that were compared do not hang: where they stand says nothing."""
+    hangs = not compares(diagnosis.job)
+    if hangs:
         yield section("All ranks", rank_table(diagnosis.job))
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
+    yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered))
-    if not about_data:
+    if hangs:
         yield from (section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis))
-
-
-def _about_data(diagnosis: Diagnosis) -> bool:
-    return diagnosis.job.incident.kind is IncidentKind.DATA
 
 
 def render_short(diagnosis: Diagnosis) -> str:
@@ -54,7 +53,7 @@ def render_short(diagnosis: Diagnosis) -> str:
         lines.append(f"  remedy: {finding.remedy}")
     others = diagnosis.findings[1:]
     if others:
-        also = "also found" if _about_data(diagnosis) else "also possible"
+        also = "also found" if compares(diagnosis.job) else "also possible"
         lines.append(f"  {also}: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
     # What every report of a back end leaves open is for the file; here, what this one misses.
     if diagnosis.job.silent or diagnosis.job.missing:
@@ -71,8 +70,8 @@ def _answer(diagnosis: Diagnosis) -> str:
 
 def _no_finding(diagnosis: Diagnosis) -> str:
     ranks = diagnosis.job.ranks
-    if _about_data(diagnosis):
-        return "Nothing found: the ranks' data agrees."
+    if compares(diagnosis.job):
+        return nothing_words(diagnosis.job)
     if not ranks:
         return "Nothing found: no rank answered."
     where = sorted({batch_words(facts.progress) for facts in ranks})
@@ -83,24 +82,14 @@ def _no_finding(diagnosis: Diagnosis) -> str:
 
 def _incident_words(diagnosis: Diagnosis) -> str:
     incident, job = diagnosis.job.incident, diagnosis.job
-    if _about_data(diagnosis):
-        return wrapped(f"Incident {incident.number}: {_presented_words(job)}.")
+    if compares(diagnosis.job):
+        return wrapped(f"Incident {incident.number}: {compared_words(job)}.")
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     text = (
         f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
         f"answered.{_limits(incident)}"
     )
     return wrapped(text)
-
-
-def _presented_words(job: JobFacts) -> str:
-    """``"all 4 ranks presented their train_dataloader"``, ``"3 of 4 ranks …"``."""
-    stages = [facts.data.stage for facts in job.ranks if facts.data is not None]
-    what = max(stages, key=stages.count, default="data")
-    if len(stages) < job.world_size:
-        return f"{len(stages)} of {job.world_size} ranks presented their {what}"
-    who = f"all {len(stages)} ranks" if len(stages) > 1 else "the only rank"
-    return f"{who} presented {'their' if len(stages) > 1 else 'its'} {what}"
 
 
 def _limits(incident: Incident) -> str:

@@ -11,8 +11,8 @@ from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 def unknowns(job: JobFacts) -> tuple[str, ...]:
     """What these facts cannot tell, one sentence each."""
     view = timeline(job)
-    if job.incident.kind is IncidentKind.DATA:
-        # Nobody waits yet: there is no recorder to ask, and a rank that presented nothing is a finding.
+    if job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+        # Nobody waits yet: there is no recorder to ask, and a rank that did not take part is a finding.
         return (*job.missing, *_missing(view))
     return (
         *_silence(view),
@@ -60,7 +60,7 @@ def _missing(view: Timeline) -> Iterator[str]:
     """Ranks that miss the same are named together."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
-        for text in facts.missing:
+        for text in (*facts.missing, *(facts.preflight.missing if facts.preflight is not None else ())):
             by_text[text].append(rank)
     for text, ranks in by_text.items():
         yield f"{capitalised(ranks_words(ranks))}: {text}"

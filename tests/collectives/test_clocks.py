@@ -9,12 +9,10 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from lightning_ncclsafe.collectives import alignment
-from lightning_ncclsafe.collectives.alignment import Alignment, Reading, Round, aligned, host_boot_id, oscillator_s
+from lightning_ncclsafe.collectives.alignment import Alignment, Reading, Round, aligned, oscillator_s
 from lightning_ncclsafe.collectives.clock_keys import numbers, read_alignment
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
@@ -521,16 +519,6 @@ def test_texts_that_say_no_numbers_are_none() -> None:
     assert numbers("1 x") == ()
     assert read_alignment("1 2 3") is None
     assert read_alignment("1 -2 3 4 5") is None
-
-
-def test_hosts_are_told_apart_by_their_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "boot_id"
-    told.write_text("6d0c-11\n")
-    monkeypatch.setattr(alignment, "_BOOT_ID", told)
-    assert host_boot_id() == "6d0c-11"
-    monkeypatch.setattr(alignment, "_BOOT_ID", tmp_path / "none")
-    monkeypatch.setattr(alignment.socket, "gethostname", lambda: "node7")
-    assert host_boot_id() == "node7"
 
 
 def test_the_oscillator_goes_forward() -> None:

@@ -71,6 +71,12 @@ class HandMadeProbe:
     def witness(self, silent: object) -> list[ProcessFacts]:
         return [ProcessFacts(pid=card.pid, rank=card.rank, state="stopped") for card in silent]  # type: ignore[attr-defined]
 
+    def note_memory(self) -> None:
+        pass
+
+    def look_at_peer(self, card: Card) -> ProcessFacts:
+        return ProcessFacts(pid=card.pid, rank=card.rank, state="running")
+
     def close(self) -> None:
         self.closed = True
 

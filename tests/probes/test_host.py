@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import HostFacts
-from lightning_ncclsafe.probes.host import HostProbe, child_processes, filesystem_of, find_ranks, look_at
+from lightning_ncclsafe.probes.host import HostProbe, child_processes, filesystem_of, find_ranks, look_at, own_memory
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712
@@ -222,6 +222,65 @@ def rank_process(port: str, local_rank: str | None) -> "subprocess.Popen[bytes]"
     )
     assert process.stdout is not None and process.stdout.readline()
     return process
+
+
+def ended(*processes: "subprocess.Popen[bytes]") -> None:
+    for process in processes:
+        process.communicate()
+
+
+def test_a_rank_is_what_runs_this_program_and_not_what_wraps_it() -> None:
+    port = f"no-port-{os.getpid()}"
+    script = f"{sys.executable} -S -c 'print(flush=True); input()'; true"
+    wrapper = subprocess.Popen(
+        ["sh", "-c", script],
+        env={"MASTER_PORT": port, "LOCAL_RANK": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert wrapper.stdout is not None and wrapper.stdout.readline()
+        assert find_ranks(port) == {0: psutil.Process(wrapper.pid).children()[0].pid}
+    finally:
+        ended(wrapper)
+
+
+def test_until_it_has_started_what_wraps_it_stands_for_it() -> None:
+    port = f"no-port-{os.getpid()}"
+    wrapper = subprocess.Popen(
+        ["sh", "-c", "echo; read x; true"],
+        env={"MASTER_PORT": port, "LOCAL_RANK": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert wrapper.stdout is not None and wrapper.stdout.readline()
+        assert find_ranks(port) == {0: wrapper.pid}
+    finally:
+        ended(wrapper)
+
+
+def test_ranks_of_a_slurm_step_are_found_by_it() -> None:
+    job = {"SLURM_JOB_ID": f"no-job-{os.getpid()}", "SLURM_STEP_ID": "0"}
+    command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
+    environments = [job | {"SLURM_LOCALID": "1"}, job | {"SLURM_STEP_ID": "1", "SLURM_LOCALID": "2"}, job]
+    processes = [
+        subprocess.Popen(command, env=one, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for one in environments
+    ]
+    try:
+        assert all(process.stdout is not None and process.stdout.readline() for process in processes)
+        assert find_ranks("no-port", job | {"SLURM_LOCALID": "0"}) == {1: processes[0].pid}
+        assert find_ranks("no-port", {}) == {}
+    finally:
+        ended(*processes)
+
+
+def test_the_own_memory_is_that_which_is_seen_from_outside() -> None:
+    rss_bytes, swap_bytes = own_memory()
+    seen = look_at(os.getpid())
+    assert rss_bytes is not None and seen.rss_bytes is not None
+    assert abs(rss_bytes - seen.rss_bytes) < 50_000_000
+    assert (swap_bytes is None) == (seen.swap_bytes is None)
 
 
 def test_ranks_are_found_by_their_environment() -> None:

@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, rank, stacks, traceback_signal
+from lightning_ncclsafe.probes.growth import LEAST_S, Growth
 from lightning_ncclsafe.probes.host import HostProbe
 from lightning_ncclsafe.probes.rank import Card, RankProbe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
@@ -138,6 +141,75 @@ def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
     assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
 
 
+def grown(monkeypatch: pytest.MonkeyPatch, *looks: ProcessFacts) -> None:
+    """Every look at a peer sees the next of these."""
+    left = list(looks)
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: left.pop(0))
+
+
+def test_a_silent_peer_is_looked_at_twice_so_that_its_growth_is_known(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
+    grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000, swap_bytes=10_000_000))
+    began_s = time.monotonic()
+    (facts,) = probe.witness([Card(rank=1, host="h", pid=77)])
+    took_s = time.monotonic() - began_s
+    assert took_s >= LEAST_S
+    assert facts.rss_bytes == 5_100_000_000
+    assert facts.memory_growth_bytes_per_s is not None and facts.swap_growth_bytes_per_s is not None
+    assert facts.memory_growth_bytes_per_s == pytest.approx(100_000_000 / took_s, rel=0.2)
+    assert facts.swap_growth_bytes_per_s == pytest.approx(10_000_000 / took_s, rel=0.2)
+
+
+def test_a_peer_that_was_looked_at_before_is_not_waited_for(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    monkeypatch.setattr(rank.time, "sleep", lambda _: pytest.fail("it waits"))
+    seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000)
+    grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000), ProcessFacts(pid=78, rank=2, state="gone"))
+    cards = [Card(rank=1, host="h", pid=77), Card(rank=2, host="h", pid=78)]
+    probe.look_at_peer(cards[0])
+    now_s = 2.0
+    facts, gone = probe.witness(cards)
+    assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
+
+
+def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked by what its open files tell, as it has left no card."""
+    asked: list[traceback_signal.Armed] = []
+    frame = stacks.main_thread_stack()[-1]
+    armed = traceback_signal.Armed(signum=61, fd=9)
+    monkeypatch.setattr(
+        rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="running", cpu_s=1.0)
+    )
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: armed if pid == 77 else None)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: asked.append(armed) or (frame,))
+    cards = [Card(rank=1, host="h", pid=77, has_guard=False), Card(rank=2, host="h", pid=78, has_guard=False)]
+    first, second = probe.witness(cards)
+    assert asked == [armed]
+    assert (bool(first.stack), first.gil_held, bool(second.stack)) == (True, False, False)
+
+
+def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, noted = 100.0, []
+    monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    monkeypatch.setattr(rank, "own_memory", lambda: noted.append(now_s) or (1_000_000_000, 0))
+    monkeypatch.setattr(HostProbe, "read", lambda _: HostFacts(rss_bytes=1_060_000_000, process_swap_bytes=3_000_000))
+    assert probe._host_facts().memory_growth_bytes_per_s is None
+    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    for _ in range(10):
+        probe.note_memory()
+        now_s += 0.5
+    assert noted == [100.0, 102.0, 104.0]
+    now_s = 106.0
+    facts = probe._host_facts()
+    assert (facts.memory_growth_bytes_per_s, facts.swap_growth_bytes_per_s) == (30_000_000, 1_500_000)
+
+
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traceback_signal, "ask", lambda *_: pytest.fail("it would die of signal 0 or worse"))
     (seen,) = probe.witness([Card(rank=1, host="h", pid=os.getpid())])
@@ -159,6 +231,17 @@ def test_the_card_tells_peers_how_to_ask_and_close_takes_it_back(probe: RankProb
     probe.close()
     assert not traceback_signal._handles(os.getpid(), card.signum)
     assert signal.getsignal(card.signum) is signal.SIG_DFL
+
+
+def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> None:
+    traceback_signal.arm_early({"LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    early = traceback_signal.armed_in(os.getpid())
+    assert early is not None
+    probe = RankProbe(rank=0, local_rank=0, tracker=PhaseTracker(), trainer=TrainerProbe(SimpleNamespace()))
+    assert (probe.card.signum, probe.card.fd) == (early.signum, early.fd)
+    probe.close()
+    assert traceback_signal.armed_in(os.getpid()) is None
+    assert not traceback_signal._handles(os.getpid(), early.signum)
 
 
 def test_finished_is_the_trainer_probes(probe: RankProbe) -> None:

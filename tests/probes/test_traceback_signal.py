@@ -5,6 +5,8 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,15 @@ import pytest
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes import traceback_signal
-from lightning_ncclsafe.probes.traceback_signal import Armed, TracebackSignal, ask, parse
+from lightning_ncclsafe.probes.traceback_signal import (
+    Armed,
+    TracebackSignal,
+    arm_early,
+    armed_in,
+    ask,
+    parse,
+    take_early,
+)
 
 FORK = multiprocessing.get_context("fork")
 REAL_TIME = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
@@ -122,6 +132,122 @@ def test_without_a_free_signal_nothing_is_armed(monkeypatch: pytest.MonkeyPatch)
     before = open_files()
     assert TracebackSignal().arm() is None
     assert open_files() == before
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_rank"),
+    [
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, True),
+        (SLURM, True),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"LOCAL_RANK": "0"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "many"}, False),
+        (SLURM | {"SLURM_NTASKS": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_rank_is_armed_before_it_has_a_guard(environment: dict[str, str], is_rank: bool) -> None:
+    caught, files = caught_signals(), open_files()
+    arm_early(environment)
+    signal_of_guard = take_early()
+    try:
+        assert (len(caught_signals()), len(open_files())) == (len(caught) + is_rank, len(files) + is_rank)
+        early = armed_in(os.getpid())
+        assert (early is not None) == is_rank
+        armed = signal_of_guard.arm()
+        # What it has been is what its guard goes on with.
+        assert armed is not None and armed == (early or armed)
+        assert len(caught_signals()) == len(caught) + 1
+    finally:
+        signal_of_guard.close()
+    assert (caught_signals(), open_files()) == (caught, files)
+
+
+def test_nothing_is_said_where_it_cannot_be_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[int]:
+        raise RuntimeError("no signals here")
+
+    monkeypatch.setattr(traceback_signal, "_free_signals", fail)
+    arm_early(SLURM)
+    assert armed_in(os.getpid()) is None
+
+
+def arm_again(connection: Connection) -> None:
+    taken = take_early()
+    connection.send((taken.arm(), taken.is_inherited))
+    connection.recv()
+
+
+def test_a_fork_does_not_take_over_what_its_parent_has_armed() -> None:
+    arm_early(SLURM)
+    of_parent = armed_in(os.getpid())
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=arm_again, args=(there,))
+    process.start()
+    try:
+        of_child, is_inherited = here.recv()
+        assert of_child is not None and of_parent is not None
+        assert not is_inherited
+        assert of_child.signum != of_parent.signum
+    finally:
+        process.kill()
+        process.join()
+        take_early().close()
+
+
+def test_the_file_is_in_memory_and_without_that_on_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    traceback = TracebackSignal()
+    armed = traceback.arm()
+    try:
+        assert armed is not None and armed_in(os.getpid()) is None
+        os.kill(os.getpid(), armed.signum)
+        assert os.fstat(armed.fd).st_size > 0
+    finally:
+        traceback.close()
+
+
+def test_a_process_that_is_gone_is_not_armed() -> None:
+    with forked(wait) as (pid, _):
+        pass
+    assert armed_in(pid) is None
+
+
+IMPORTS = """
+import sys
+import lightning_ncclsafe
+def expand():
+    print(*[name for name in ("torch", "lightning", "psutil") if name in sys.modules], flush=True)
+    sys.stdin.read()
+expand()
+"""
+
+
+def test_a_rank_says_what_it_does_once_it_has_imported_the_package() -> None:
+    """Long before it has a Trainer, and without importing anything heavy for it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTS],
+        env=os.environ | {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        armed = armed_in(process.pid)
+        assert armed is not None
+        functions: tuple[str, ...] = ()
+        deadline = time.monotonic() + 10
+        while not functions and time.monotonic() < deadline:
+            functions = tuple(frame.function for frame in ask(process.pid, armed))
+        assert functions[:2] == ("<module>", "expand")
+    finally:
+        process.communicate()
+    assert process.returncode == 0
 
 
 def wait(connection: Connection) -> None:

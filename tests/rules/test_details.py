@@ -26,6 +26,13 @@ GB = 1_000_000_000
             ),
         ),
         (scenes.late_in_setup, ("still in Data.setup at train.py:18 in setup", "its host is swapping")),
+        (
+            scenes.not_yet_joined,
+            (
+                "Rank 3 has not joined the process group, and is at train.py:9 in main, with 10.0 GB resident",
+                "while ranks 0-2 wait for it in init_process_group.",
+            ),
+        ),
         (scenes.short_rank_finished, ("Rank 1 has run out of data (after 20 batches of epoch 0)", "in batch 20")),
         (scenes.logger_flushes, ("writing to /mnt/logs (nfs4)", "at event_file_writer.py:120 in flush")),
         (scenes.checkpoint_is_written, ("to /mnt/ckpt (nfs4)", "Lightning's barrier 'Trainer.save_checkpoint'")),

@@ -1,0 +1,101 @@
+"""``ncclsafe preflight``: looks at this host, and under a launcher at those of all ranks, before training."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, TcpStoreExchange
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.findings import Severity
+from lightning_ncclsafe.loaders.meeting import Agreed
+from lightning_ncclsafe.preflight import Preflight
+from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
+from lightning_ncclsafe.probes.launched import Launched, launched
+from lightning_ncclsafe.report.preflight_table import render_preflight, render_preflight_all
+
+_PREFLIGHT = "looks at the hosts of a job before it starts"
+_DESCRIPTION = (
+    "Looks at this host within 3 s: cores, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and"
+    " torch, network, directories. Under torchrun or srun on every rank, and what differs between ranks is said, once,"
+    " by rank 0. Exit code: 0 if a run could start, 1 if it would fail, 2 if ranks cannot reach each other."
+)
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("preflight", parser, help=_PREFLIGHT)
+    parser.add_argument("--log-dir", type=str, default=".", help="where loggers will write")
+    parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will go")
+    parser.add_argument("--data-dir", type=str, default=None, help="where data will be read from")
+    parser.add_argument("--workers", type=int, default=None, help="num_workers of all loaders of a rank together")
+    parser.add_argument("--all", action="store_true", help="prints everything that was found, not only what is wrong")
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe preflight``; returns the exit code."""
+    place = launched(os.environ)
+    compared = Preflight(
+        lambda: _look(config, place),
+        on_problem="warn",
+        identity=RankFacts(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            progress=Progress(phase=Phase.INIT),
+        ),
+        world_size=place.world_size,
+        report_dir=None,
+        say=lambda text: print(text, flush=True),
+        render=render_preflight_all if config.all else render_preflight,
+        says_nothing=not config.all,
+    )
+    compared.begin()
+    try:
+        agreed = compared.compare(MemoryExchange()) if place.world_size == 1 else _compare_all(compared, place)
+    except (ExchangeError, RuntimeError, OSError) as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        print(f"error: rank {place.rank} cannot reach the other ranks at {where}: {error}", file=sys.stderr)
+        return 2
+    if place.rank == 0 and agreed.complete and not agreed.findings and not config.all:
+        ranks = f"{place.world_size} ranks" if place.world_size > 1 else "this host"
+        print(f"nothing is wrong with {ranks}")
+    would_fail = any(finding.severity is Severity.ERROR for finding in agreed.findings)
+    # A launcher ends the others when one fails: rank 0 alone speaks for all.
+    return 1 if would_fail and place.rank == 0 else 0
+
+
+def _look(config: Namespace, place: Launched) -> PreflightFacts:
+    from lightning_ncclsafe.probes.preflight import preflight_facts  # psutil: not for the other commands
+
+    named = {"logs": config.log_dir, "checkpoints": config.checkpoint_dir, "data": config.data_dir}
+    directories: Mapping[str, str] = {role: str(Path(path)) for role, path in named.items() if path is not None}
+    return preflight_facts(
+        directories=directories,
+        load=LoadFacts(loader_workers=config.workers),
+        local_rank=place.local_rank,
+        is_cuda=True,
+    )
+
+
+def _compare_all(compared: Preflight, place: Launched) -> Agreed:
+    # They need torch, and with it some seconds: only where there are other ranks, and not while this one is looked at.
+    compared.wait()
+    from lightning_ncclsafe import _torch
+    from lightning_ncclsafe.ending import say_goodbye, wait_for_others
+
+    exchange = TcpStoreExchange(_torch.launched_store(place.master_addr, place.master_port, place.rank))
+    try:
+        agreed = compared.compare(exchange)
+        say_goodbye(exchange, place.rank)
+        if place.rank == 0:
+            wait_for_others(exchange, 0, place.world_size)
+    finally:
+        exchange.close()
+    return agreed

@@ -1,0 +1,1 @@
+"""Workers and prefetched batches of dataloaders, fitted to the host and to the step."""

@@ -1,0 +1,134 @@
+"""What the loaders of one rank may use together, from what all ranks of its host may use."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe.rules.wording import size_words
+
+# tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
+# available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of
+# /dev/shm also half: NCCL and the loaders of other libraries keep their segments there.
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one rank's loaders may use together. None means that nothing is known to limit it.
+
+    Attributes:
+        cores: This rank's share of the host's cores; what the process itself keeps busy is not subtracted yet.
+        workers: Most worker processes of all of its loaders together: ``workers * local ranks <= cores``.
+        memory_bytes: Memory for workers and for the batches that they have ready.
+        shm_bytes: Shared memory for the batches that they have ready.
+        cores_from: What sets ``cores``, in words for the user: ``"2 cores shared by 4 ranks"``, ``"quota of 1.5 cores
+            shared by 2 ranks"``.
+        memory_from: The same for ``memory_bytes``: ``"half of the 1.2 GB left under the control group's limit"``.
+    """
+
+    cores: float
+    workers: int
+    memory_bytes: int | None = None
+    shm_bytes: int | None = None
+    cores_from: str = ""
+    memory_from: str = ""
+
+
+def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
+    """The budget of one rank.
+
+    What several ranks may use is divided evenly among them, so that the workers of all ranks of a host together are
+    never more than its cores, nor more than a quota.
+
+    Args:
+        own: What this rank may use.
+        local: What the ranks of its host may use, itself included; those of other hosts, by ``machine``, are ignored.
+    """
+    ranks = [rank for rank in local if rank.machine == own.machine]
+    if own not in ranks:
+        ranks.append(own)
+    cores, cores_from = min(_core_shares(own, ranks))
+    memory = min(_memory_shares(own, ranks), default=None)
+    shm_free = own.shm_free_bytes
+    return Budget(
+        cores=float(cores),
+        workers=int(cores),
+        memory_bytes=None if memory is None else memory[0],
+        shm_bytes=None if shm_free is None else int(_MEMORY_SHARE * max(0, shm_free) / len(ranks)),
+        cores_from=cores_from,
+        memory_from="" if memory is None else memory[1],
+    )
+
+
+def shares(budget: Budget, wanted: Sequence[int]) -> list[int]:
+    """Divides a rank's workers among those of its loaders that have workers at the same time.
+
+    Each that wants some gets one, in order, while there are some; then each what it wants, in order.
+
+    Args:
+        budget: What they may use together.
+        wanted: How many each wants; the training loader first.
+
+    Returns:
+        How many each gets; together at most ``budget.workers``.
+    """
+    given = [0] * len(wanted)
+    left = max(0, budget.workers)
+    for most in (1, left):
+        for place, want in enumerate(wanted):
+            more = max(0, min(want, most) - given[place])
+            given[place] += min(more, left)
+            left -= min(more, left)
+    return given
+
+
+def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fraction, str]]:
+    """The share of the cores of the mask, and that of the quota where there is one; exact, as it is rounded down."""
+    masks = [_cpus(rank) for rank in ranks]
+    sharing = [sum(cpu in mask for mask in masks) for cpu in _cpus(own)]
+    words = _cores(len(sharing))
+    if len(set(sharing)) > 1:
+        words += ", some of them shared with other ranks"
+    elif sharing[0] > 1:
+        words += f" shared by {sharing[0]} ranks"
+    found = [(sum((Fraction(1, count) for count in sharing), Fraction()), words)]
+    if own.quota_cores is not None:
+        count = sum(rank.quota_cores is not None and rank.quota_group == own.quota_group for rank in ranks)
+        quota = Fraction(max(0.0, own.quota_cores))
+        found.append((quota / count, f"quota of {_cores(own.quota_cores)}{_shared_by(count)}"))
+    return found
+
+
+def _cpus(capacity: Capacity) -> frozenset[int]:
+    """The cores that a process may run on; all where it does not say."""
+    return frozenset(capacity.cpus or range(os.cpu_count() or 1))
+
+
+def _memory_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[int, str]]:
+    """What each limit leaves for this rank's loaders, with words for it."""
+    found = []
+    if own.memory_limit_bytes is not None:
+        left = own.memory_limit_bytes - (own.memory_used_bytes or 0)
+        group = [rank for rank in ranks if rank.memory_limit_bytes is not None]
+        count = sum(rank.memory_group == own.memory_group for rank in group)
+        found.append(_memory_share(left, count, "left under the control group's limit"))
+    if own.memory_available_bytes is not None:
+        found.append(_memory_share(own.memory_available_bytes, len(ranks), "available on the host"))
+    if own.process_limit_bytes is not None:
+        found.append(_memory_share(own.process_limit_bytes, 1, "that the process may still allocate"))
+    return found
+
+
+def _memory_share(left_bytes: int, ranks: int, where: str) -> tuple[int, str]:
+    left_bytes = max(0, left_bytes)
+    return int(_MEMORY_SHARE * left_bytes / ranks), f"half of the {size_words(left_bytes)} {where}{_shared_by(ranks)}"
+
+
+def _shared_by(ranks: int) -> str:
+    return f" shared by {ranks} ranks" if ranks > 1 else ""
+
+
+def _cores(number: float) -> str:
+    return "1 core" if number == 1 else f"{number:.4g} cores"

@@ -1,0 +1,224 @@
+"""Rank 0's part: from the measures of all ranks, one setting for each loader, the same on all."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from lightning_ncclsafe.loaders.stage import TRAIN
+from lightning_ncclsafe.loaders.tuning import words
+from lightning_ncclsafe.loaders.tuning.budget import Budget
+from lightning_ncclsafe.loaders.tuning.choice import Choice
+from lightning_ncclsafe.loaders.tuning.controller import Controller
+from lightning_ncclsafe.loaders.tuning.measures import Measures, worst_of
+from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Measured, Setting
+
+# A rank that measures more slowly, or not at all, is waited for this long after the first: it may have ended its data.
+_PATIENCE_S = 3.0
+# Epochs of an iterable dataset begin at about the same time on all ranks, but not at the same; see Setting.from_epoch.
+_EPOCHS_AHEAD = 2
+# What part of the workers validation gets at most while training, which they matter for, has not found its own.
+_UNTIL_TRAINING_IS_SETTLED = 4
+
+
+@dataclass(kw_only=True)
+class _Loader:
+    """What is known of one loader.
+
+    Attributes:
+        trains: Whether it is trained on.
+        gives_way: Whether there is, or will be, another one that is trained on.
+        advises: Whether its setting is only advised, and stays as it is.
+        iterable: Whether a new setting holds from an epoch on.
+        controller: Decides.
+        asked: What the user has set, in words.
+        used: Number of the last window of each rank that was decided on.
+        epoch: Which epoch rank 0 has begun, from 1.
+        from_epoch: See ``Setting``.
+        last: What was measured last.
+        told: What was last said of it.
+        is_over: Whether it takes no settings on some rank any more.
+        since: When the first rank's window came that has not been decided on, by ``time.monotonic()``.
+    """
+
+    trains: bool
+    gives_way: bool
+    advises: bool
+    iterable: bool
+    controller: Controller
+    asked: str
+    used: dict[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    from_epoch: int = 0
+    last: Measures | None = None
+    told: Choice | None = None
+    since: float | None = None
+    is_over: bool = False
+
+
+class Deciding:
+    """Decides for all loaders of one call of the Trainer.
+
+    Args:
+        budget: What the loaders of a rank may use together: the least of all ranks.
+        world_size: Number of ranks.
+        say: Prints a line to the user.
+    """
+
+    def __init__(self, budget: Budget, world_size: int, say: Callable[[str], None]) -> None:
+        self._budget = budget
+        self._world_size = world_size
+        self._say = say
+        self._loaders: dict[str, _Loader] = {}
+        self._windows: dict[str, dict[int, Measured]] = {}
+
+    def begin(
+        self, name: str, start: Choice, *, asked: str, is_fit: bool, advises: bool, iterable: bool, copies: int
+    ) -> Choice:
+        """A loader is about to be used, for the first time or again.
+
+        Args:
+            name: Its name.
+            start: What it is to begin with.
+            asked: What the user has set, in words.
+            is_fit: Whether the Trainer fits, so that there is, or will be, one that is trained on.
+            advises: Whether its setting is only advised.
+            iterable: Whether its dataset is iterable.
+            copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+
+        Returns:
+            What it begins with: what was found for it before, if it was used before.
+        """
+        known, trains = self._loaders.get(name), name.startswith(TRAIN)
+        if known is None or known.advises != advises:
+            known = _Loader(
+                trains=trains,
+                gives_way=is_fit and not trains,
+                advises=advises,
+                iterable=iterable,
+                controller=Controller(self._budget, start, copies=copies),
+                asked=asked,
+            )
+            self._loaders[name] = known
+            self._share()
+            if not iterable:  # whose ranks have begun with it already
+                known.controller.choice = _within(start, known.controller.budget)
+        known.used = {}
+        return known.controller.choice
+
+    def began_epoch(self, name: str) -> None:
+        """Rank 0 begins an epoch of a loader."""
+        if name in self._loaders:
+            self._loaders[name].epoch += 1
+
+    def add(self, rank: int, measured: AllMeasured) -> None:
+        """Takes what a rank has published."""
+        for window in measured.loaders:
+            known = self._loaders.get(window.loader)
+            if known is not None and window.frozen:
+                # It has had to go back on one rank, and will not be asked again.
+                known.is_over = True
+            self._windows.setdefault(window.loader, {})[rank] = window
+
+    def decide(self) -> Decision:
+        """What all ranks are to set, now."""
+        for name, loader in self._loaders.items():
+            measures = None if loader.is_over else self._complete(name, loader)
+            if measures is not None:
+                self._decide(name, loader, measures)
+        return Decision(settings=tuple(self._settings()), settled=self._is_settled())
+
+    def _is_settled(self) -> bool:
+        return all(loader.is_over or loader.controller.settled for loader in self._loaders.values())
+
+    def _settings(self) -> Iterable[Setting]:
+        for name, loader in self._loaders.items():
+            if not loader.advises:
+                choice = loader.controller.choice
+                yield Setting(
+                    loader=name, workers=choice.workers, prefetch=choice.prefetch, from_epoch=loader.from_epoch
+                )
+
+    def _complete(self, name: str, loader: _Loader) -> Measures | None:
+        """The worst of what ranks have measured since the last decision, with the setting that is in force."""
+        fresh = [
+            (rank, window)
+            for rank, window in self._windows.get(name, {}).items()
+            if window.number > loader.used.get(rank, 0) and _is_with(window.measures, loader)
+        ]
+        if not fresh:
+            return None
+        now = time.monotonic()
+        loader.since = loader.since or now
+        if len(fresh) < self._world_size and now - loader.since < _PATIENCE_S:
+            return None
+        loader.since = None
+        loader.used.update((rank, window.number) for rank, window in fresh)
+        return worst_of([window.measures for _, window in fresh])
+
+    def _decide(self, name: str, loader: _Loader, measures: Measures) -> None:
+        loader.last = measures
+        self._share()
+        controller = loader.controller
+        was_settled = controller.settled
+        changed = controller.add(measures)
+        if changed is not None and loader.iterable:
+            loader.from_epoch = loader.epoch + _EPOCHS_AHEAD
+        if not controller.settled or (was_settled and changed is None):
+            return
+        if loader.told is None or _differ(loader.told, controller.choice):
+            self._tell(name, loader, measures)
+
+    def _tell(self, name: str, loader: _Loader, measures: Measures) -> None:
+        choice, before = loader.controller.choice, loader.told
+        loader.told = choice
+        budget = self._left_for(loader)
+        if loader.advises:
+            self._say(words.advised(name, choice, measures, budget, asked=loader.asked))
+        elif before is None:
+            self._say(words.chosen(name, choice, measures, budget, asked=loader.asked))
+        else:
+            self._say(words.changed(name, before, choice, loader.controller.reason))
+
+    def _share(self) -> None:
+        """What a loader may use is what the others leave."""
+        for loader in self._loaders.values():
+            loader.controller.budget = self._left_for(loader)
+
+    def _left_for(self, loader: _Loader) -> Budget:
+        others = [other for other in self._loaders.values() if other is not loader and not other.advises]
+        workers = self._budget.workers - sum(other.controller.choice.workers for other in others)
+        if loader.gives_way and not any(other.trains and other.controller.settled for other in others):
+            workers = min(workers, self._budget.workers // _UNTIL_TRAINING_IS_SETTLED)
+        return replace(
+            self._budget,
+            workers=max(workers, 0),
+            memory_bytes=_less(self._budget.memory_bytes, sum(map(_memory_bytes, others))),
+            shm_bytes=_less(self._budget.shm_bytes, sum(map(_in_flight_bytes, others))),
+        )
+
+
+def _within(choice: Choice, budget: Budget) -> Choice:
+    return choice if choice.workers <= budget.workers else Choice(workers=0, prefetch=0, bound="cores")
+
+
+def _is_with(measures: Measures, loader: _Loader) -> bool:
+    choice = loader.controller.choice
+    return loader.advises or (measures.workers, measures.prefetch) == (choice.workers, choice.prefetch)
+
+
+def _differ(one: Choice, other: Choice) -> bool:
+    return (one.workers, one.prefetch) != (other.workers, other.prefetch)
+
+
+def _in_flight_bytes(loader: _Loader) -> int:
+    choice = loader.controller.choice
+    return 0 if loader.last is None else choice.workers * choice.prefetch * loader.last.batch_bytes
+
+
+def _memory_bytes(loader: _Loader) -> int:
+    workers = 0 if loader.last is None else loader.controller.choice.workers * loader.last.worker_bytes
+    return workers + _in_flight_bytes(loader)
+
+
+def _less(bytes_: int | None, used_bytes: int) -> int | None:
+    return None if bytes_ is None else max(bytes_ - used_bytes, 0)

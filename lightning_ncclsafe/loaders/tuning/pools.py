@@ -1,0 +1,261 @@
+"""Changes how many workers a live loader has, in the middle of an epoch: no sample is lost, repeated or moved.
+
+The random streams of the training are those without it: samplers are begun when and as often as torch would have, and
+one number is drawn for each epoch where torch draws one. Two things follow from more or fewer workers as such, with
+stock torch as well: what ``Dataset.__getitem__`` draws, and how far ahead a sampler is that draws numbers for each
+batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.loaders import endings
+from lightning_ncclsafe.loaders.tuning.epochs import Epoch
+from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting, Wish
+from lightning_ncclsafe.loaders.tuning.measures import Measures
+from lightning_ncclsafe.loaders.tuning.observing import Observer
+from lightning_ncclsafe.loaders.tuning.worker_memory import WorkerMemory
+from lightning_ncclsafe.loaders.tuning.worker_pool import WorkerPool
+
+# Any odd number with its bits well mixed: pools follow one another with seeds that have nothing in common.
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+def unresizable(loader: Any) -> str:
+    """Why the workers of a loader cannot be changed while it is read, in words; empty if they can."""
+    if not _torch.is_dataloader(loader):
+        return f"a {type(loader).__name__} is no torch DataLoader"
+    if _torch.has_iterable_dataset(loader):
+        return "the number of batches of an iterable dataset depends on the number of workers"
+    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != endings.__name__]
+    if own:
+        return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
+    return ""
+
+
+class TunedLoader:
+    """Reads a loader with workers that can be changed at any time.
+
+    Args:
+        loader: The user's ``DataLoader``, for which :func:`unresizable` gives nothing. It is not changed.
+        workers: ``num_workers`` to begin with.
+        prefetch: ``prefetch_factor`` to begin with; of no account without workers.
+        on_window: Is given what was measured, now and then, on the thread that reads.
+        say: Says a line to the user.
+        least_batches: Batches that are measured before ``on_window`` is called.
+        window_s: Seconds that are measured before it is called.
+        throttled_s: Seconds for which the control group's quota has held this rank's processes so far; None if unknown.
+
+    Attributes:
+        frozen: Why it takes no new settings; empty while it does.
+        observer: What measures.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        workers: int,
+        prefetch: int,
+        on_window: Callable[[Measures], None],
+        say: Callable[[str], None],
+        least_batches: int = 8,
+        window_s: float = 1.0,
+        throttled_s: Callable[[], float | None] | None = None,
+    ) -> None:
+        self.frozen = ""
+        self._loader = loader
+        self._user = Setting.of(loader.num_workers, loader.prefetch_factor or 0)
+        self._now = Setting.of(workers, prefetch)
+        self._wish = Wish(self._now)
+        self._say = say
+        self._lock = threading.Lock()
+        self.observer = Observer(on_window, least_batches=least_batches, window_s=window_s, throttled_s=throttled_s)
+        self._memory = WorkerMemory()
+        self._epochs: WeakSet[Epoch] = WeakSet()
+        self._kept: WorkerPool | None = None
+        self._draws = False
+        self._seed = 0
+        self._begun = 0
+        self._started = 0
+
+    @property
+    def workers(self) -> int:
+        """Workers that are in force now."""
+        return self._now.workers
+
+    @property
+    def prefetch(self) -> int:
+        """The prefetch factor that is in force now; 0 without workers."""
+        return self._now.prefetch
+
+    def begin(self) -> Iterator[Any]:
+        """Begins an epoch, as ``iter(loader)`` does.
+
+        Workers of an epoch that was not read to its end are ended first; should it be read on, it has new ones.
+        """
+        for epoch in [*self._epochs]:
+            epoch.park()
+        # Torch resets workers that persist, without drawing a number.
+        draws = not (self._begun and self._persists)
+        self._begun += 1
+        # Torch begins the sampler once for every iterator, and once again for every epoch of worker processes.
+        indices = Indices(self._sampler, begins=2 if self._user.workers and draws else 1)
+        epoch = Epoch(self, indices)
+        self._epochs.add(epoch)
+        if self._user.workers:
+            self._begin_at_once(epoch, indices, draws=draws)
+        else:
+            indices.begin()
+            self._seed = _torch.draw_base_seed(self._loader)
+        return epoch
+
+    def _begin_at_once(self, epoch: Epoch, indices: Indices, *, draws: bool) -> None:
+        self._draws = draws
+        try:
+            epoch.start()
+        finally:
+            self._draws = False
+        indices.begin_fully()
+        # Workers would have been given the first indices by now, and many samplers draw a seed with the first.
+        indices.is_over()
+
+    def resize(self, workers: int, prefetch: int) -> None:
+        """Sets how many workers there are to be, and how far ahead; from any thread.
+
+        The batches that the present workers have been given are handed out first. Nothing happens once it is frozen.
+        """
+        with self._lock:
+            if not self.frozen:
+                self._wish.setting = Setting.of(workers, prefetch)
+
+    def freeze(self, reason: str) -> None:
+        """Keeps what is in force from now on; from any thread.
+
+        Args:
+            reason: Why, in words for the user.
+        """
+        self._freeze(reason, self._now)
+
+    def _freeze(self, reason: str, setting: Setting) -> None:
+        with self._lock:
+            self.frozen = self.frozen or reason
+            self._wish.setting = setting
+
+    def measure_memory(self) -> int:
+        """Reads how much memory a worker has for itself, bytes, for the windows to come.
+
+        It takes milliseconds, so it is to be called from a thread that nobody waits for. Within a second after it was
+        read, it is not read again.
+        """
+        self.observer.worker_bytes = self._memory.read()
+        return self.observer.worker_bytes
+
+    def close(self) -> None:
+        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
+        self._freeze("it is closed", self._user)
+        for epoch in [*self._epochs]:
+            epoch.park()
+        if self._kept is not None:
+            self.end(self._kept)
+
+    @property
+    def _persists(self) -> bool:
+        return bool(self._loader.persistent_workers) and self._user.workers > 0
+
+    @property
+    def _sampler(self) -> Any:
+        loader = self._loader
+        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+    # What an epoch asks for.
+
+    def end(self, pool: WorkerPool) -> None:
+        """Ends workers."""
+        if pool is self._kept:
+            self._kept = None
+        self.observer.ends()
+        pool.end()
+
+    def release(self, pool: WorkerPool) -> None:
+        """Has workers back at the end of an epoch: they may be there for the next."""
+        if pool is not self._kept:
+            self.end(pool)
+
+    def pool(self, indices: Indices) -> WorkerPool:
+        """Workers, as they are wanted now, for what an epoch has left."""
+        # Another epoch may be read at the same time, zip(loader, loader): it keeps its workers.
+        kept_is_free = self._kept is None or all(epoch.pool is not self._kept for epoch in self._epochs)
+        kept = self._kept if kept_is_free else None
+        if kept is None or not self._renewed(kept, indices):
+            kept = self._start(indices)
+        if self._persists and kept.pids and kept_is_free:
+            self._kept = kept
+        self._now = kept.setting
+        self._memory.watch(kept.pids)
+        self.observer.starts(kept.setting.workers, kept.setting.prefetch, kept.clock)
+        return kept
+
+    def _renewed(self, kept: WorkerPool, indices: Indices) -> bool:
+        if self._wish.is_for(kept.setting):
+            try:
+                kept.renew(indices)
+                return True
+            except Exception as error:
+                if indices.has_failed or not self.falls_back(kept, error):
+                    raise
+        self.end(kept)
+        return False
+
+    def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
+        """Whether it is not for the user to see that workers have failed: they were not his."""
+        if pool.is_extra:
+            self._step_down(pool.setting, self._user, error)
+        return pool.is_extra
+
+    def _start(self, indices: Indices) -> WorkerPool:
+        draws, self._draws = self._draws, False
+        while True:
+            setting = self._wish.setting
+            try:
+                return self._pool_of(setting, indices, draws=draws)
+            except Exception as error:
+                # Torch would have started at least as many.
+                is_users = draws and setting.workers <= self._user.workers
+                if indices.has_failed or is_users or not setting.workers:
+                    raise
+                self._step_down(setting, self._back_from(setting), error)
+            draws = False
+
+    def _pool_of(self, setting: Setting, indices: Indices, *, draws: bool) -> WorkerPool:
+        self._started += 1
+        seed = None if draws else (self._seed + self._started * _SEED_STEP) % 2**63
+        gate = Gate(indices, partial(self._wish.is_for, setting))
+        pool = WorkerPool(self._loader, setting, gate, seed=seed, is_extra=setting.workers > self._user.workers)
+        if draws:
+            self._seed = pool.seed
+        return pool
+
+    def _back_from(self, setting: Setting) -> Setting:
+        """What to go back to from workers that cannot be started: what is known to work, or what cannot fail."""
+        fewer = [known for known in (self._now, self._user) if known.workers < setting.workers]
+        return max(fewer, key=lambda known: known.workers, default=Setting(0, 0))
+
+    def _step_down(self, setting: Setting, back: Setting, error: Exception) -> None:
+        then = f"{back.workers} worker processes" if back.workers else "no worker processes"
+        reason = f"{setting.workers} worker processes have failed ({_words(error)})"
+        self._freeze(reason, back)
+        with suppress(Exception):
+            self._say(f"{reason}; this loader goes on with {then}, from the batch that is due, and keeps that.")
+
+
+def _words(error: Exception) -> str:
+    """Its type and what it says; of one that comes from a worker, the last line: that is the error itself."""
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    text = lines[-1].strip() if lines else ""
+    return text if text.startswith(name) or not text else f"{name}: {text}"

@@ -1,0 +1,74 @@
+"""What the user is told of loader workers: one line for each choice."""
+
+from lightning_ncclsafe.loaders.tuning.budget import Budget
+from lightning_ncclsafe.loaders.tuning.choice import Choice
+from lightning_ncclsafe.loaders.tuning.measures import Measures
+from lightning_ncclsafe.report.times import share_words, time_words
+from lightning_ncclsafe.rules.wording import size_words
+
+
+def setting_words(workers: int, prefetch: int) -> str:
+    """``"num_workers=3, prefetch_factor=2"``; without workers there is no prefetch factor."""
+    return f"num_workers={workers}, prefetch_factor={prefetch}" if workers else "num_workers=0"
+
+
+def chosen(name: str, choice: Choice, measures: Measures, budget: Budget, *, asked: str) -> str:
+    """The first setting that was found.
+
+    Args:
+        name: Name of the loader.
+        choice: What was chosen.
+        measures: What it was chosen by.
+        budget: What the loader may use.
+        asked: What the user has set, in words.
+    """
+    return (
+        f"{name}: {setting_words(choice.workers, choice.prefetch)} (set: {asked}), {bound_words(choice, budget)};"
+        f" {_found(measures)}; {_expected(choice, measures)}"
+    )
+
+
+def advised(name: str, choice: Choice, measures: Measures, budget: Budget, *, asked: str) -> str:
+    """The same where it is only advised."""
+    return (
+        f"{name}: {setting_words(choice.workers, choice.prefetch)} would do (set: {asked}), "
+        f"{bound_words(choice, budget)}; {_found(measures)}; {_expected(choice, measures)}"
+    )
+
+
+def changed(name: str, before: Choice, choice: Choice, reason: str) -> str:
+    """A setting that was found later."""
+    now, was = setting_words(choice.workers, choice.prefetch), setting_words(before.workers, before.prefetch)
+    return f"{name}: {now} instead of {was}{f': {reason}' if reason else ''}"
+
+
+def over_budget(name: str, workers: int, budget: Budget) -> str:
+    """A user's setting that breaks the budget, before anything is measured."""
+    return (
+        f"{name}: num_workers={workers} on every rank is more than there are cores for ({budget.cores_from}): a rank's"
+        f" loaders may have {budget.workers} workers together"
+    )
+
+
+def bound_words(choice: Choice, budget: Budget) -> str:
+    """What keeps a choice from being larger."""
+    if choice.bound == "cores":
+        return f"bound by cores ({budget.cores_from})"
+    if choice.bound == "memory":
+        return f"bound by memory ({budget.memory_from})"
+    if choice.bound == "shm":
+        free = f" ({size_words(budget.shm_bytes)} for this loader)" if budget.shm_bytes is not None else ""
+        return f"bound by /dev/shm{free}"
+    return "all that is needed"
+
+
+def _found(measures: Measures) -> str:
+    large = f" of {size_words(measures.batch_bytes)}" if measures.batch_bytes else ""
+    return f"a batch{large} takes a worker {time_words(measures.service_s)}, a step {time_words(measures.gap_s)}"
+
+
+def _expected(choice: Choice, measures: Measures) -> str:
+    if choice.wait_s <= 0.01 * measures.gap_s:
+        return "expects no waiting for data"
+    share = choice.wait_s / (choice.wait_s + measures.gap_s)
+    return f"expects to wait {time_words(choice.wait_s)} for each batch, {share_words(share)} of the time"

@@ -1,0 +1,41 @@
+"""How much memory the workers of a loader have for themselves."""
+
+import os
+import time
+from contextlib import suppress
+
+import psutil
+
+# Reading a process's memory map holds a lock of that process for milliseconds.
+_EVERY_S = 1.0
+
+
+class WorkerMemory:
+    """Reads the memory of a loader's workers, now and then; from one thread, while another one changes the workers."""
+
+    def __init__(self) -> None:
+        self._pids: tuple[int, ...] = ()
+        self._read_at = -_EVERY_S
+        self._largest_bytes = 0
+
+    def watch(self, pids: tuple[int, ...]) -> None:
+        """These are the workers now."""
+        self._pids = pids
+
+    def read(self) -> int:
+        """The most that a worker was seen to have, bytes; 0 if none was seen."""
+        now = time.monotonic()
+        if now - self._read_at >= _EVERY_S:
+            self._read_at = now
+            self._largest_bytes = max([self._largest_bytes, *map(_own_bytes, self._pids)])
+        return self._largest_bytes
+
+
+def _own_bytes(pid: int) -> int:
+    """What would be free if the process ended: pages shared with this one are not counted."""
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        # A number that was given to another process meanwhile is no worker.
+        if process.ppid() == os.getpid():
+            return int(process.memory_full_info().uss)
+    return 0

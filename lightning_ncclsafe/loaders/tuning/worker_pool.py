@@ -1,0 +1,88 @@
+"""One set of worker processes of a loader, or none: the loader as it is, but for that and what it draws from."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting
+from lightning_ncclsafe.loaders.tuning.worker_clock import WorkerClock
+
+
+class WorkerPool:
+    """Reads one epoch of a loader with one setting; several epochs where its workers persist.
+
+    Args:
+        loader: The user's ``DataLoader``; it is not changed.
+        setting: How many workers, and how far ahead.
+        gate: What it draws from.
+        seed: What its workers' random numbers follow from; None to draw it where torch does.
+        is_extra: Whether it has more workers than the user has asked for.
+
+    Attributes:
+        iterator: Torch's iterator.
+        clock: Times its batches; None without workers, or where that cannot be.
+        pids: The process ids of its workers.
+        seed: The number that was drawn.
+
+    Raises:
+        Exception: Whatever torch, pickle and the system raise where workers cannot be started, and what the user's
+            sampler raises.
+    """
+
+    def __init__(self, loader: Any, setting: Setting, gate: Gate, *, seed: int | None, is_extra: bool) -> None:
+        self.setting = setting
+        self.gate = gate
+        self.is_extra = is_extra
+        self.clock = _clock(setting, loader.worker_init_fn)
+        self._is_in_order = bool(getattr(loader, "in_order", True))
+        generator = loader.generator if seed is None else _torch.generator_from(seed)
+        self._loader = _copy_of(loader, setting, gate, self.clock, generator)
+        self.iterator: Iterator[Any] = _torch.begin_loading(self._loader, quiet=is_extra)
+        self.pids = _torch.worker_pids(self.iterator)
+        self.seed = _torch.base_seed_of(self.iterator)
+
+    def renew(self, indices: Indices) -> None:
+        """Begins another epoch with the same workers."""
+        self.gate.renew(indices)
+        self.iterator._reset(self._loader)  # type: ignore[attr-defined]
+
+    def handed(self) -> None:
+        """It has handed out a batch."""
+        if self._is_in_order or not self.pids:
+            self.gate.handed()
+        else:
+            self.gate.handed(_torch.pending_batches(self.iterator))
+
+    def end(self) -> None:
+        """Ends its workers; what it has not handed out is due again."""
+        self.gate.take_back()
+        # Not left to chance: no two pools have workers at the same time.
+        _torch.end_loading(self.iterator)
+        self.pids = ()
+
+
+def _clock(setting: Setting, worker_init_fn: Callable[[int], Any] | None) -> WorkerClock | None:
+    with suppress(Exception):  # no shared memory: measured from outside
+        return WorkerClock(setting.workers, worker_init_fn) if setting.workers else None
+    return None
+
+
+def _copy_of(loader: Any, setting: Setting, gate: Gate, clock: WorkerClock | None, generator: Any) -> Any:
+    """A loader that shares everything with the user's but this; made without anything of the user's being called."""
+    copy = object.__new__(type(loader))
+    sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(copy).update(vars(loader))
+    vars(copy).update(
+        {
+            sampler: gate,
+            "num_workers": setting.workers,
+            "prefetch_factor": setting.prefetch or None,
+            "persistent_workers": loader.persistent_workers and setting.workers > 0,
+            "timeout": loader.timeout if setting.workers else 0,
+            "worker_init_fn": clock or loader.worker_init_fn,
+            "generator": generator,
+            "_iterator": None,
+        }
+    )
+    return copy

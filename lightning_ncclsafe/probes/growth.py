@@ -1,0 +1,76 @@
+"""How fast processes of this host grow, from looks at them that lie some time apart."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LEAST_S = 0.5
+"""Seconds that two looks have to lie apart: a process that starts allocates by fits."""
+
+# What is sought: shorter spans show the fits, longer ones what it did before.
+_SPAN_S = 2.0
+# Of a process that was looked at so long ago, what it did since is not known well enough.
+_OLDEST_S = 60.0
+_LOOKS = 8
+_PROCESSES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at_s: float
+    rss_bytes: int
+    swap_bytes: int | None
+
+
+class Growth:
+    """Remembers the last looks at some processes. May be asked from any thread.
+
+    Args:
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looks: dict[int, deque[_Look]] = {}
+
+    def measure(self, pid: int, rss_bytes: int | None, swap_bytes: int | None) -> tuple[int | None, int | None]:
+        """Notes a look at a process.
+
+        Args:
+            pid: Process id.
+            rss_bytes: Its resident memory; None if that is not known, which leaves nothing to compare.
+            swap_bytes: How much of it is swapped out.
+
+        Returns:
+            Growth of its resident memory and of what is swapped out, bytes per second, since an earlier look: the last
+            one that is 2 s old, or else the first one; None where none is 0.5 s old.
+        """
+        if rss_bytes is None:
+            return None, None
+        now = _Look(self._clock(), rss_bytes, swap_bytes)
+        with self._lock:
+            looks = self._looks.setdefault(pid, deque(maxlen=_LOOKS))
+            before = _earlier(looks, now.at_s)
+            if not looks or now.at_s - looks[-1].at_s >= LEAST_S:
+                looks.append(now)
+            if len(self._looks) > _PROCESSES:
+                del self._looks[next(iter(self._looks))]
+        return _growth(before, now)
+
+
+def _earlier(looks: deque[_Look], now_s: float) -> _Look | None:
+    recent = [look for look in looks if LEAST_S <= now_s - look.at_s <= _OLDEST_S]
+    spanning = [look for look in recent if now_s - look.at_s >= _SPAN_S]
+    return spanning[-1] if spanning else next(iter(recent), None)
+
+
+def _growth(before: _Look | None, now: _Look) -> tuple[int | None, int | None]:
+    if before is None:
+        return None, None
+    span_s = now.at_s - before.at_s
+    known = now.swap_bytes is not None and before.swap_bytes is not None
+    swapped = round(((now.swap_bytes or 0) - (before.swap_bytes or 0)) / span_s) if known else None
+    return round((now.rss_bytes - before.rss_bytes) / span_s), swapped

@@ -1,0 +1,45 @@
+"""The cause host-under-pressure: tasks on the host wait for memory, storage or cores before training has begun."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.rules.hosts import Checked, Host, most
+from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+
+_ABOVE = 0.1
+_REMEDY = (
+    "See what else runs on this host (top, iotop) and end it or wait for it; where it is this job itself, start with "
+    "fewer workers and load less at once."
+)
+
+
+def host_under_pressure(job: JobFacts) -> Iterable[Finding]:
+    """By the kernel's pressure figures (PSI), tasks of the host waited for more than a tenth of the check's time.
+
+    Symptom:
+        All threads of a rank are slow, also those that do nothing but communicate.
+
+    Cause:
+        Other work on the host, memory that is short, a disk that is busy.
+
+    Remedy:
+        Find out what else runs there.
+
+    Cannot see:
+        Who waits for whom; hosts without /proc/pressure.
+    """
+    view = Checked(job)
+    problems = (problem for host in view.hosts for problem in _problems(host))
+    return findings(view, "host-under-pressure", problems, _REMEDY)
+
+
+def _problems(host: Host) -> Iterator[Problem]:
+    shares = {
+        "all tasks waited for memory": most((one.swap.memory_stalled for one in host.facts.values()), 0.0),
+        "all tasks waited for storage": most((one.swap.io_stalled for one in host.facts.values()), 0.0),
+        "some task waited for a core": most((one.swap.cpu_waited for one in host.facts.values()), 0.0),
+    }
+    words = [f"{what} {share:.0%} of the time" for what, share in shares.items() if share > _ABOVE]
+    if words:
+        yield Problem(ranks=host.ranks, text=", ".join(words), badness=max(shares.values()))

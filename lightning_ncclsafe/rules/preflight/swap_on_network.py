@@ -1,0 +1,40 @@
+"""The cause swap-on-network: the host swaps to a disk behind a network."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.rules.hosts import Checked, Host, most
+from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.wording import size_words
+
+_REMEDY = "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."
+
+
+def swap_on_network(job: JobFacts) -> Iterable[Finding]:
+    """Swap space lies on a network file system or device.
+
+    Symptom:
+        A rank that runs out of memory stands still for minutes, and the others time out, at start-up often with
+        "store->get('0') got error: Socket Timeout".
+
+    Cause:
+        A swap file or device that is mounted from elsewhere: each page that is read back crosses the network.
+
+    Remedy:
+        Swap to a local disk, or not at all.
+
+    Cannot see:
+        Network disks that the host sees as local ones, as in some virtual machines.
+    """
+    view = Checked(job)
+    problems = (problem for host in view.hosts for problem in _problems(host))
+    return findings(view, "swap-on-network", problems, _REMEDY)
+
+
+def _problems(host: Host) -> Iterator[Problem]:
+    devices = sorted({device for one in host.facts.values() for device in one.swap.on_network})
+    if devices:
+        used = most((one.swap.used_bytes for one in host.facts.values()), 0)
+        text = f"swap is on a network ({', '.join(devices)}), {size_words(used)} of it in use"
+        yield Problem(ranks=host.ranks, text=text, badness=float(used))

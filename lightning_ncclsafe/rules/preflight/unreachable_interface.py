@@ -1,0 +1,103 @@
+"""The cause unreachable-interface: the interfaces that ranks would take do not lead to each other."""
+
+import ipaddress
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.preflight_facts import PreflightFacts
+from lightning_ncclsafe.rules.agreement.words import spread
+from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+
+# How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.
+_IPV4_PREFIX = 16
+_IPV6_PREFIX = 48
+_LOOPBACK = ("lo", "lo0")
+_REMEDY = (
+    "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
+    "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+)
+
+
+def unreachable_interface(job: JobFacts) -> Iterable[Finding]:
+    """Hosts have no interface to be reached by, have the same address, are in different networks or at other speeds.
+
+    Symptom:
+        The process group is never complete, or the first collective hangs on all ranks; or one host is slow in all.
+
+    Cause:
+        The first interface of a host is a bridge of Docker or a virtual machine, a management network, or one that is
+        down; NCCL_SOCKET_IFNAME names an interface that does not exist there; /etc/hosts gives the host's own name
+        the address 127.0.1.1, which gloo then takes.
+
+    Remedy:
+        Name the interface to take.
+
+    Cannot see:
+        Firewalls, and routes between different networks, over which hosts may well reach each other.
+    """
+    view = Checked(job)
+    problems = (*_absent(view), *_same(view), *_apart(view), *_slower(view)) if view.several else ()
+    return findings(view, "unreachable-interface", problems, _REMEDY, confidence=Confidence.LIKELY)
+
+
+def _absent(view: Checked) -> Iterator[Problem]:
+    without = tuple(rank for rank, facts in view.facts.items() if not facts.network.default_interface)
+    if without and len(without) < len(view.facts):
+        yield Problem(ranks=without, text="no interface by which other hosts could be reached", badness=3.0)
+    loopback = tuple(rank for rank, facts in view.facts.items() if _is_loopback(facts))
+    if loopback:
+        text = "the loopback interface would be taken, which reaches no other host"
+        yield Problem(ranks=loopback, text=text, badness=3.0)
+
+
+def _is_loopback(facts: PreflightFacts) -> bool:
+    """By itself: where a variable says so, it is told of as a harmful setting."""
+    return facts.network.default_interface in _LOOPBACK and not facts.network.chosen_by.endswith("_SOCKET_IFNAME")
+
+
+def _same(view: Checked) -> Iterator[Problem]:
+    for address, ranks in view.known(_address).parts:
+        hosts = [host for host in view.hosts if set(host.ranks) & set(ranks)]
+        if len(hosts) > 1:
+            text = f"{len(hosts):,} hosts have the same address {address}, a bridge's probably"
+            yield Problem(ranks=ranks, text=text, badness=2.0)
+
+
+def _apart(view: Checked) -> Iterator[Problem]:
+    groups = view.known(lambda facts: _network(_address(facts)))
+    if groups.differ:
+        names = {rank: facts.network.default_interface for rank, facts in view.facts.items()}
+        text = f"addresses are in different networks: {spread(groups)} (interface {names[groups.deviating[0]]})"
+        yield Problem(ranks=groups.deviating, text=text, badness=1.0)
+
+
+def _slower(view: Checked) -> Iterator[Problem]:
+    groups = view.known(_speed)
+    if groups.differ:
+        yield Problem(ranks=groups.deviating, text=f"interfaces have different speeds: {spread(groups)}")
+
+
+def _words(facts: PreflightFacts) -> list[str]:
+    """The words of the line on the interface that would be taken: its name, speed, unit and address."""
+    name = facts.network.default_interface
+    return next((words for line in facts.network.interfaces if (words := line.split()) and words[0] == name), [])
+
+
+def _address(facts: PreflightFacts) -> str | None:
+    return next((word for word in _words(facts)[1:] if _network(word)), None)
+
+
+def _network(address: str | None) -> str | None:
+    try:
+        found = ipaddress.ip_address(address or "")
+    except ValueError:
+        return None
+    prefix = _IPV4_PREFIX if found.version == 4 else _IPV6_PREFIX
+    return str(ipaddress.ip_network(f"{found}/{prefix}", strict=False))
+
+
+def _speed(facts: PreflightFacts) -> str | None:
+    words = _words(facts)
+    return " ".join(words[1:3]) if len(words) > 2 and words[2].endswith("/s") else None

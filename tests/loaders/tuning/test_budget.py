@@ -1,0 +1,165 @@
+import os
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of, shares
+
+GB = 10**9
+
+
+def ranks_on(masks: list[range | tuple[int, ...]], **limits: object) -> list[Capacity]:
+    return [Capacity(machine="a", cpus=tuple(mask), **limits) for mask in masks]  # type: ignore[arg-type]
+
+
+def workers(ranks: list[Capacity]) -> list[int]:
+    return [budget_of(rank, ranks).workers for rank in ranks]
+
+
+def test_unbound_bound_and_numa_bound_ranks_get_the_same() -> None:
+    assert workers(ranks_on([range(64)] * 8)) == [8] * 8
+    assert workers(ranks_on([range(8 * i, 8 * i + 8) for i in range(8)])) == [8] * 8
+    assert workers(ranks_on([range(32)] * 4 + [range(32, 64)] * 4)) == [8] * 8
+
+
+def test_two_cores_shared_by_four_ranks_leave_none() -> None:
+    budget = budget_of(*(lambda ranks: (ranks[0], ranks))(ranks_on([range(2)] * 4)))
+    assert (budget.workers, budget.cores, budget.cores_from) == (0, 0.5, "2 cores shared by 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "share"), [(1.5, 1, 1), (1.5, 2, 0), (6.0, 2, 3), (7.9, 2, 3), (1e6, 1, 64)]
+)
+def test_a_quota_caps_the_share_and_is_rounded_down(quota: float, ranks: int, share: int) -> None:
+    assert workers(ranks_on([range(64)] * ranks, quota_cores=quota, quota_group="/job")) == [share] * ranks
+
+
+def test_a_quota_is_shared_by_the_ranks_of_its_group_only() -> None:
+    ranks = [Capacity(machine="a", cpus=tuple(range(64)), quota_cores=4.0, quota_group=f"/{i // 2}") for i in range(4)]
+    assert workers(ranks) == [2] * 4
+    assert budget_of(ranks[0], ranks).cores_from == "quota of 4 cores shared by 2 ranks"
+
+
+def test_ranks_of_other_hosts_take_nothing_and_the_own_one_counts_once() -> None:
+    own = Capacity(machine="a", cpus=(0, 1), memory_available_bytes=8 * GB)
+    other = Capacity(machine="b", cpus=(0, 1), memory_available_bytes=8 * GB)
+    for local in ([own, other], [other], [], [own]):
+        budget = budget_of(own, local)
+        assert (budget.workers, budget.memory_bytes, budget.cores_from) == (2, 4 * GB, "2 cores")
+
+
+def test_where_no_mask_is_told_all_cores_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert workers([Capacity(machine="a")] * 3) == [2] * 3
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert workers([Capacity()]) == [1]
+
+
+def test_masks_that_overlap_in_part_are_said_to() -> None:
+    ranks = ranks_on([range(0, 6), range(4, 10)])
+    budget = budget_of(ranks[0], ranks)
+    assert (budget.cores, budget.cores_from) == (5.0, "6 cores, some of them shared with other ranks")
+
+
+def test_no_host_is_ever_oversubscribed() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        ranks = [some_rank(rng) for _ in range(rng.randint(1, 9))]
+        found = workers(ranks)
+        for machine in {rank.machine for rank in ranks}:
+            here = [(rank, count) for rank, count in zip(ranks, found, strict=True) if rank.machine == machine]
+            assert sum(count for _, count in here) <= len({cpu for rank, _ in here for cpu in rank.cpus})
+            assert_within_quotas(here)
+
+
+def some_rank(rng: random.Random) -> Capacity:
+    group = rng.choice(["/a", "/b", ""])
+    return Capacity(
+        machine=rng.choice("xy"),
+        cpus=tuple(sorted(rng.sample(range(24), rng.randint(1, 24)))),
+        quota_cores={"/a": 2.5, "/b": 11 / 3, "": None}[group],
+        quota_group=group,
+    )
+
+
+def assert_within_quotas(here: list[tuple[Capacity, int]]) -> None:
+    used: Counter[str] = Counter()
+    for rank, count in here:
+        used[rank.quota_group] += count
+    assert all(used[rank.quota_group] <= (rank.quota_cores or 99) for rank, _ in here)
+
+
+def test_equal_shares_never_lose_a_core_to_rounding() -> None:
+    for ranks in range(1, 60):
+        assert workers(ranks_on([range(ranks * 3)] * ranks)) == [3] * ranks
+        assert budget_of(*(lambda r: (r[0], r))(ranks_on([range(ranks)] * ranks))).cores == float(Fraction(1))
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks", "size", "said"),
+    [
+        (
+            {"memory_limit_bytes": 4 * GB, "memory_used_bytes": GB, "memory_available_bytes": 60 * GB},
+            2,
+            0.75,
+            "half of the 3.0 GB left under the control group's limit shared by 2 ranks",
+        ),
+        ({"memory_limit_bytes": GB, "memory_used_bytes": 2 * GB}, 1, 0.0, "half of the 0 bytes left under the control"),
+        (
+            {"memory_limit_bytes": 99 * GB, "memory_used_bytes": 0, "memory_available_bytes": 8 * GB},
+            4,
+            1.0,
+            "half of the 8.0 GB available on the host shared by 4 ranks",
+        ),
+        (
+            {"memory_available_bytes": 80 * GB, "process_limit_bytes": 3 * GB},
+            4,
+            1.5,
+            "half of the 3.0 GB that the process may still allocate",
+        ),
+    ],
+)
+def test_memory_is_half_of_the_least_that_is_left(facts: dict[str, int], ranks: int, size: float, said: str) -> None:
+    local = [Capacity(machine="a", cpus=(0,), memory_group="/", **facts) for _ in range(ranks)]  # type: ignore[arg-type]
+    budget = budget_of(local[0], local)
+    assert budget.memory_bytes == size * GB
+    assert budget.memory_from.startswith(said)
+
+
+def test_a_memory_limit_is_shared_by_the_ranks_of_its_group_only() -> None:
+    local = [
+        Capacity(machine="a", cpus=(i,), memory_group=f"/{i}", memory_limit_bytes=2 * GB, memory_used_bytes=0)
+        for i in range(3)
+    ]
+    assert budget_of(local[0], local).memory_bytes == GB
+
+
+def test_shared_memory_is_half_of_what_is_free_for_all_ranks() -> None:
+    local = [Capacity(machine="a", cpus=(0,), shm_free_bytes=64_000_000)] * 2
+    assert budget_of(local[0], local).shm_bytes == 16_000_000
+
+
+def test_what_the_host_does_not_say_limits_nothing() -> None:
+    budget = budget_of(Capacity(), [])
+    assert (budget.memory_bytes, budget.shm_bytes, budget.memory_from) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "given"),
+    [
+        (4, [8, 2], [3, 1]),
+        (4, [2, 2, 2], [2, 1, 1]),
+        (1, [2, 2], [1, 0]),
+        (0, [2, 2], [0, 0]),
+        (8, [0, 3, 1], [0, 3, 1]),
+        (5, [3, 3, 3], [3, 1, 1]),
+        (3, [], []),
+    ],
+)
+def test_each_loader_gets_one_worker_and_then_in_order_what_it_wants(
+    there: int, wanted: list[int], given: list[int]
+) -> None:
+    assert shares(Budget(cores=there, workers=there), wanted) == given

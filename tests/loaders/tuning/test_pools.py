@@ -1,0 +1,605 @@
+"""Workers are changed while a loader is read: samples, their order and the random streams are those of stock torch."""
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from lightning_ncclsafe.loaders.endings import Replaced
+from lightning_ncclsafe.loaders.tuning import worker_pool
+from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
+
+EPOCHS = 3
+Loader = DataLoader[Any]
+Kind = Callable[..., Loader]
+
+
+class Items(Dataset[int]):
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Drawing(Items):
+    """Augments: what it gives depends on the worker's random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), torch.rand(()).item()
+
+
+class Failing(Items):
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            raise ValueError("item 7 is bad")
+        return index
+
+
+class Deadly(Items):
+    """Its worker is killed, as by the kernel when memory is short."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Unpicklable(Items):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = lambda: "cannot be pickled"
+
+
+class Eager(Sampler[int]):
+    """Draws all of its order when it is begun, from the global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+class BadSampler(Eager):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+        raise LookupError("no index")
+
+
+def distributed(**keywords: Any) -> Loader:
+    sampler = DistributedSampler(Items(), num_replicas=2, rank=1, shuffle=True)
+    return DataLoader(Items(), sampler=sampler, batch_size=2, **keywords)
+
+
+def by_batch(**keywords: Any) -> Loader:
+    sampler = BatchSampler(RandomSampler(range(23)), batch_size=3, drop_last=False)
+    return DataLoader(Items(), batch_sampler=sampler, **keywords)
+
+
+def seeded(**keywords: Any) -> Loader:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(Items(), batch_size=2, shuffle=True, generator=generator, **keywords)
+
+
+KINDS: dict[str, Kind] = {
+    "in order": lambda **keywords: DataLoader(Items(), batch_size=2, **keywords),
+    "shuffled": lambda **keywords: DataLoader(Items(), batch_size=2, shuffle=True, **keywords),
+    "drop_last": lambda **keywords: DataLoader(Items(), batch_size=4, drop_last=True, **keywords),
+    "not collated": lambda **keywords: DataLoader(Items(), batch_size=None, shuffle=True, **keywords),
+    "collate_fn": lambda **keywords: DataLoader(Items(), batch_size=2, collate_fn=tuple, **keywords),
+    "eager sampler": lambda **keywords: DataLoader(Items(), batch_size=2, sampler=Eager(), **keywords),
+    "generator": seeded,
+    "distributed": distributed,
+    "batch_sampler": by_batch,
+}
+
+
+def plain(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+class Lines(list[str]):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+def tuned_of(loader: Loader, workers: int, prefetch: int = 2, say: Callable[[str], None] = pytest.fail) -> TunedLoader:
+    return TunedLoader(loader, workers=workers, prefetch=prefetch, on_window=lambda measures: None, say=say)
+
+
+def read(loader: Loader, begin: Callable[[], Iterator[Any]], each: Callable[[], None] = lambda: None) -> Any:
+    """All epochs, and what the global generator gives after them."""
+    epochs = []
+    for epoch in range(EPOCHS):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        batches = []
+        for batch in begin():
+            batches.append(plain(batch))
+            each()
+        epochs.append(batches)
+    return epochs, torch.rand(3).tolist()
+
+
+def stock(kind: Kind, **keywords: Any) -> Any:
+    torch.manual_seed(3)
+    loader = kind(**keywords)
+    return read(loader, loader.__iter__)
+
+
+def children() -> list[psutil.Process]:
+    """All that live, but for what multiprocessing starts once for itself."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if not any("resource_tracker" in part for part in child.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No test leaves a process, and none needs the garbage collector for that."""
+    gc.disable()
+    before = children()
+    yield
+    gc.enable()
+    assert [child for child in children() if child not in before] == []
+
+
+@pytest.mark.parametrize("users", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: str, users: int) -> None:
+    chance = random.Random(f"{kind} {users}")
+    expected = stock(KINDS[kind], num_workers=users)
+    torch.manual_seed(3)
+    loader = KINDS[kind](num_workers=users)
+    tuned = tuned_of(loader, users)
+    seen = set()
+
+    def maybe_resize() -> None:
+        seen.add(tuned.workers)
+        if chance.random() < 0.12:
+            tuned.resize(chance.choice([0, 1, 3]), chance.choice([1, 2, 4]))
+
+    assert read(loader, tuned.begin, maybe_resize) == expected
+    assert len(seen) > 1
+    assert loader.num_workers == users and loader._iterator is None
+
+
+@pytest.mark.parametrize("at", ["never", "in the middle", "between epochs"])
+@pytest.mark.parametrize("kind", ["shuffled", "eager sampler"])
+def test_workers_that_persist_live_on_while_nothing_is_changed(kind: str, at: str) -> None:
+    expected = stock(KINDS[kind], num_workers=1, persistent_workers=True)
+    torch.manual_seed(3)
+    loader = KINDS[kind](num_workers=1, persistent_workers=True)
+    tuned = tuned_of(loader, 1)
+    count, pids = 0, []
+
+    def each() -> None:
+        nonlocal count
+        count += 1
+        pids.append([child.pid for child in children()])
+        if (at, count) in (("in the middle", 4), ("between epochs", 12)):
+            tuned.resize(2, 1)
+
+    assert read(loader, tuned.begin, each) == expected
+    assert len({tuple(found) for found in pids}) == (1 if at == "never" else 2)
+    assert len(children()) == (1 if at == "never" else 2)
+    tuned.close()
+    assert children() == []
+
+
+def test_without_order_each_sample_still_comes_once() -> None:
+    tuned = tuned_of(DataLoader(Items(40), batch_size=2, num_workers=2, in_order=False), 2)
+    seen: list[int] = []
+    for number, batch in enumerate(tuned.begin()):
+        seen.extend(plain(batch))
+        if number % 3 == 0:
+            tuned.resize(1 + number % 2, 3)
+    assert sorted(seen) == list(range(40))
+
+
+def test_without_order_a_failed_batch_is_read_again_and_no_other() -> None:
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Deadly(), in_order=False), 2, say=lines)
+    assert sorted(int(batch) for batch in tuned.begin()) == list(range(23))
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_fewer_batches_than_workers_read_ahead(count: int) -> None:
+    sampler = SequentialSampler(range(count))
+    tuned = tuned_of(DataLoader(Items(count), sampler=sampler), 3, prefetch=4)
+    tuned.resize(2, 4)
+    assert [int(batch) for batch in tuned.begin()] == list(range(count))
+
+
+@pytest.mark.parametrize("at", [0, 1, 21, 22])
+def test_a_change_at_the_first_or_last_batch(at: int) -> None:
+    tuned = tuned_of(DataLoader(Items()), 1, prefetch=1)
+    seen = []
+    for number, batch in enumerate(tuned.begin()):
+        seen.append(int(batch))
+        if number == at:
+            tuned.resize(2, 3)
+    assert seen == list(range(23))
+    # Nothing is started for what there is nothing left of.
+    assert tuned.workers == (2 if at < 20 else 1)
+
+
+def test_the_last_of_two_changes_counts() -> None:
+    tuned = tuned_of(DataLoader(Items()), 0)
+    epoch = tuned.begin()
+    next(epoch)
+    tuned.resize(1, 1)
+    tuned.resize(2, 3)
+    next(epoch)
+    assert (tuned.workers, tuned.prefetch) == (2, 3)
+    tuned.resize(0, 5)
+    assert (tuned.workers, tuned.prefetch) == (2, 3)
+    assert len([*epoch]) == 21
+    assert (tuned.workers, tuned.prefetch) == (0, 0)
+
+
+def test_a_change_comes_from_any_thread() -> None:
+    tuned = tuned_of(DataLoader(Items()), 1, prefetch=1)
+    epoch = tuned.begin()
+    next(epoch)
+    thread = threading.Thread(target=tuned.resize, args=(2, 1))
+    thread.start()
+    thread.join()
+    assert [int(batch) for batch in epoch] == list(range(1, 23))
+    assert tuned.workers == 2
+
+
+def test_a_frozen_loader_keeps_what_it_has() -> None:
+    tuned = tuned_of(DataLoader(Items()), 1)
+    epoch = tuned.begin()
+    next(epoch)
+    tuned.freeze("enough")
+    tuned.resize(2, 1)
+    assert len([*epoch]) == 22
+    assert (tuned.workers, tuned.frozen) == (1, "enough")
+
+
+@pytest.mark.parametrize("users", [0, 2])
+def test_an_epoch_that_is_left_early(users: int) -> None:
+    def some(begin: Callable[[], Iterator[Any]]) -> Any:
+        found = []
+        for most in (4, 2, 30):
+            epoch = begin()
+            found.append([plain(batch) for _, batch in zip(range(most), epoch, strict=False)])
+        return found, torch.rand(2).tolist()
+
+    torch.manual_seed(3)
+    expected = some(KINDS["shuffled"](num_workers=users).__iter__)
+    torch.manual_seed(3)
+    tuned = tuned_of(KINDS["shuffled"](num_workers=users), 2)
+    found = some(tuned.begin)
+    assert found == expected
+    tuned.close()
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_an_epoch_is_read_on_after_another_was_begun(persists: bool) -> None:
+    tuned = tuned_of(DataLoader(Items(), num_workers=1, persistent_workers=persists), 1)
+    first = tuned.begin()
+    seen = [int(next(first)) for _ in range(5)]
+    second = tuned.begin()
+    assert len(children()) == 1
+    pairs = [(int(next(first)), int(next(second))) for _ in range(5)]
+    assert pairs == [(5 + number, number) for number in range(5)]
+    assert seen + [int(batch) for batch in first] == [0, 1, 2, 3, 4, *range(10, 23)]
+    assert [int(batch) for batch in second] == list(range(5, 23))
+    tuned.close()
+
+
+def test_two_shuffled_loaders_of_one_combined_loader() -> None:
+    class Begins:
+        def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+            self.begin = begin
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.begin()
+
+        def __len__(self) -> int:
+            return 12
+
+    def pairs(begins: list[Callable[[], Iterator[Any]]], each: Callable[[], None]) -> Any:
+        combined = CombinedLoader({str(number): Begins(begin) for number, begin in enumerate(begins)}, "min_size")
+        found = []
+        for _ in range(EPOCHS):
+            for batch, *_ in combined:
+                found.append({name: plain(value) for name, value in batch.items()})
+                each()
+        combined.reset()
+        return found, torch.rand(2).tolist()
+
+    torch.manual_seed(3)
+    loaders = [KINDS["shuffled"](), by_batch()]
+    expected = pairs([loader.__iter__ for loader in loaders], lambda: None)
+    torch.manual_seed(3)
+    both = [tuned_of(loader, 1) for loader in (KINDS["shuffled"](), by_batch())]
+    chance = random.Random(1)
+    assert pairs([tuned.begin for tuned in both], lambda: chance.choice(both).resize(chance.choice([0, 2]), 2)) == (
+        expected
+    )
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_what_the_user_has_set_augments_as_stock_does(persists: bool) -> None:
+    def kind(**keywords: Any) -> Loader:
+        return DataLoader(Drawing(), batch_size=None, shuffle=True, num_workers=2, **keywords)
+
+    expected = stock(kind, persistent_workers=persists)
+    torch.manual_seed(3)
+    loader = kind(persistent_workers=persists)
+    tuned = tuned_of(loader, 2)
+    assert read(loader, tuned.begin) == expected
+    tuned.close()
+
+
+def test_workers_that_follow_others_draw_numbers_of_their_own() -> None:
+    tuned = tuned_of(DataLoader(Drawing(), batch_size=None, num_workers=1), 1)
+    drawn = []
+    for _, *numbers in tuned.begin():
+        drawn.extend(numbers)
+        tuned.resize(3 - tuned.workers, 1)
+    assert len(set(drawn)) == len(drawn) == 46
+
+
+def test_each_worker_calls_the_users_function_once_and_old_and_new_workers_never_meet() -> None:
+    begun = multiprocessing.Array("i", 10)
+    alive = multiprocessing.Array("i", 10)
+
+    def note(worker_id: int) -> None:
+        with begun.get_lock():
+            begun[worker_id] += 1
+            others = psutil.Process(os.getppid()).children()
+            most = sum(other.status() != psutil.STATUS_ZOMBIE for other in others)
+            alive[worker_id] = max(alive[worker_id], most)
+
+    tuned = tuned_of(DataLoader(Items(30), worker_init_fn=note), 2, prefetch=1)
+    sizes = []
+    for batch in tuned.begin():
+        sizes.append(tuned.workers)
+        if int(batch) % 10 == 0:
+            tuned.resize(5 - tuned.workers, 1)
+    pools = [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
+    assert pools == [2, 3, 2, 3]
+    assert begun[:] == [4, 4, 2, *[0] * 7]
+    # The kernel counts the test's own resource tracker, where there is one.
+    assert max(alive[:]) <= 3
+
+
+def left_behind() -> tuple[int, int, int]:
+    return (
+        len(children()),
+        len([*Path("/proc/self/fd").iterdir()]),
+        len([*Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]),
+    )
+
+
+@pytest.mark.parametrize("by", ["drop", "close", "end"])
+def test_nothing_is_left_behind(by: str) -> None:
+    [*tuned_of(DataLoader(Items()), 1).begin()]  # what stays in a process once there have been workers
+    before = left_behind()
+    tuned = tuned_of(DataLoader(torch.zeros(64, 64), batch_size=2), 2)
+    epoch = tuned.begin()
+    next(epoch)
+    tuned.resize(1, 4)
+    for _ in range(6):
+        next(epoch)
+    assert len(children()) == before[0] + 1
+    if by == "close":
+        tuned.close()
+        assert len(children()) == before[0]
+    if by == "end":
+        assert len([batch.shape for batch in epoch]) == 25
+    del epoch
+    assert left_behind() == before
+    assert by != "close" or tuned.frozen
+
+
+def test_workers_that_persist_end_with_their_loader() -> None:
+    tuned = tuned_of(DataLoader(Items(), num_workers=1, persistent_workers=True), 1)
+    [*tuned.begin()]
+    assert len(children()) == 1
+    del tuned
+    assert children() == []
+
+
+def test_an_epoch_is_read_on_after_the_end_of_tuning() -> None:
+    tuned = tuned_of(DataLoader(Items()), 2)
+    epoch = tuned.begin()
+    seen = [int(next(epoch)) for _ in range(3)]
+    tuned.close()
+    assert seen + [int(batch) for batch in epoch] == list(range(23))
+    assert tuned.workers == 0
+
+
+def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
+    lines = Lines()
+    loader: Loader = DataLoader(Unpicklable(), batch_size=2)
+    vars(loader)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context("spawn")
+    tuned = tuned_of(loader, 0, say=lines)
+    epoch = tuned.begin()
+    seen = plain(next(epoch))
+    tuned.resize(2, 2)
+    with pytest.warns(UserWarning, match="pickle"):
+        seen += plain(next(epoch))
+    assert seen + [item for batch in epoch for item in plain(batch)] == list(range(23))
+    assert len(lines) == 1
+    assert "2 worker processes have failed" in lines[0] and "goes on with no worker processes" in lines[0]
+    tuned.resize(1, 1)
+    assert len([*tuned.begin()]) == 12
+    assert tuned.frozen and tuned.workers == 0 and len(lines) == 1
+
+
+def test_a_worker_that_the_user_did_not_ask_for_is_killed() -> None:
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Deadly(), batch_size=2), 2, prefetch=3, say=lines)
+    assert [item for batch in tuned.begin() for item in plain(batch)] == list(range(23))
+    assert len(lines) == 1 and "2 worker processes have failed" in lines[0]
+    assert tuned.frozen and tuned.workers == 0
+
+
+def test_a_worker_that_is_killed_does_not_make_the_training_step_raise() -> None:
+    tuned = tuned_of(DataLoader(Items()), 1, prefetch=1, say=Lines())
+    epoch = tuned.begin()
+    next(epoch)
+    (worker,) = children()
+    worker.kill()
+    # Torch's handler of SIGCHLD runs in the main thread, between any two lines of it.
+    psutil.wait_procs([worker], timeout=10)
+    assert [int(batch) for batch in epoch] == list(range(1, 23))
+
+
+def test_a_worker_that_the_user_did_ask_for_is_killed() -> None:
+    # Not tensors: those that a worker has sent cannot be received once it is dead, which is another error.
+    tuned = tuned_of(DataLoader(Deadly(), num_workers=2, collate_fn=tuple), 2)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)"):
+        [*tuned.begin()]
+    tuned.close()
+
+
+def test_more_workers_than_the_user_has_asked_for_are_killed() -> None:
+    lines = Lines()
+    loader: Loader = DataLoader(Failing(), num_workers=1)
+    tuned = tuned_of(loader, 1, prefetch=1, say=lines)
+    epoch = tuned.begin()
+    next(epoch)
+    tuned.resize(3, 1)
+    next(epoch)
+    next(epoch)
+    for worker in children():
+        worker.kill()
+    seen = [int(next(epoch)) for _ in range(4)]
+    assert seen == [3, 4, 5, 6]
+    assert len(lines) == 1 and "goes on with 1 worker processes" in lines[0]
+    with pytest.raises(ValueError, match="item 7 is bad"):
+        next(epoch)
+    tuned.close()
+
+
+@pytest.mark.parametrize("users", [0, 1])
+def test_a_sample_that_cannot_be_read_raises_what_stock_raises(users: int) -> None:
+    def story(epoch: Iterator[Any]) -> tuple[list[int], type, str, list[int]]:
+        seen = [int(next(epoch)) for _ in range(7)]
+        with pytest.raises(ValueError) as raised:
+            next(epoch)
+        first, *_, last = str(raised.value).splitlines() * 2
+        return seen, raised.type, first + last, [int(batch) for batch in epoch]
+
+    lines = Lines()
+    expected = story(iter(DataLoader(Failing(), num_workers=users)))
+    assert story(tuned_of(DataLoader(Failing(), num_workers=users), 1 if users else 2, say=lines).begin()) == expected
+    assert len(lines) == (0 if users else 1)
+
+
+@pytest.mark.parametrize("users", [0, 1])
+def test_an_error_of_the_sampler_is_the_users(users: int) -> None:
+    tuned = tuned_of(DataLoader(Items(), sampler=BadSampler(), num_workers=users), 2)
+    with pytest.raises(LookupError, match="no index"):
+        [*tuned.begin()]
+    assert not tuned.frozen
+
+
+def test_workers_that_cannot_all_be_started_leave_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Items()), 1, prefetch=1, say=lines)
+    epoch = tuned.begin()
+    next(epoch)
+    start = multiprocessing.process.BaseProcess.start
+
+    def at_most_two(process: Any) -> None:
+        if len(children()) == 2:
+            raise OSError(11, "Resource temporarily unavailable")
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", at_most_two)
+    tuned.resize(3, 2)
+    next(epoch)
+    next(epoch)
+    assert len(children()) == 1
+    assert [int(batch) for batch in epoch] == list(range(3, 23))
+    assert len(lines) == 1 and "Resource temporarily unavailable" in lines[0] and "with 1 worker" in lines[0]
+    assert (tuned.workers, tuned.prefetch) == (1, 1) and tuned.frozen
+
+
+def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Items(), num_workers=2), 2, prefetch=1, say=lines)
+    epoch = tuned.begin()
+    next(epoch)
+    begin = worker_pool._torch.begin_loading
+
+    def none(loader: Any, *, quiet: bool) -> Any:
+        if loader.num_workers:
+            raise OSError(24, "Too many open files")
+        return begin(loader, quiet=quiet)
+
+    monkeypatch.setattr(worker_pool._torch, "begin_loading", none)
+    tuned.resize(1, 1)
+    assert [int(batch) for batch in epoch] == list(range(1, 23))
+    assert tuned.workers == 0 and len(lines) == 1
+    with pytest.raises(OSError, match="Too many open files"):
+        tuned_of(DataLoader(Items(), num_workers=2), 2).begin()
+
+
+def test_a_loader_whose_iteration_is_replaced_is_copied_with_its_own() -> None:
+    loader: Loader = DataLoader(Items())
+    tuned = tuned_of(loader, 1)
+    replaced = Replaced(loader, lambda begin: tuned.begin())
+    assert unresizable(loader) == ""
+    assert [int(batch) for batch in tuned.begin()] == list(range(23))
+    replaced.restore()
+
+
+def test_memory_of_workers_is_measured() -> None:
+    tuned = tuned_of(DataLoader(Items()), 1)
+    assert tuned.measure_memory() == 0
+    tuned = tuned_of(DataLoader(Items()), 1)
+    epoch = tuned.begin()
+    next(epoch)
+    assert tuned.measure_memory() > 100_000
+
+
+def test_what_cannot_be_resized_is_said() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter([1])
+
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(int, 1)
+
+    class OwnBatches(DataLoader[Any]):
+        pass
+
+    assert unresizable([1, 2]) == "a list is no torch DataLoader"
+    assert "way of its own to be iterated" in unresizable(Own(Items()))
+    assert "iterable dataset" in unresizable(DataLoader(Endless()))
+    assert unresizable(OwnBatches(Items())) == ""

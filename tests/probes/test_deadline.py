@@ -1,0 +1,114 @@
+"""Processes that hang, end, write too much or start others: all are over in time, and none is left."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_ncclsafe.probes import deadline
+from lightning_ncclsafe.probes.deadline import run_all
+
+LONG_S = 20.0
+
+
+def script(text: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", text, *arguments]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_they_write_is_given_by_name() -> None:
+    assert run_all({"a": ["echo", "one"], 2: ["echo", "two"]}, LONG_S) == {"a": "one\n", 2: "two\n"}
+
+
+def test_nothing_to_run() -> None:
+    assert run_all({}, 0.1) == {}
+
+
+def test_one_that_fails_has_written_nothing() -> None:
+    assert run_all({"a": ["false"]}, LONG_S) == {"a": ""}
+
+
+def test_one_that_blocks_is_given_up_in_time_and_killed(tmp_path: Path) -> None:
+    """It waits for somebody to write into a pipe, which nobody does; the other's answer counts."""
+    pipe, told = tmp_path / "pipe", tmp_path / "pid"
+    os.mkfifo(pipe)
+    begin = time.monotonic()
+    answers = run_all({"dead": ["sh", "-c", f"echo $$ > {told}; cat {pipe}"], "alive": ["echo", "here"]}, 0.5)
+    took_s = time.monotonic() - begin
+    assert answers == {"dead": None, "alive": "here\n"}
+    assert 0.5 <= took_s < 3
+    assert gone(int(told.read_text()))
+
+
+def test_what_it_has_started_is_killed_too(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    assert run_all({"a": ["sh", "-c", f"sleep 60 & echo $! > {told}; wait"]}, 0.5) == {"a": None}
+    child = int(told.read_text())
+    ends_s = time.monotonic() + 5
+    while not gone(child) and time.monotonic() < ends_s:
+        os.sched_yield()
+    assert gone(child)
+
+
+def test_all_run_at_the_same_time() -> None:
+    begin = time.monotonic()
+    assert set(run_all({name: ["sleep", "30"] for name in "abcd"}, 0.4).values()) == {None}
+    assert time.monotonic() - begin < 1.5
+
+
+def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in uninterruptible sleep: here nobody kills it."""
+    monkeypatch.setattr(deadline.os, "killpg", lambda pid, signum: None)
+    begin = time.monotonic()
+    assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}
+    assert time.monotonic() - begin < 0.5
+    (reaper,) = [thread for thread in threading.enumerate() if thread.name == "ncclsafe-reap"]
+    assert reaper.daemon
+    reaper.join(5)
+    assert not reaper.is_alive()
+
+
+def test_too_much_is_cut_and_does_not_fill_memory() -> None:
+    begin = time.monotonic()
+    answer = run_all({"a": ["yes"]}, LONG_S)["a"]
+    assert answer is not None and len(answer) == 1 << 16
+    assert time.monotonic() - begin < 5
+
+
+@pytest.fixture
+def quiet_input() -> Iterator[None]:
+    """An input that never says anything, and does not end."""
+    kept, (here, there) = os.dup(0), os.pipe()
+    os.dup2(here, 0)
+    yield
+    os.dup2(kept, 0)
+    for file in (kept, here, there):
+        os.close(file)
+
+
+@pytest.mark.usefixtures("quiet_input")
+def test_its_input_is_empty_its_session_its_own_and_its_folder_the_root() -> None:
+    text = "import os, sys; print(len(sys.stdin.read()), os.getsid(0) == os.getpid(), os.getcwd())"
+    assert run_all({"a": script(text)}, 5) == {"a": "0 True /\n"}
+
+
+def test_a_program_that_is_not_there_raises_and_leaves_nobody() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(FileNotFoundError):
+        run_all({"a": ["sleep", "60"], "b": ["/no/such/program"]}, LONG_S)
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_no_process_and_no_file_is_left() -> None:
+    children, files = len(psutil.Process().children()), psutil.Process().num_fds()
+    run_all({"a": ["echo"], "b": ["sleep", "60"], "c": ["false"]}, 0.1)
+    assert len(psutil.Process().children()) == children
+    assert psutil.Process().num_fds() == files

@@ -1,0 +1,326 @@
+"""GPUs by a made-up NVML: which one is a rank's, what is told of it, and every function that may be missing."""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_ncclsafe.preflight_facts import GpuFacts
+from lightning_ncclsafe.probes.gpu import gpu_facts
+from lightning_ncclsafe.probes.xids import xids
+
+GB = 10**9
+OWN, PEER, STRANGER, HIDDEN = os.getpid(), 2**22 + 1, os.getppid(), 2**22 + 2
+
+
+class NVMLError(Exception):
+    """As the binding's own."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    uuid: str
+    is_mig: bool = False
+
+
+class Nvml:
+    """Two GPUs, the second of which has a MIG instance; names are the binding's."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = set(refused)
+        self.open = 0
+        self.clock_limits, self.remapped, self.recovery = 0, (3, 0, 0, 0), 0
+        self.processes = [(OWN, 2 * GB), (PEER, 2 * GB)]
+        self.gpus = [Gpu(0, "GPU-aaaa-1"), Gpu(1, "GPU-bbbb-2"), Gpu(1, "MIG-cccc-3", is_mig=True)]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("nvml") and name in object.__getattribute__(self, "refused"):
+            raise NVMLError(f"{name}: not supported")
+        return object.__getattribute__(self, name)
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        if index >= 2:
+            raise NVMLError("invalid argument")
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise NVMLError("not found")
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, gpu: Gpu) -> Gpu:
+        if not gpu.is_mig:
+            raise NVMLError("invalid argument")
+        return self.gpus[gpu.index]
+
+    def nvmlDeviceGetIndex(self, gpu: Gpu) -> int:
+        assert not gpu.is_mig
+        return gpu.index
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> bytes:
+        return gpu.uuid.encode()
+
+    def nvmlDeviceGetName(self, gpu: Gpu) -> str:
+        return "NVIDIA H100" + (" MIG 1g.10gb" if gpu.is_mig else "")
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
+        size = 10 if gpu.is_mig else 80
+        return SimpleNamespace(total=size * GB, free=(size - 4) * GB, used=4 * GB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes]
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, since: int) -> int:
+        assert not gpu.is_mig
+        return {(1, 0): 2, (0, 0): 90, (1, 1): 91}[kind, since]
+
+    def nvmlDeviceGetRemappedRows(self, gpu: Gpu) -> tuple[int, int, int, int]:
+        return self.remapped
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: Gpu) -> int:
+        return self.clock_limits
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> int:
+        return self.clock_limits
+
+    def nvmlDeviceGetFieldValues(self, gpu: Gpu, fields: list[int]) -> list[Any]:
+        assert fields == [230]
+        # Where the field is not supported its value means nothing.
+        told = SimpleNamespace(uiVal=abs(self.recovery))
+        return [SimpleNamespace(nvmlReturn=3 if self.recovery < 0 else 0, value=told)]
+
+    def nvmlDeviceGetPciInfo(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(busId=b"00000000:3B:00.0" if gpu.index == 0 else b"00000000:5E:00.0")
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.86.10"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 12080
+
+
+def look(nvml: Nvml, local_rank: int = 0, visible: str | None = None, logs: tuple[str, ...] = ()) -> GpuFacts | None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    facts = gpu_facts(local_rank, own_pids={PEER}, nvml=nvml, environment=environment, kernel_logs=logs)
+    assert nvml.open == 0
+    return facts
+
+
+def seen(nvml: Nvml, **options: Any) -> GpuFacts:
+    facts = look(nvml, **options)
+    assert facts is not None
+    return facts
+
+
+WHOLE = GpuFacts(
+    index=0,
+    name="NVIDIA H100",
+    uuid="GPU-aaaa-1",
+    total_bytes=80 * GB,
+    free_bytes=76 * GB,
+    ecc_errors=2,
+    pending_repair=False,
+    driver="570.86.10",
+    cuda="12.8",
+)
+
+
+def test_all_that_is_told() -> None:
+    assert look(Nvml()) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "uuid"),
+    [
+        (None, 1, "GPU-bbbb-2"),
+        (None, 2, None),
+        ("1,0", 0, "GPU-bbbb-2"),
+        ("1,0", 1, "GPU-aaaa-1"),
+        ("1", 3, "GPU-bbbb-2"),
+        ("1,0", 2, None),
+        ("", 0, None),
+        ("-1", 0, None),
+        ("NoDevFiles", 0, None),
+        ("0,-1,1", 1, "GPU-aaaa-1"),
+        (" GPU-bbbb-2 , 0", 0, "GPU-bbbb-2"),
+        ("GPU-bb", 0, "GPU-bbbb-2"),
+        ("GPU-zz", 0, None),
+        ("MIG-cccc-3", 0, "MIG-cccc-3"),
+        ("7", 0, None),
+    ],
+)
+def test_which_gpu_is_a_ranks(visible: str | None, local_rank: int, uuid: str | None) -> None:
+    facts = look(Nvml(), local_rank, visible)
+    assert (facts and facts.uuid) == uuid
+
+
+def test_a_mig_instance_has_its_own_memory_and_its_gpus_health() -> None:
+    facts = seen(Nvml(), visible="MIG-cccc-3")
+    assert (facts.index, facts.total_bytes, facts.ecc_errors) == (1, 10 * GB, 2)
+    assert facts.name == "NVIDIA H100 MIG 1g.10gb"
+
+
+def test_neither_this_process_nor_peers_are_foreign_others_are() -> None:
+    nvml = Nvml()
+    nvml.processes.append((STRANGER, 12_300_000_000))
+    assert seen(nvml).foreign_processes == (f"pid {STRANGER} ({psutil.Process(STRANGER).name()}), 12.3 GB",)
+
+
+def test_a_process_whose_memory_is_not_told_is_told_without() -> None:
+    nvml = Nvml()
+    nvml.processes = [(STRANGER, None)]  # type: ignore[list-item]
+    assert seen(nvml).foreign_processes == (f"pid {STRANGER} ({psutil.Process(STRANGER).name()})",)
+
+
+def test_in_a_container_an_unknown_process_may_be_ourselves() -> None:
+    nvml = Nvml()
+    nvml.processes = [(HIDDEN, GB)]
+    assert seen(nvml).foreign_processes == ()
+    nvml.processes = [(HIDDEN, GB), (OWN, GB)]
+    assert seen(nvml).foreign_processes == (f"pid {HIDDEN} (not visible from here), 1.0 GB",)
+
+
+@pytest.mark.parametrize(("remapped", "pending"), [((9, 9, 0, 0), False), ((0, 0, 1, 0), True), ((0, 0, 0, 1), True)])
+def test_rows_that_wait_to_be_remapped(remapped: tuple[int, int, int, int], pending: bool) -> None:
+    nvml = Nvml()
+    nvml.remapped = remapped
+    assert seen(nvml).pending_repair is pending
+
+
+@pytest.mark.parametrize(
+    ("bits", "names"),
+    [(0, ()), (0x1, ()), (0x2, ()), (0x100, ()), (0x3 | 0x40 | 0x80, ("thermal slowdown", "power brake"))],
+)
+def test_what_holds_clocks_down_but_for_idling_and_settings(bits: int, names: tuple[str, ...]) -> None:
+    for refused in ((), ("nvmlDeviceGetCurrentClocksEventReasons",)):
+        nvml = Nvml(*refused)
+        nvml.clock_limits = bits
+        assert seen(nvml).throttled_by == names
+
+
+@pytest.mark.parametrize(("action", "text"), [(0, ""), (1, "reset"), (2, "reboot"), (3, "drain"), (99, ""), (-1, "")])
+def test_the_recovery_action(action: int, text: str) -> None:
+    nvml = Nvml()
+    nvml.recovery = action
+    assert seen(nvml).recovery_action == text
+
+
+FUNCTIONS = [name for name in vars(Nvml) if name.startswith("nvml")]
+WITHOUT = {
+    "nvmlDeviceGetIndex": {},  # the local rank is taken
+    "nvmlDeviceGetUUID": {"uuid": ""},
+    "nvmlDeviceGetName": {"name": ""},
+    "nvmlDeviceGetMemoryInfo": {"total_bytes": None, "free_bytes": None},
+    "nvmlDeviceGetTotalEccErrors": {"ecc_errors": None},
+    "nvmlDeviceGetRemappedRows": {"pending_repair": None},
+    "nvmlSystemGetDriverVersion": {"driver": ""},
+    "nvmlSystemGetCudaDriverVersion": {"cuda": ""},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_is_refused_costs_its_own_fact_only(name: str) -> None:
+    nvml = Nvml(name)
+    facts = gpu_facts(0, own_pids={PEER}, nvml=nvml, environment={}, kernel_logs=())
+    if name in ("nvmlInit", "nvmlDeviceGetHandleByIndex"):
+        assert facts is None
+    else:
+        assert facts == replace(WHOLE, **WITHOUT.get(name, {}))
+
+
+def test_all_refused_but_the_handle() -> None:
+    nvml = Nvml(*(set(FUNCTIONS) - {"nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex"}))
+    assert look(nvml, 1) == GpuFacts(index=1)
+
+
+def test_without_a_driver_or_the_binding_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert gpu_facts(0) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_facts(0) is None
+
+
+LOG = """\
+6,1201,900,-;NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10
+4,1202,901,-;NVRM: Xid (PCI:0000:3b:00): 63, pid='<unknown>', name=<unknown>, Row Remapper: New row marked
+4,1203,902,-;NVRM: Xid (PCI:0000:5e:00): 48, pid=1, DBE (double bit error)
+4,1204,903,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=77, name=python, Ch 00000008, MMU Fault
+4,1205,904,-;NVRM: Xid (0000:3b:00): 79, GPU has fallen off the bus.
+4,1206,905,-;NVRM: Xid (PCI:0000:3b:00): 63, again
+4,1207,906,-;NVRM: Xid (PCI:0000:3b:00): 4711, what nobody knows
+6,1208,907,-;eth0: Xid (PCI:0000:3b:00): 74
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    (tmp_path / "dmesg").write_text(LOG)
+    return str(tmp_path / "dmesg")
+
+
+def test_xids_of_this_gpu_each_once_newest_last_but_those_of_programs(log: str) -> None:
+    assert seen(Nvml(), logs=(log,)).xids == ("79 (fallen off the bus)", "63 (row remapping recorded)", "4711")
+    assert seen(Nvml(), local_rank=1, logs=(log,)).xids == ("48 (double-bit ECC error)",)
+
+
+def test_without_its_place_on_the_bus_no_xid_is_a_gpus(log: str) -> None:
+    assert seen(Nvml("nvmlDeviceGetPciInfo"), logs=(log,)).xids == ()
+
+
+def test_the_first_log_that_can_be_read_counts(log: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert xids("00000000:5E:00.0", (str(tmp_path / "none"), str(tmp_path), log)) != ()
+    assert xids("00000000:5E:00.0", (str(tmp_path / "empty"), log)) == ()
+    assert xids("00000000:5E:00.0", (str(tmp_path / "none"),)) == ()
+
+
+def test_at_most_eight_the_newest(tmp_path: Path) -> None:
+    lines = [f"NVRM: Xid (PCI:0000:3b:00): {number}, x\n" for number in range(200, 220)]
+    (tmp_path / "log").write_text("".join(lines))
+    assert xids("00000000:3B:00.0", (str(tmp_path / "log"),)) == tuple(str(number) for number in range(212, 220))
+
+
+def test_a_log_that_has_no_more_to_say_is_not_waited_for(tmp_path: Path) -> None:
+    """Like /dev/kmsg, a pipe somebody may yet write to gives EAGAIN, and no end."""
+    pipe = tmp_path / "kmsg"
+    os.mkfifo(pipe)
+    both = os.open(pipe, os.O_RDWR)
+    try:
+        os.write(both, LOG.encode())
+        assert xids("00000000:5E:00.0", (str(pipe),)) == ("48 (double-bit ECC error)",)
+    finally:
+        os.close(both)
+
+
+def test_records_that_were_overwritten_meanwhile_are_passed_over(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, told = os.read, []
+
+    def torn(file: int, size: int) -> bytes:
+        told.append(size)
+        if len(told) == 1:
+            raise BrokenPipeError
+        return read(file, size)
+
+    monkeypatch.setattr(os, "read", torn)
+    assert xids("00000000:5E:00.0", (log,)) == ("48 (double-bit ECC error)",)

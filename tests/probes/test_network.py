@@ -1,0 +1,223 @@
+"""Network interfaces and InfiniBand from constructed hosts, and by the rules of NCCL and gloo."""
+
+import ctypes.util
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_ncclsafe.preflight_facts import NetworkFacts
+from lightning_ncclsafe.probes import interfaces as module
+from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, is_meant, nccl_interface
+from lightning_ncclsafe.probes.network import infiniband_off, interfaces, network_facts
+
+Address = namedtuple("Address", "family address")
+Stats = namedtuple("Stats", "isup speed")
+V4, V6, LINK = socket.AF_INET, socket.AF_INET6, 17
+
+LO = Interface("lo", ("127.0.0.1", "::1"))
+DOCKER = Interface("docker0", ("172.17.0.1",))
+ETH = Interface("eth0", ("10.0.0.7", "fe80::1%eth0"), 10_000)
+IB = Interface("ib0", ("10.1.0.7",), 200_000)
+VIRBR = Interface("virbr0", ("192.168.122.1",))
+
+
+def nobody(_: str) -> str:
+    raise socket.gaierror
+
+
+@pytest.mark.parametrize(
+    ("there", "name"),
+    [
+        ((LO, DOCKER, ETH, IB), "ib0"),
+        ((LO, DOCKER, ETH), "eth0"),
+        ((LO, DOCKER), "docker0"),
+        ((LO, VIRBR), "lo"),
+        ((VIRBR, ETH), "eth0"),
+        ((LO,), "lo"),
+        ((VIRBR,), "virbr0"),
+        ((), ""),
+    ],
+)
+def test_nccls_own_order(there: tuple[Interface, ...], name: str) -> None:
+    assert nccl_interface(there, {}) == (name, "first that is up")
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("eth", "eth0"),
+        ("=eth", ""),
+        ("=eth0", "eth0"),
+        ("ens,docker", "docker0"),
+        ("^lo,docker", "eth0"),
+        ("^=lo", "docker0"),
+        ("^docker,lo,eth", "ib0"),
+        ("^lo,docker,eth,ib", ""),
+        ("eth9", ""),
+        ("eth0:5000", "eth0"),
+        ("lo", "lo"),
+    ],
+)
+def test_the_variable_decides_for_nccl(rule: str, name: str) -> None:
+    there = (LO, DOCKER, ETH, IB)
+    assert nccl_interface(there, {"NCCL_SOCKET_IFNAME": rule}) == (name, f"NCCL_SOCKET_IFNAME={rule}")
+
+
+@pytest.mark.parametrize("rule", ["", "e"])
+def test_too_short_a_variable_decides_nothing(rule: str) -> None:
+    assert nccl_interface((LO, ETH), {"NCCL_SOCKET_IFNAME": rule}) == ("eth0", "first that is up")
+
+
+def test_an_exclusion_is_not_by_beginning_where_names_are_whole() -> None:
+    assert is_meant("eth01", "^=eth0") and not is_meant("eth01", "^eth0")
+    assert not is_meant("eth01", "=eth0") and is_meant("eth01", "eth0")
+
+
+def test_gloo_takes_the_address_of_the_hosts_name() -> None:
+    chosen = gloo_interface((LO, DOCKER, ETH), {"MASTER_ADDR": "127.0.0.1"}, lambda _: "10.0.0.7")
+    assert chosen == ("eth0", "address of the host's name")
+
+
+def test_gloo_takes_loopback_where_the_hosts_name_is_debians() -> None:
+    assert gloo_interface((LO, ETH), {}, lambda _: "127.0.1.1") == ("lo", "address of the host's name")
+
+
+@pytest.mark.parametrize(("rule", "name"), [("eth0", "eth0"), ("eth", ""), ("docker0,eth0", "docker0")])
+def test_the_variable_decides_for_gloo_by_whole_names(rule: str, name: str) -> None:
+    chosen = gloo_interface((LO, DOCKER, ETH), {"GLOO_SOCKET_IFNAME": rule}, lambda _: "10.0.0.7")
+    assert chosen == (name, f"GLOO_SOCKET_IFNAME={rule.partition(',')[0]}")
+
+
+@pytest.mark.parametrize("resolve", [nobody, lambda _: "8.8.8.8"])
+def test_a_host_without_a_name_is_reached_on_the_route_to_the_master(resolve: Any) -> None:
+    assert gloo_interface((ETH, LO), {"MASTER_ADDR": "127.0.0.1"}, resolve) == ("lo", "route to MASTER_ADDR")
+
+
+def test_without_name_and_route_the_first_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: nobody(""))
+    for environment in ({}, {"MASTER_ADDR": "nowhere.invalid"}):
+        assert gloo_interface((LO, ETH), environment, nobody) == ("eth0", "first that is up")
+    assert gloo_interface((LO,), {}, nobody) == ("", "first that is up")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stats]:
+    addresses = {
+        "lo": [Address(V4, "127.0.0.1"), Address(V6, "::1"), Address(LINK, "00:00")],
+        "down0": [Address(V4, "10.9.9.9")],
+        "bare0": [Address(LINK, "00:01")],
+        "eth0": [Address(V6, "fe80::1%eth0"), Address(V4, "10.0.0.7")],
+        "odd0": [Address(V4, "10.0.0.8")],
+    }
+    states = {"lo": Stats(True, 0), "down0": Stats(False, 0), "bare0": Stats(True, 0), "eth0": Stats(True, 10_000)}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    return states
+
+
+def test_interfaces_that_are_up_and_have_an_address(host: dict[str, Stats]) -> None:
+    assert [interface.name for interface in interfaces()] == ["lo", "eth0", "odd0"]
+    host["odd0"] = Stats(False, 0)
+    assert [interface.name for interface in interfaces()] == ["lo", "eth0"]
+
+
+def test_interfaces_are_told_in_a_line_loopback_is_not(host: dict[str, Stats], tmp_path: Path) -> None:
+    facts = network_facts(is_cuda=True, environment={}, ports=tmp_path)
+    assert facts.interfaces == ("eth0 10000 Mbit/s 10.0.0.7", "odd0 10.0.0.8")
+    assert (facts.default_interface, facts.chosen_by) == ("eth0", "first that is up")
+
+
+def test_each_back_end_has_its_own_variable(host: dict[str, Stats], tmp_path: Path) -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "odd", "GLOO_SOCKET_IFNAME": "eth0"}
+    chosen = [
+        network_facts(is_cuda=is_cuda, environment=environment, ports=tmp_path).default_interface
+        for is_cuda in (True, False)
+    ]
+    assert chosen == ["odd0", "eth0"]
+
+
+def port(root: Path, name: str, state: str, rate: str = "400 Gb/sec (4X NDR)", link: str = "InfiniBand") -> None:
+    device, _, number = name.partition(":")
+    folder = root / device / "ports" / number
+    folder.mkdir(parents=True)
+    for file, text in (("state", state), ("rate", rate), ("link_layer", link)):
+        (folder / file).write_text(f"{text}\n")
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Path:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "uverbs0").touch()
+    return tmp_path / "dev"
+
+
+def test_infiniband_ports(tmp_path: Path, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
+    ports = tmp_path / "infiniband"
+    port(ports, "mlx5_0:1", "4: ACTIVE")
+    port(ports, "mlx5_1:1", "1: DOWN", rate="40 Gb/sec (4X QDR)")
+    port(ports, "mlx5_2:1", "4: ACTIVE", rate="100 Gb/sec (4X EDR)", link="Ethernet")
+    (ports / "torn_0" / "ports" / "1").mkdir(parents=True)
+    facts = network_facts(is_cuda=True, environment={}, ports=ports, devices=devices)
+    assert facts.infiniband == (
+        "mlx5_0:1 ACTIVE 400 Gb/sec",
+        "mlx5_1:1 DOWN 40 Gb/sec",
+        "mlx5_2:1 ACTIVE 100 Gb/sec (Ethernet)",
+        "torn_0:1",
+    )
+    assert (facts.infiniband_active, facts.infiniband_off) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
+        ({"NCCL_IB_DISABLE": "0"}, ""),
+        ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket"),
+        ({"NCCL_NET": "IB"}, ""),
+        ({"NCCL_NET": "AWS Libfabric"}, ""),
+    ],
+)
+def test_what_keeps_nccl_from_infiniband(
+    environment: dict[str, str], why: str, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
+    assert infiniband_off(environment, devices) == why
+
+
+def test_without_library_or_device_nccl_has_no_infiniband(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    assert infiniband_off({}, devices) == "libibverbs.so.1 cannot be loaded"
+    (devices / "uverbs0").unlink()
+    assert infiniband_off({}, devices) == f"{devices} is not there, as in a container that has not been given it"
+
+
+def test_without_ports_nothing_is_in_the_way_and_nothing_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: pytest.fail("looked for"))
+    facts = network_facts(is_cuda=True, environment={"NCCL_IB_DISABLE": "1"}, ports=tmp_path)
+    assert facts.infiniband == () and facts.infiniband_off == ""
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError, psutil.AccessDenied, OSError])
+def test_a_host_that_tells_nothing(error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise error
+
+    monkeypatch.setattr(psutil, "net_if_stats", refuse)
+    assert interfaces() != []
+    monkeypatch.setattr(psutil, "net_if_addrs", refuse)
+    facts = network_facts(is_cuda=True, environment={}, ports=tmp_path / "none")
+    assert facts == NetworkFacts(chosen_by="first that is up")
+
+
+def test_this_host() -> None:
+    for is_cuda in (True, False):
+        facts = network_facts(is_cuda=is_cuda)
+        assert facts.chosen_by
+        assert not any(line.startswith("lo ") for line in facts.interfaces)

@@ -1,0 +1,169 @@
+"""What is said of a rank that is late at the start: its line, its memory, how fast that grows, and what is left."""
+
+from dataclasses import replace
+
+import pytest
+import scenes
+from builders import GLOO, INIT_GROUP, job, process, user
+
+from lightning_ncclsafe.facts import Action, HostFacts, JobFacts, Phase, ProcessFacts, Progress, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.memory import growth_bytes_per_s, memory_words, used_up_words
+
+MB, GB = 1_000_000, 1_000_000_000
+AVAILABLE = HostFacts(memory_available_bytes=2_100 * MB)
+
+
+def late(memory: HostFacts) -> Finding:
+    """Rank 0 in DataModule.setup, with this memory."""
+    late_in_setup = scenes.late_in_setup(GLOO)
+    culprit, *others = late_in_setup.ranks
+    return judge(replace(late_in_setup, ranks=(replace(culprit, host_facts=memory), *others))).findings[0]
+
+
+def waiting(
+    rank: int, *, local_rank: int | None = None, host: str = "node-1", memory: HostFacts = AVAILABLE
+) -> RankFacts:
+    progress = Progress(phase=Phase.INIT, actions=(Action(name="init_process_group", for_s=30),), idle_s=30)
+    local = rank if local_rank is None else local_rank
+    return RankFacts(rank=rank, local_rank=local, host=host, progress=progress, stack=(INIT_GROUP,), host_facts=memory)
+
+
+def not_joined(*seen: ProcessFacts, world: int = 2, ranks: tuple[RankFacts, ...] = (waiting(1),)) -> Finding:
+    return first(job(*ranks, world=world, witnessed=seen))
+
+
+def first(facts: JobFacts) -> Finding:
+    finding = judge(facts).findings[0]
+    assert finding.rule == "late-at-init", finding.summary
+    return finding
+
+
+GROWING = process(
+    0,
+    "running",
+    rss_bytes=3_400 * MB,
+    swap_bytes=1_100 * MB,
+    memory_growth_bytes_per_s=150 * MB,
+    swap_growth_bytes_per_s=60 * MB,
+    stack=(user("expand", 41, code="rows.append(expanded)"),),
+)
+WORDS = "3.4 GB resident, growing by 150.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"
+
+
+def test_a_rank_that_fills_the_memory_before_it_has_joined() -> None:
+    finding = not_joined(GROWING)
+    assert finding.summary == (
+        f"Rank 0 has not joined the process group, and is at train.py:41 in expand, with {WORDS}; "
+        "the host's last 2.1 GB are used up in about 10 s, while rank 1 waits for it in init_process_group."
+    )
+    assert finding.location.endswith("train.py:41 in expand")
+    assert [(item.source, item.rank) for item in finding.evidence] == [("process", 0), ("stack", 0), ("phase", None)]
+    assert finding.evidence[0].text == f"Process 1000 is running, {WORDS}."
+    assert finding.evidence[1].text.endswith("train.py:41 in expand: rows.append(expanded)")
+    assert "too little memory" in finding.remedy
+    assert "has been started" not in finding.remedy
+
+
+def test_one_that_only_grows_is_to_load_lazily() -> None:
+    finding = not_joined(replace(GROWING, swap_bytes=0, swap_growth_bytes_per_s=0))
+    assert (
+        "growing by 150.0 MB/s, 0 bytes swapped out; the host's last 2.1 GB are used up in about 14 s"
+        in finding.summary
+    )
+    assert finding.remedy.startswith("It is still filling its memory")
+
+
+def test_one_that_rests_is_to_work_ahead_of_the_job() -> None:
+    finding = not_joined(process(0, "sleeping", rss_bytes=3 * GB, memory_growth_bytes_per_s=20_000))
+    assert "with 3.0 GB resident, while" in finding.summary
+    assert finding.remedy.startswith("Do this work once and ahead of the job")
+    # Nobody knows what it does.
+    assert finding.remedy.endswith("has been started, and its own output.")
+
+
+def test_one_that_nobody_can_see_is_not_claimed_to_be_there() -> None:
+    finding = not_joined(world=3, ranks=(waiting(1),))
+    assert (finding.ranks, finding.confidence) == ((0, 2), Confidence.POSSIBLE)
+    assert "Ranks 0, 2 have not joined the process group, while rank 1 waits for them" in finding.summary
+    assert finding.evidence[0].text.startswith("No process of ranks 0, 2 could be seen from where the others wait")
+
+
+def test_only_the_growth_on_the_same_host_uses_up_its_memory() -> None:
+    """Ranks 0 and 1 are on one host, 2 and 3 on another; 1 and 3 wait, and each sees its neighbour."""
+    there = waiting(3, local_rank=1, host="node-2", memory=HostFacts(memory_available_bytes=9 * GB))
+    elsewhere = replace(GROWING, rank=2)
+    finding = not_joined(GROWING, elsewhere, world=4, ranks=(waiting(1), there))
+    assert "the host's last 2.1 GB are used up in about 10 s" in finding.summary
+    both = not_joined(GROWING, elsewhere, world=4, ranks=(waiting(1), waiting(3)))
+    assert "the host's last 2.1 GB are used up in about 5.0 s" in both.summary
+
+
+def test_a_rank_that_grows_in_setup_says_so() -> None:
+    memory = HostFacts(rss_bytes=5 * GB, memory_growth_bytes_per_s=100 * MB, memory_available_bytes=GB)
+    finding = late(memory)
+    assert "for 23 s, with 5.0 GB resident, growing by 100.0 MB/s; the host's last 1.0 GB are used" in finding.summary
+    assert "5.0 GB resident, growing by 100.0 MB/s in all, 1.0 GB of memory available" in finding.evidence[0].text
+    assert finding.remedy.startswith("It is still filling its memory")
+
+
+def test_one_that_swaps_is_to_need_less_memory_even_while_it_grows() -> None:
+    memory = HostFacts(rss_bytes=5 * GB, process_swap_bytes=2 * GB, memory_growth_bytes_per_s=100 * MB)
+    finding = late(memory)
+    assert "; its host is swapping" in finding.summary
+    assert "too little memory" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (HostFacts(), ""),
+        (HostFacts(rss_bytes=3_400 * MB), "with 3.4 GB resident"),
+        (HostFacts(rss_bytes=GB, process_swap_bytes=0), "with 1.0 GB resident, 0 bytes swapped out"),
+        (HostFacts(rss_bytes=GB, memory_growth_bytes_per_s=999_999), "with 1.0 GB resident"),
+        (HostFacts(rss_bytes=GB, memory_growth_bytes_per_s=-5 * MB), "with 1.0 GB resident"),
+        (HostFacts(rss_bytes=GB, swap_growth_bytes_per_s=5 * MB), "with 1.0 GB resident"),
+        (
+            HostFacts(rss_bytes=GB, process_swap_bytes=GB, swap_growth_bytes_per_s=5 * MB),
+            "with 1.0 GB resident, 1.0 GB swapped out (+5.0 MB/s)",
+        ),
+        (GROWING, f"with {WORDS}"),
+    ],
+)
+def test_memory_in_words(facts: HostFacts | ProcessFacts, words: str) -> None:
+    assert memory_words(facts) == words
+
+
+def test_what_moves_to_swap_is_no_growth() -> None:
+    moved = HostFacts(memory_growth_bytes_per_s=-50 * MB, swap_growth_bytes_per_s=50 * MB)
+    assert growth_bytes_per_s(moved) == 0
+    assert growth_bytes_per_s(GROWING) == 210 * MB
+
+
+def grows(mb_per_s: int, rss: int = GB) -> HostFacts:
+    return HostFacts(rss_bytes=rss, memory_growth_bytes_per_s=mb_per_s * MB)
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "words"),
+    [
+        (AVAILABLE, [grows(210)], "the host's last 2.1 GB are used up in about 10 s"),
+        (AVAILABLE, [grows(105), grows(105)], "the host's last 2.1 GB are used up in about 10 s"),
+        (AVAILABLE, [grows(0)], ""),
+        (AVAILABLE, [], ""),
+        (HostFacts(), [grows(210)], ""),
+        # It takes an hour and more.
+        (HostFacts(memory_available_bytes=1000 * GB), [grows(200)], ""),
+        (
+            HostFacts(memory_available_bytes=100 * GB, memory_limit_bytes=4 * GB),
+            [grows(50), grows(50)],
+            "the control group's last 2.0 GB are used up in about 20 s",
+        ),
+        # Each of them has such a limit.
+        (replace(AVAILABLE, memory_limit_bytes=3 * GB), [grows(5, 2 * GB), grows(5, 2 * GB)], "the host's last 2.1 GB"),
+    ],
+)
+def test_when_memory_is_used_up(host: HostFacts, ranks: list[HostFacts | ProcessFacts], words: str) -> None:
+    said = used_up_words(host, ranks)
+    assert said.startswith(words) and bool(said) == bool(words)
