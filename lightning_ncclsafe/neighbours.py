@@ -94,6 +94,13 @@ class Neighbours:
         if self._have_met or idle_s < _PATIENCE_S or self._clock() < self._next_look_s:
             return
         began_s = self._clock()
+        # What a host does not let this process see is no reason to go without a guard.
+        with suppress(psutil.Error, OSError):
+            self._look()
+        ended_s = self._clock()
+        self._next_look_s = ended_s + max(_LOOK_S, (ended_s - began_s) / _SEARCH_SHARE)
+
+    def _look(self) -> None:
         if len(self._early) < self._place.local_world_size - 1 or self._gone:
             self.search()
         for rank, card in self._early.items():
@@ -101,8 +108,6 @@ class Neighbours:
             self._gone[rank] = self._gone.get(rank, 0) + 1 if is_gone else 0
         self._gone = {rank: looks for rank, looks in self._gone.items() if looks}
         self.has_lost = any(looks >= _LOOKS_UNTIL_LOST for looks in self._gone.values())
-        ended_s = self._clock()
-        self._next_look_s = ended_s + max(_LOOK_S, (ended_s - began_s) / _SEARCH_SHARE)
 
     def search(self) -> None:
         """Finds the processes of ranks of this host that have not come far enough to leave a card."""

@@ -67,6 +67,12 @@ def test_the_hang_is_named(name: str, outcome: Outcome) -> None:
     assert not errors(name, outcome.report), outcome.report["findings"]
 
 
+@pytest.mark.program("late_rank0", *FORKED)
+def test_the_memory_of_a_rank_that_is_late_is_told_with_its_growth(outcome: Outcome) -> None:
+    assert outcome.report is not None
+    assert re.search(r" MB resident, growing by [\d.]+ MB/s", outcome.report["findings"][0]["summary"])
+
+
 @pytest.mark.program(*LIMITED)
 def test_a_hang_ends_with_its_report_and_not_before(outcome: Outcome) -> None:
     assert outcome.exit_code in (1, EXIT_CODE)

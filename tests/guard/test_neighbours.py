@@ -128,6 +128,16 @@ def test_one_that_never_came_is_not_lost(host: Host) -> None:
     assert not any(host.tick() for _ in range(5))
 
 
+def test_what_cannot_be_seen_hurts_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(_: Card) -> ProcessFacts:
+        raise psutil.AccessDenied(70)
+
+    host.pids = {0: 70, 2: 72}
+    monkeypatch.setattr(host, "look_at_peer", forbidden)
+    assert not any(host.tick() for _ in range(3))
+    assert [card.pid for card in host.peers] == [70, 72]
+
+
 def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: Host) -> None:
     host.pids = {0: 70, 2: 72}
     host.tick()

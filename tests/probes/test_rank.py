@@ -211,6 +211,7 @@ def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeyp
 
 
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "LEAST_S", 0.0)
     monkeypatch.setattr(traceback_signal, "ask", lambda *_: pytest.fail("it would die of signal 0 or worse"))
     (seen,) = probe.witness([Card(rank=1, host="h", pid=os.getpid())])
     assert (seen.state, seen.gil_held) == ("running", False)

@@ -1,7 +1,7 @@
 """What the loaders of one rank may use together, from what all ranks of its host may use."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -62,30 +62,8 @@ def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
     )
 
 
-def shares(budget: Budget, wanted: Sequence[int]) -> list[int]:
-    """Divides a rank's workers among those of its loaders that have workers at the same time.
-
-    Each that wants some gets one, in order, while there are some; then each what it wants, in order.
-
-    Args:
-        budget: What they may use together.
-        wanted: How many each wants; the training loader first.
-
-    Returns:
-        How many each gets; together at most ``budget.workers``.
-    """
-    given = [0] * len(wanted)
-    left = max(0, budget.workers)
-    for most in (1, left):
-        for place, want in enumerate(wanted):
-            more = max(0, min(want, most) - given[place])
-            given[place] += min(more, left)
-            left -= min(more, left)
-    return given
-
-
 def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fraction, str]]:
-    """The share of the cores of the mask, and that of the quota where there is one; exact, as it is rounded down."""
+    """The share of the cores of the mask, and that of each quota above it; exact, as it is rounded down."""
     masks = [_cpus(rank) for rank in ranks]
     sharing = [sum(cpu in mask for mask in masks) for cpu in _cpus(own)]
     words = _cores(len(sharing))
@@ -94,11 +72,19 @@ def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fractio
     elif sharing[0] > 1:
         words += f" shared by {sharing[0]} ranks"
     found = [(sum((Fraction(1, count) for count in sharing), Fraction()), words)]
-    if own.quota_cores is not None:
-        count = sum(rank.quota_cores is not None and rank.quota_group == own.quota_group for rank in ranks)
-        quota = Fraction(max(0.0, own.quota_cores))
-        found.append((quota / count, f"quota of {_cores(own.quota_cores)}{_shared_by(count)}"))
+    # A wider quota above the smallest may leave less for each rank, as more of them share it.
+    for group, quota_cores in _quotas(own).items():
+        count = sum(group in _quotas(rank) for rank in ranks)
+        quota = Fraction(max(0.0, quota_cores))
+        found.append((quota / count, f"quota of {_cores(quota_cores)}{_shared_by(count)}"))
     return found
+
+
+def _quotas(capacity: Capacity) -> Mapping[str, float]:
+    """Cores by control group."""
+    if capacity.quotas or capacity.quota_cores is None:
+        return capacity.quotas
+    return {capacity.quota_group: capacity.quota_cores}
 
 
 def _cpus(capacity: Capacity) -> frozenset[int]:
@@ -109,16 +95,21 @@ def _cpus(capacity: Capacity) -> frozenset[int]:
 def _memory_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[int, str]]:
     """What each limit leaves for this rank's loaders, with words for it."""
     found = []
-    if own.memory_limit_bytes is not None:
-        left = own.memory_limit_bytes - (own.memory_used_bytes or 0)
-        group = [rank for rank in ranks if rank.memory_limit_bytes is not None]
-        count = sum(rank.memory_group == own.memory_group for rank in group)
-        found.append(_memory_share(left, count, "left under the control group's limit"))
+    for group, left_bytes in _memory_left(own).items():
+        count = sum(group in _memory_left(rank) for rank in ranks)
+        found.append(_memory_share(left_bytes, count, "left under the control group's limit"))
     if own.memory_available_bytes is not None:
         found.append(_memory_share(own.memory_available_bytes, len(ranks), "available on the host"))
     if own.process_limit_bytes is not None:
         found.append(_memory_share(own.process_limit_bytes, 1, "that the process may still allocate"))
     return found
+
+
+def _memory_left(capacity: Capacity) -> Mapping[str, int]:
+    """What may still be allocated, by control group."""
+    if capacity.memory_left_bytes or capacity.memory_limit_bytes is None:
+        return capacity.memory_left_bytes
+    return {capacity.memory_group: capacity.memory_limit_bytes - (capacity.memory_used_bytes or 0)}
 
 
 def _memory_share(left_bytes: int, ranks: int, where: str) -> tuple[int, str]:

@@ -29,9 +29,11 @@ _RAISE_WINDOWS = 2
 _MOST_FEWER = 2
 # Windows that a setting stays, once settled, before another is tried; four times as many each time, so that measures
 # that only vary are followed less and less, but after about ten minutes again in any case.
-_FIRST_PATIENCE = 10
+_FIRST_PATIENCE = 5
 _MORE_PATIENCE = 4
 _MOST_PATIENCE = 640
+# Windows after which, asked again, it is sure that something should be tried.
+_SURE = 5
 # Windows with another setting than the one in force after which nobody expects it to be set.
 _MOST_OTHERS = 2
 # One window may show more cores busy than there are: a batch's time counts where it ends.
@@ -120,6 +122,7 @@ class Controller:
         self._trial_windows = 0
         self._elapsed_s = 0.0
         self._drift = Drift()
+        self._is_asked_again = False
 
     def _begin(self, measures: Measures) -> None:
         chosen = self._limits.choose(measures)
@@ -232,12 +235,17 @@ class Controller:
     def _watch(self, measures: Measures) -> None:
         """Once settled: whether there is something to be tried, again or for the first time."""
         recent = self._drift.add(measures)
-        if self._drift.windows < self._patience:
+        if self._drift.windows < (_SURE if self._is_asked_again else self._patience):
             return
         if self._drift.has_changed():
             self._refused, self._fewer = set(), 0
         move = self._next(recent)
-        if move is not None:
+        if move is None:
+            self._is_asked_again = False
+        elif not self._is_asked_again:
+            # The mean still has much of what was before, and what is tried would not be better than that.
+            self._is_asked_again, self._drift = True, Drift()
+        else:
             self._patience = min(_MOST_PATIENCE, _MORE_PATIENCE * self._patience)
             self._open()
             self._try(move)

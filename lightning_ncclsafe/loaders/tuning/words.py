@@ -44,9 +44,10 @@ def changed(name: str, before: Choice, choice: Choice, reason: str) -> str:
 
 def over_budget(name: str, workers: int, budget: Budget) -> str:
     """A user's setting that breaks the budget, before anything is measured."""
+    most = "no worker" if budget.workers == 0 else f"{budget.workers} worker{'s' * (budget.workers > 1)}"
     return (
         f"{name}: num_workers={workers} on every rank is more than there are cores for ({budget.cores_from}): a rank's"
-        f" loaders may have {budget.workers} workers together"
+        f" loaders get {most} together"
     )
 
 

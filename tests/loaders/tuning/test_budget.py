@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_ncclsafe.capacity_facts import Capacity
-from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of, shares
+from lightning_ncclsafe.loaders.tuning.budget import budget_of
 
 GB = 10**9
 
@@ -147,19 +147,19 @@ def test_what_the_host_does_not_say_limits_nothing() -> None:
     assert (budget.memory_bytes, budget.shm_bytes, budget.memory_from) == (None, None, "")
 
 
-@pytest.mark.parametrize(
-    ("there", "wanted", "given"),
-    [
-        (4, [8, 2], [3, 1]),
-        (4, [2, 2, 2], [2, 1, 1]),
-        (1, [2, 2], [1, 0]),
-        (0, [2, 2], [0, 0]),
-        (8, [0, 3, 1], [0, 3, 1]),
-        (5, [3, 3, 3], [3, 1, 1]),
-        (3, [], []),
-    ],
-)
-def test_each_loader_gets_one_worker_and_then_in_order_what_it_wants(
-    there: int, wanted: list[int], given: list[int]
-) -> None:
-    assert shares(Budget(cores=there, workers=there), wanted) == given
+def test_a_wider_quota_that_more_ranks_share_may_be_the_one_that_binds() -> None:
+    def rank(pod: str) -> Capacity:
+        quotas = {"/node": 8.0, pod: 6.0}
+        return Capacity(machine="a", cpus=tuple(range(64)), quota_cores=6.0, quota_group=pod, quotas=quotas)
+
+    local = [rank("/node/a"), *[rank("/node/b")] * 3]
+    assert [budget_of(one, local).workers for one in local] == [2, 2, 2, 2]
+    assert budget_of(local[0], local).cores_from == "quota of 8 cores shared by 4 ranks"
+
+
+def test_of_nested_memory_limits_the_one_with_the_least_for_a_rank_counts() -> None:
+    def rank(pod: str) -> Capacity:
+        return Capacity(machine="a", memory_left_bytes={"/node": 800, pod: 600})
+
+    local = [rank("/node/a"), *[rank("/node/b")] * 3]
+    assert budget_of(local[0], local).memory_bytes == 100

@@ -165,7 +165,7 @@ def test_a_setting_over_the_budget_is_named_with_its_numbers(make: Callable[...,
         loader = DataLoader(Numbers(), num_workers=16)
     ranks.tuners[0].take("train_dataloader", [loader], is_fit=True)
     (line,) = ranks.said[0]
-    assert "num_workers=16" in line and "2 cores" in line and "may have 2 workers together" in line
+    assert "num_workers=16" in line and "2 cores" in line and "get 2 workers together" in line
 
 
 def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callable[..., Ranks]) -> None:
