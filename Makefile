@@ -9,7 +9,7 @@ PYTHON ?= python3
 # Another build, one for CPUs only for instance: make demo TORCH="torch --index-url ..."
 TORCH ?= torch==2.13.0
 
-HANGS := rank0_evaluation unseeded_split slow_log_storage loader_stall late_rank0
+HANGS := rank0_evaluation unseeded_split slow_log_storage loader_stall late_rank0 loader_memory
 HANG ?= rank0_evaluation
 STRATEGY ?= safe
 REPEAT ?= 1
@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/hangs/$(HANG).py --root-dir runs/demo/hang || echo "Exit code $$?: the hang was ended."
 	ls runs/demo/hang/ncclsafe/*/report.*
 
-# All five, each as often as REPEAT says; STRATEGY=ddp shows what Lightning alone prints.
+# All six, each as often as REPEAT says; STRATEGY=ddp shows what Lightning alone prints.
 hangs: $(INSTALLED)
 	@for hang in $(HANGS); do for run in $$(seq $(REPEAT)); do \
 		echo "--- $$hang, run $$run"; \

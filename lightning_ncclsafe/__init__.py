@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.callbacks.host_preflight import HostPreflight as HostPreflight
     from lightning_ncclsafe.callbacks.loader_tuner import LoaderTuner as LoaderTuner
     from lightning_ncclsafe.callbacks.logger_offload import LoggerOffload as LoggerOffload
+    from lightning_ncclsafe.callbacks.recommended import safe_callbacks as safe_callbacks
     from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
     from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.strategies import SafeDDP as SafeDDP
+    from lightning_ncclsafe.strategies import SafeFSDP as SafeFSDP
+    from lightning_ncclsafe.strategies import SafeModelParallel as SafeModelParallel
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -29,7 +32,10 @@ __all__ = [
     "LoggerOffload",
     "PhaseTimeouts",
     "SafeDDP",
+    "SafeFSDP",
+    "SafeModelParallel",
     "UnevenDataError",
+    "safe_callbacks",
 ]
 
 _HOMES = {
@@ -43,7 +49,10 @@ _HOMES = {
     "LoggerOffload": "lightning_ncclsafe.callbacks.logger_offload",
     "PhaseTimeouts": "lightning_ncclsafe.phase_timeouts",
     "SafeDDP": "lightning_ncclsafe.strategies",
+    "SafeFSDP": "lightning_ncclsafe.strategies",
+    "SafeModelParallel": "lightning_ncclsafe.strategies",
     "UnevenDataError": "lightning_ncclsafe.errors",
+    "safe_callbacks": "lightning_ncclsafe.callbacks.recommended",
 }
 
 
@@ -67,6 +76,6 @@ if "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ:
 
     arm_early()
 
-# Makes "ddp_ncclsafe" known to a Lightning that is there already; to a later one, the first use of SafeDDP does.
-if "lightning.pytorch" in sys.modules:
+# Makes "ddp_ncclsafe" and its like known to a Lightning that is there already; to a later one, their first use does.
+if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
     import lightning_ncclsafe.strategies  # noqa: F401

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, dataloader
 from torch.utils.data._utils import fetch, signal_handling, worker
 
@@ -80,6 +81,35 @@ def own_store_connection(prefix: str) -> Any:
     """
     default: Any = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(prefix, default.clone())
+
+
+def agents_store() -> Any:
+    """A connection of our own to the store that torchrun's agent keeps, from before there is a process group.
+
+    Raises:
+        RuntimeError: If it cannot be reached.
+    """
+    timeout = timedelta(seconds=30)
+    return _c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
+
+
+def with_prefix(prefix: str, store: Any) -> Any:
+    """The part of a store whose keys begin with a prefix."""
+    return dist.distributed_c10d.PrefixStore(prefix, store.clone())
+
+
+def forget_groups(store: Any) -> None:
+    """Deletes what the process groups of an earlier start have left on the store of torchrun's agent.
+
+    Ranks of this start would take the addresses in there for those of one another (pytorch/pytorch#135712).
+
+    Args:
+        store: A connection to it; no rank of this start may have made its process group yet.
+    """
+    if not dist.is_initialized() and hasattr(store, "list_keys"):
+        for key in store.list_keys():
+            if key.startswith("default_pg/"):
+                store.delete_key(key)
 
 
 def launched_store(host: str, port: int, rank: int, *, timeout_s: float = 30.0) -> Any:
@@ -491,3 +521,115 @@ def _wrapped(original: Callable[..., Any], call: Callable[..., Any]) -> Callable
         return call(original, fetcher, index)
 
     return wrapped
+
+
+class SentTogether(NamedTuple):
+    """Parameters that torch sends in one collective.
+
+    Attributes:
+        parameters: Their names, as far as ``named_modules`` gives them to the module that was asked for.
+        elements: Elements of all ranks together, padding included.
+        shard_elements: Elements of one rank, padding included; 0 where every rank has all.
+        size_bytes: Bytes of ``elements``.
+        groups: Names of the process groups that they are sent in.
+    """
+
+    parameters: tuple[str, ...]
+    elements: int
+    shard_elements: int
+    size_bytes: int
+    groups: tuple[str, ...]
+
+
+def ddp_buckets(module: Any) -> list[list[SentTogether]]:
+    """The buckets of a ``DistributedDataParallel``, in the order in which they are reduced; nothing for other modules.
+
+    Two lists where DDP makes new ones after the first step, in the order in which the gradients came: which is taken
+    to be that of the parameters, backwards. To ask DDP (``_get_ddp_logging_data``) would wait for the lock that its
+    reducer holds for as long as it waits for a bucket (seen with torch 2.13).
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return []
+    first, later = _c10d._DEFAULT_FIRST_BUCKET_BYTES, int(module.bucket_bytes_cap)
+    # Not in older releases, in which the default could not be told from the same size given by the user.
+    config: Any = getattr(module, "_bucket_config", None)
+    caps = [min(getattr(config, "first_bucket_bytes_cap", first), later), later]
+    caps = [*getattr(config, "per_bucket_bytes_caps", ())] or caps
+    parameters: list[Any] = list(module._module_parameters)
+    if module.find_unused_parameters and not module.static_graph:
+        return [_buckets(module, parameters, caps)[::-1]]
+    rebuilt = _buckets(module, parameters[::-1], caps)
+    return [rebuilt, _buckets(module, parameters[::-1], [sum(map(_bytes_of, parameters)) + 1])]
+
+
+def _buckets(module: Any, parameters: list[Any], caps: list[int]) -> list[SentTogether]:
+    names = {id(parameter): name for name, parameter in module.module.named_parameters()}
+    indices, _ = _c10d._compute_bucket_assignment_by_size(parameters, caps)
+    buckets = [[parameters[index] for index in bucket] for bucket in indices]
+    return [
+        SentTogether(
+            parameters=tuple(names.get(id(parameter), "?") for parameter in bucket),
+            elements=sum(parameter.numel() for parameter in bucket),
+            shard_elements=0,
+            size_bytes=sum(map(_bytes_of, bucket)),
+            groups=_group_names(module.process_group),
+        )
+        for bucket in buckets
+    ]
+
+
+def _bytes_of(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _group_names(*groups: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(group.group_name for group in groups if group is not None))
+
+
+def fsdp_units(module: Any) -> list[SentTogether]:
+    """What FSDP or FSDP2 sends for this very module, those below it aside; nothing where it is not wrapped."""
+    handle = getattr(module, "_handle", None)
+    if handle is not None and hasattr(handle, "flat_param"):
+        return [_flat_unit(module, handle)]
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    # A list from torch 2.12 on.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [_sharded_unit(module, group) for group in groups if group is not None]
+
+
+def _flat_unit(module: Any, handle: Any) -> SentTogether:
+    flat = handle.flat_param
+    # The parameter itself is one rank's share or all of it, by turns.
+    shard = flat._sharded_size.numel()
+    elements = shard * handle.process_group.size() if handle.uses_sharded_strategy else 0
+    elements = elements or flat._unpadded_unsharded_size.numel()
+    return SentTogether(
+        parameters=tuple(flat._fqns),
+        elements=elements,
+        shard_elements=shard if handle.uses_sharded_strategy else 0,
+        size_bytes=elements * flat.element_size(),
+        groups=_group_names(handle.process_group, getattr(module, "_inter_node_pg", None)),
+    )
+
+
+def _sharded_unit(module: Any, group: Any) -> SentTogether:
+    owners = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
+    sent = [(parameter, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
+    infos = [parameter._module_info for parameter, _ in sent]
+    mesh = group.mesh_info
+    ranks = mesh.shard_process_group.size()
+    wanted = ("_all_gather_process_group", "_reduce_scatter_process_group", "_all_reduce_process_group")
+    names = [name for name in wanted if name != "_all_reduce_process_group" or group._is_hsdp]
+    return SentTogether(
+        parameters=tuple(f"{owners.get(id(info.module), '')}{info.param_name}" for info in infos),
+        elements=sum(count for _, count in sent) * ranks,
+        shard_elements=sum(count for _, count in sent),
+        size_bytes=sum(count * parameter.orig_dtype.itemsize for parameter, count in sent) * ranks,
+        groups=_group_names(mesh.shard_process_group, *(getattr(group, name, None) for name in names)),
+    )
+
+
+def spread_size(parameter: Any) -> tuple[int, int] | None:
+    """Elements of a DTensor: of all ranks together, and of this one; None for a tensor that is not spread."""
+    local = getattr(parameter, "_local_tensor", None)
+    return None if local is None else (int(parameter.numel()), int(local.numel()))

@@ -115,6 +115,7 @@ class DataFacts:
         data_rank: Which share of the data this rank is to read, from 0: its rank among the data-parallel ranks.
         data_ranks: Number of data-parallel ranks.
         random: The global random number generators.
+        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them.
         on_mismatch: What the user has set, see ``DatasetAgreement``.
         content: What the user has set.
         on_uneven: What the user has set.
@@ -127,6 +128,7 @@ class DataFacts:
     data_rank: int = 0
     data_ranks: int = 1
     random: tuple[RandomState, ...] = ()
+    forward_communicates: bool = False
     on_mismatch: str = "raise"
     content: str = "sample"
     on_uneven: str = "raise"

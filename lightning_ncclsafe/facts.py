@@ -124,6 +124,52 @@ class Group:
     last_completed: int = 0
 
 
+class UnitKind(str, Enum):
+    """What of a model is sent in one collective."""
+
+    DDP_BUCKET = "ddp-bucket"
+    """Gradients that DistributedDataParallel reduces together."""
+    FSDP_UNIT = "fsdp-unit"
+    """Parameters that FSDP (a FlatParameter) or FSDP2 (``fully_shard``) gathers, and whose gradients it reduces."""
+    PARAMETER = "parameter"
+    """One parameter that is spread over ranks (a DTensor)."""
+    METRIC = "metric"
+    """A torchmetrics metric that is being synchronised at this moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnit:
+    """What of the model an outstanding collective sends; several that cannot be told apart by their size are one.
+
+    Attributes:
+        kind: What it is.
+        name: Module or parameter as the model names it (empty for the model itself); of a bucket ``"1 of 3"``.
+        parameters: Names of its parameters in the order in which they are sent: the first four and the last four.
+        parameter_count: How many it has.
+        elements: Elements of all ranks together, padding included.
+        shard_elements: Elements of one rank, padding included; 0 where every rank has all of them.
+        size_bytes: Bytes of all ranks together, in the data type of the parameters.
+        groups: Names of the process groups it is sent in; empty where unknown.
+        is_root: Whether it is the outermost FSDP unit, which a forward pass gathers first.
+        type: Class of a metric; empty for all else.
+        alike: How many units of this kind have these very sizes.
+        last: Name of the last one of those; empty where there is only one.
+    """
+
+    kind: UnitKind
+    name: str = ""
+    parameters: tuple[str, ...] = ()
+    parameter_count: int = 0
+    elements: int = 0
+    shard_elements: int = 0
+    size_bytes: int = 0
+    groups: tuple[str, ...] = ()
+    is_root: bool = False
+    type: str = ""
+    alike: int = 1
+    last: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """Something Lightning is doing, by its profiler's name or a barrier's: hooks, data fetches, checkpoint saves.
@@ -305,6 +351,7 @@ class RankFacts:
         stack: Main thread's Python stack, outermost frame first; of the exception's traceback nothing is in here.
         groups: Process groups this rank belongs to.
         collectives: The recorder's last entries, oldest first; all that have not completed are among them.
+        units: What of the model the outstanding ones of these send, as far as their sizes tell.
         host_facts: Memory, swap and cores.
         peers: Ranks of the same host as seen from this rank, itself excluded.
         workers: Child processes of this rank that run the loader's code.
@@ -328,6 +375,7 @@ class RankFacts:
     stack: tuple[Frame, ...] = ()
     groups: tuple[Group, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    units: tuple[ModelUnit, ...] = ()
     host_facts: HostFacts = field(default_factory=HostFacts)
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
@@ -366,6 +414,28 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SilentHost:
+    """A host on which no rank answered, and nobody saw a rank's process.
+
+    Attributes:
+        host: Its name, as its ranks gave it when they started.
+        ranks: The ranks on it, ascending.
+        address: The address that was tried; empty where none is known.
+        answers: Whether it answered on the network, to accept a connection or to refuse it; None where that was not
+            tried, or could not be told.
+        seen_from: Name of the host that tried.
+        tried: What came of it, in words.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    address: str = ""
+    answers: bool | None = None
+    seen_from: str = ""
+    tried: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
     """A job at the moment of an incident: the ranks that answered, and by omission those that did not.
 
@@ -375,6 +445,8 @@ class JobFacts:
         ranks: The ranks that answered, in ascending order of rank.
         witnessed: What other processes on its host say of a silent rank, at most one entry per rank.
         missing: What could not be shared or gathered, one sentence each.
+        silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
+        launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
     """
 
     incident: Incident
@@ -382,6 +454,8 @@ class JobFacts:
     ranks: tuple[RankFacts, ...]
     witnessed: tuple[ProcessFacts, ...] = ()
     missing: tuple[str, ...] = ()
+    silent_hosts: tuple[SilentHost, ...] = ()
+    launch: str = ""
 
     @property
     def silent(self) -> tuple[int, ...]:

@@ -28,8 +28,11 @@ class GroupTimeouts:
     Where the Trainer goes from one phase to the next without an action of its own, as from validation back to
     training, the next action is where the change is made: one collective may still have the timeout of before.
 
+    Where no phase has a limit of its own there is nothing to follow. Then only groups without a timeout of their own,
+    such as those of a device mesh, which Lightning makes with PyTorch's default, get the strategy's.
+
     Args:
-        limits: The hard limits; nothing is done where no phase has its own.
+        limits: The hard limits.
         limit_name: Which of the limits applies now.
         say_failure: Says an own failure, after which the groups are left as they are.
     """
@@ -46,6 +49,7 @@ class GroupTimeouts:
         self._is_on = bool(limits.phases_s)
         self._phase = ""
         self._is_short = False
+        self._has_set = False
         self._may_begin_phase: dict[str, bool] = {}
         # What each group had when it was first seen, by its name.
         self._before_s: dict[str, float] = {}
@@ -59,13 +63,13 @@ class GroupTimeouts:
             self._look(name)
 
     def start(self) -> None:
-        """The process group is there: sets what applies now."""
-        if self._is_on:
-            self._unharmed(self._follow)
+        """Process groups have been made: sets what applies now."""
+        if self._is_on or not self._limits.phases_s:
+            self._unharmed(self._begin)
 
     def restore(self) -> None:
         """Every group gets back what it had; the one that was made with the limit of ``init``, the strategy's own."""
-        if self._phase:
+        if self._phase or self._has_set:
             self._unharmed(self._restore)
 
     def _look(self, name: str) -> None:
@@ -77,21 +81,33 @@ class GroupTimeouts:
 
     def _follow(self) -> None:
         phase = self._limit_name()
-        if phase == self._phase:
-            return
-        self._phase, self._is_short = phase, phase in _SHORT
+        if phase != self._phase:
+            self._phase, self._is_short = phase, phase in _SHORT
+            self._set()
+
+    def _begin(self) -> None:
+        if self._is_on:
+            self._phase = self._limit_name()
+            self._is_short = self._phase in _SHORT
+        self._set()
+
+    def _set(self) -> None:
         for group in self._groups():
             wanted_s = self._wanted_s(group)
             if abs(group.timeout_s - wanted_s) > 0.0005:
+                self._has_set = True
                 group.set_timeout(wanted_s)
 
     def _wanted_s(self, group: _torch.TimedGroup) -> float:
         before_s = self._before_s.setdefault(group.name, group.timeout_s)
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
-        return phase_s if round(before_s, 3) in self._nobodys_s else max(before_s, phase_s)
+        if round(before_s, 3) in self._nobodys_s:
+            return phase_s
+        # With one limit for all phases whoever has chosen a timeout has chosen it for all.
+        return max(before_s, phase_s) if self._phase else before_s
 
     def _restore(self) -> None:
-        self._phase = ""
+        self._phase, self._has_set = "", False
         made_with_s, own_s = self._limits.limit_s(Phase.INIT.value) + BACKSTOP_S, self._limits.timeout_s + BACKSTOP_S
         for group in self._groups():
             before_s = self._before_s.get(group.name, group.timeout_s)

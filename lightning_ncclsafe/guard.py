@@ -22,12 +22,15 @@ from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import stacks
 from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.reach import own_address_towards
 from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.rules.expected import is_compiling
 from lightning_ncclsafe.settings import Limits
+from lightning_ncclsafe.starts import launch_words
 from lightning_ncclsafe.watchdog import Watchdog
+from lightning_ncclsafe.whereabouts import Whereabouts
 
 # A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
 MAX_SUSPICIONS = 20
@@ -84,6 +87,9 @@ class Guard:
         self._log = RoundLog(exchange, not_before_ns=int(probe.card.started * 1e9))
         self._probe = probe
         self._neighbours = Neighbours(place, probe)
+        self._whereabouts = Whereabouts(
+            rank=place.rank, world_size=place.world_size, host=probe.card.host, launch=launch_words()
+        )
         self._write_logs = write_logs
         self._before_exit = before_exit
         self._on_tick = on_tick
@@ -125,6 +131,7 @@ class Guard:
         self._next_exchange = exchange
         with suppress(ExchangeError):  # what only helps its peers when this rank cannot speak
             exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
+            self._whereabouts.tell(exchange, own_address_towards(self._place.master_address, self._place.master_port))
         self._watchdog.wake()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
@@ -216,6 +223,7 @@ class Guard:
             self._probe.note_memory()
         if self._joined:
             self._neighbours.meet(self._exchange)
+            self._whereabouts.meet(self._exchange)
             self._on_tick()
         else:
             self._neighbours.look_around(idle_s)
@@ -337,17 +345,20 @@ class Guard:
         )
         try:
             gathering.publish(facts)
-            return gathering.hold(incident, self._reporter.report)
+            return gathering.hold(incident, self._report)
         except ExchangeError as error:
             if self._off:
                 return None
             alone = JobFacts(
                 incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),)
             )
-            return self._reporter.report(alone)
+            return self._report(alone)
         finally:
             if facts.exception is not None:
                 self._exception_is_told.set()
+
+    def _report(self, job: JobFacts) -> Verdict:
+        return self._reporter.report(self._whereabouts.complete(job))
 
     def _end(self) -> None:
         """Ends the run on this rank, unless its main thread is already on its way out."""

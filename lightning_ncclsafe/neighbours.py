@@ -32,6 +32,7 @@ class Place:
         world_size: Number of ranks.
         local_world_size: Number of ranks on this host.
         master_port: ``MASTER_PORT`` of the job.
+        master_address: ``MASTER_ADDR`` of the job.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Place:
     world_size: int
     local_world_size: int
     master_port: str = ""
+    master_address: str = ""
 
 
 class Neighbours:

@@ -34,14 +34,14 @@ class PhaseTimeouts:
         SafeDDP(phase_timeouts=PhaseTimeouts(init=300, train=100, checkpoint=timedelta(minutes=20)))
     """
 
-    init: timedelta | float | None = None
-    sanity_check: timedelta | float | None = None
-    first_batch: timedelta | float | None = None
-    train: timedelta | float | None = None
-    validate: timedelta | float | None = None
-    test: timedelta | float | None = None
-    predict: timedelta | float | None = None
-    checkpoint: timedelta | float | None = None
+    init: float | timedelta | None = None
+    sanity_check: float | timedelta | None = None
+    first_batch: float | timedelta | None = None
+    train: float | timedelta | None = None
+    validate: float | timedelta | None = None
+    test: float | timedelta | None = None
+    predict: float | timedelta | None = None
+    checkpoint: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         self.as_seconds()

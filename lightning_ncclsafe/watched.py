@@ -53,6 +53,7 @@ from lightning_ncclsafe.settings import (
     TunerSettings,
     report_folder,
 )
+from lightning_ncclsafe.starts import agree_on_start, incident_before
 from lightning_ncclsafe.stop_agreement import StopAgreement
 from lightning_ncclsafe.stop_signal import StopSignal
 
@@ -66,6 +67,8 @@ _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_
 
 # Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
 _calls = itertools.count()
+# The name of this start, where the store may hold what an earlier one has left; the same for all calls.
+_start: str | None = None
 
 
 class WatchedCall:
@@ -104,6 +107,7 @@ class WatchedCall:
         self._sigterm_error = sigterm_error
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
+        self._place: Place | None = None
         self._presenter: Presenter | None = None
         self._tuner: Tuner | None = None
         self._preflight: Preflight | None = None
@@ -117,15 +121,21 @@ class WatchedCall:
 
     def recorder(self) -> AbstractContextManager[None]:
         """Around the creation of the process group: the Flight Recorder gets the size that a timer wants."""
+        self._unharmed(self._name_start)
         timed = _settings_of(self._trainer, TimerSettings) is not None
         return _torch.recorder_of_size(RECORDER_SIZE) if timed else nullcontext()
 
     def connect(self, strategy: Any) -> None:
         """Goes over to the job's store, which exists now, and says that the guard is on."""
+        self._group_timeouts.start()
         if self._limits.phases_s:
-            self._group_timeouts.start()
             self.tracker.listeners += (self._group_timeouts.listen,)
         self._unharmed(lambda: self._connect(strategy))
+
+    def set_up(self) -> None:
+        """Lightning has set everything up, and with it made the process groups that it had not made before."""
+        self.trainer_probe.started = True
+        self._group_timeouts.start()
 
     def prepared(self, loader: Any) -> Any:
         """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
@@ -172,8 +182,10 @@ class WatchedCall:
         self._leaving(lambda guard: guard.close())
 
     def _begin(self, strategy: Any) -> None:
+        # As the strategy is about to do: some environments do not know the rank by themselves.
+        strategy.set_world_ranks()
         self.tracker.attach(self._trainer.profiler)
-        place = _place(strategy)
+        self._place = place = _place(strategy)
         self._preflight = self._make_preflight(place)
         self._guard = Guard(
             place=place,
@@ -210,9 +222,10 @@ class WatchedCall:
             self._stop_together(strategy, exchange)
             self._time(strategy, exchange)
         if strategy.global_rank == 0:
+            before = incident_before(self._report_dir)
             say_on_stderr(
                 f"watching {world_size} rank{'s' if world_size > 1 else ''}: {limits_words(limits)};"
-                f" reports go to {self._report_dir}"
+                f" reports go to {self._report_dir}{'; ' if before else ''}{before}"
             )
 
     def _stop_together(self, strategy: Any, exchange: Exchange) -> None:
@@ -225,7 +238,7 @@ class WatchedCall:
             world_size=strategy.world_size,
             hosts_store=_torch.hosts_store(strategy.global_rank),
             # Where ranks may have different numbers of batches, and wait for nobody.
-            each_alone=self._trainer.state.fn == "predict",
+            each_alone=self._trainer.state.fn == "predict" and not strategy.forward_communicates,
         )
         self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error)
         self._stop_signal.attach()
@@ -345,8 +358,28 @@ class WatchedCall:
         return self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
 
     def _store(self) -> Exchange:
-        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{next(_calls)}"))
+        start = f"{_start}/" if _start is not None else ""
+        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{start}{next(_calls)}"))
         return FallbackExchange(store, self._files(_name_of_run(store)))
+
+    def _name_start(self) -> None:
+        """Where the job's store is kept by torchrun's agent: this start is told from those before."""
+        global _start
+        place = self._place
+        if self._guard is None or place is None or place.world_size == 1 or _start is not None or _torch.hosts_store(0):
+            return
+        store = _torch.agents_store()
+        exchange = TcpStoreExchange(_torch.with_prefix("ncclsafe/starts", store))
+        try:
+            _start = agree_on_start(
+                exchange,
+                rank=place.rank,
+                world_size=place.world_size,
+                deadline_s=self._limits.limit_s("init"),
+                clear=lambda: _torch.forget_groups(store),
+            )
+        finally:
+            exchange.close()
 
     def _files(self, name: str) -> DirectoryExchange:
         return DirectoryExchange(self._report_dir / f".exchange-{name}")
@@ -398,15 +431,16 @@ def _settings_of(trainer: Any, kind: type[T]) -> T | None:
 
 
 def _place(strategy: Any) -> Place:
-    """Which rank this is, from before the strategy has set it."""
+    """Which rank this is: by Lightning's environment, as a scheduler may number ranks in its own way."""
     environment, devices = strategy.cluster_environment, strategy.parallel_devices
     assert environment is not None and devices is not None
     return Place(
-        rank=strategy.node_rank * len(devices) + strategy.local_rank,
+        rank=strategy.global_rank,
         local_rank=strategy.local_rank,
-        world_size=len(devices) * int(getattr(strategy, "num_nodes", 1)),
+        world_size=strategy.world_size,
         local_world_size=len(devices),
         master_port=str(environment.main_port),
+        master_address=str(environment.main_address),
     )
 
 
@@ -431,4 +465,7 @@ def _meeting_place(strategy: Any) -> str:
     environment = strategy.cluster_environment
     assert environment is not None
     start = [os.environ[name] for name in _START_NAMES if name in os.environ]
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        # Each of torchrun's agents counts restarts by itself.
+        start.remove(os.environ["TORCHELASTIC_RESTART_COUNT"])
     return "-".join([environment.main_address, str(environment.main_port), *start])

@@ -22,12 +22,14 @@ from lightning_ncclsafe.facts import (
     Incident,
     IncidentKind,
     JobFacts,
+    ModelUnit,
     Phase,
     ProcessFacts,
     Progress,
     RankFacts,
     StorageFacts,
     Straggler,
+    UnitKind,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.preflight_facts import (
@@ -82,6 +84,7 @@ DATA = DataFacts(
     val_check_batch=5,
     data_rank=3,
     data_ranks=4,
+    forward_communicates=True,
     random=(RandomState(name="torch", digest="8899aabbccddeeff", drawn=True),),
     on_mismatch="warn",
     content="full",
@@ -217,6 +220,22 @@ RANK = RankFacts(
     data=DATA,
     preflight=PREFLIGHT,
     storage=(StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4"),),
+    units=(
+        ModelUnit(
+            kind=UnitKind.FSDP_UNIT,
+            name="layers.0",
+            parameters=("layers.0.weight", "layers.0.bias"),
+            parameter_count=2,
+            elements=2048,
+            shard_elements=512,
+            size_bytes=8192,
+            groups=("0", "fsdp"),
+            is_root=True,
+            type="MulticlassAccuracy",
+            alike=32,
+            last="layers.31",
+        ),
+    ),
     stragglers=(
         Straggler(
             rank=1,

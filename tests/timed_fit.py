@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
-from lightning_ncclsafe.strategies import timer_of
+from lightning_ncclsafe.guarded_strategy import timer_of
 
 STEPS = 320
 LATE_S = 0.02

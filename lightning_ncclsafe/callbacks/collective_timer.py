@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
+from lightning_ncclsafe.guarded_strategy import guards, timer_of
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
-from lightning_ncclsafe.strategies import guards, timer_of
 
 
 class CollectiveTimer(Callback):
@@ -48,6 +47,7 @@ class CollectiveTimer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that times."""
+        refuse_other_trainer(self, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "

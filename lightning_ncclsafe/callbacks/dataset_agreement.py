@@ -1,9 +1,8 @@
 """The callback that says what ranks do about their data."""
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
-from lightning_ncclsafe.strategies import guards
 
 
 class DatasetAgreement(Callback):
@@ -43,6 +42,7 @@ class DatasetAgreement(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that compares."""
+        refuse_other_trainer(self, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"DatasetAgreement was given to a Trainer with {type(trainer.strategy).__name__}, which compares "

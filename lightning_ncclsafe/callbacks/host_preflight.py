@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import OnProblem, PreflightSettings
-from lightning_ncclsafe.strategies import guards
 
 
 class HostPreflight(Callback):
@@ -36,6 +35,7 @@ class HostPreflight(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that looks."""
+        refuse_other_trainer(self, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"HostPreflight was given to a Trainer with {type(trainer.strategy).__name__}, which looks at nothing; "

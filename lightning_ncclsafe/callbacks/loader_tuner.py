@@ -1,9 +1,8 @@
 """The callback that fits loader workers to the host and to the step."""
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import TunerSettings
-from lightning_ncclsafe.strategies import guards
 
 
 class LoaderTuner(Callback):
@@ -38,6 +37,7 @@ class LoaderTuner(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that tunes."""
+        refuse_other_trainer(self, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"LoaderTuner was given to a Trainer with {type(trainer.strategy).__name__}, which tunes nothing; "

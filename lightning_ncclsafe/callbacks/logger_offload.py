@@ -4,9 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
-
+from lightning_ncclsafe._lightning import Callback, LightningModule, Logger, Trainer, refuse_other_trainer
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import start_offload, writes_on_this_rank
@@ -52,10 +50,10 @@ class LoggerOffload(Callback):
         *,
         max_points_per_second: float | None = None,
         overflow: Overflow = "thin",
-        block_timeout: timedelta | float = 10.0,
+        block_timeout: float | timedelta = 10.0,
         memory_limit_bytes: int = 256 << 20,
         disk_limit_bytes: int = 1 << 30,
-        finalize_timeout: timedelta | float = 30.0,
+        finalize_timeout: float | timedelta = 30.0,
         staging_dir: str | Path | None = None,
     ) -> None:
         self.settings = OffloadSettings(
@@ -72,6 +70,7 @@ class LoggerOffload(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts itself between the loggers and their callers."""
+        refuse_other_trainer(self, trainer)
         loggers = list({id(logger): logger for logger in trainer.loggers}.values())
         for logger in loggers:
             if id(logger) in _taken:

@@ -247,7 +247,9 @@ class Presenter:
     def _voting(self, agreement: Agreement, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
         votes, tell = self._votes, partial(agreement.uneven, data, facts)
         assert votes is not None
-        compares = data.stage == TRAIN and data.content != "off"
+        # Where ranks have peers these have to evaluate the same, too.
+        has_peers = data.data_ranks < self._strategy.world_size
+        compares = (data.stage == TRAIN or has_peers) and data.content != "off"
         first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
 
         def iterate(begin: Begin) -> Any:

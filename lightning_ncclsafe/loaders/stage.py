@@ -55,6 +55,7 @@ class Stage:
             data_rank=int(share.get("rank", strategy.global_rank)),
             data_ranks=int(share.get("num_replicas", strategy.world_size)),
             random=random_states(),
+            forward_communicates=getattr(strategy, "forward_communicates", False),
             on_mismatch=settings.on_mismatch,
             content=settings.content,
             on_uneven=settings.on_uneven,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.rules.presented import PREDICT, epoch_batches
+from lightning_ncclsafe.rules.presented import epoch_batches, goes_alone
 from lightning_ncclsafe.settings import OnUneven
 
 
@@ -46,7 +46,7 @@ def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:
     if not presented or len({len(data.loaders) for data in presented}) != 1:
         return ()
     # Ranks predict each for itself, and may end when they like.
-    if presented[0].stage == PREDICT or _ends_together(presented):
+    if goes_alone(presented[0]) or _ends_together(presented):
         return tuple(LoaderTerms() for _ in presented[0].loaders)
     on_uneven = presented[0].on_uneven
     return tuple(_terms(loaders, on_uneven) for loaders in zip(*(data.loaders for data in presented), strict=True))

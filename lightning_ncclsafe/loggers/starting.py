@@ -7,12 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.core.saving import save_hparams_to_yaml
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from lightning_ncclsafe._lightning import (
+    CometLogger,
+    CSVLogger,
+    DummyLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    rank_zero_only,
+    save_hparams_to_yaml,
+)
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend, experiment_is_known
 from lightning_ncclsafe.loggers.csv_backend import CSVBackend

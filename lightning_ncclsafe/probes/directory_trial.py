@@ -4,6 +4,7 @@ It is run by its path in a process of its own, since the directory may hang, and
 that it starts in some hundredths of a second: ``directory_trial.py write|read DIRECTORY SECONDS``.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -30,6 +31,8 @@ def try_writing(path: str, ends_s: float) -> dict[str, Any]:
     folder = _nearest(path)
     found: dict[str, Any] = {"folder": os.path.realpath(folder), **_space(folder)}
     try:
+        if not os.path.isdir(folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         found.update(_appended(folder, ends_s))
     except OSError as error:
         found["problem"] = f"{error.strerror}{f' in {folder}' if folder != path else ''}"
@@ -37,7 +40,7 @@ def try_writing(path: str, ends_s: float) -> dict[str, Any]:
 
 
 def _nearest(path: str) -> str:
-    while not os.path.isdir(path) and os.path.dirname(path) != path:
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     return path
 

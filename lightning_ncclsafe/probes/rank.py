@@ -15,7 +15,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.growth import LEAST_S, Growth
 from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at, own_memory
@@ -154,6 +154,7 @@ class RankProbe:
         missing = list(facts.missing)
         slow: dict[str, Callable[[], Any]] = {
             "stack": lambda: stacks.with_source(facts.stack),
+            "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
             "host_facts": self._host_facts,
             "peers": lambda: tuple(self.look_at_peer(card) for card in self.peers),
             "workers": self._workers,

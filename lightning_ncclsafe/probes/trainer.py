@@ -75,6 +75,10 @@ class TrainerProbe:
         batches = self._batches()
         return batches.current.ready - 1 if batches is not None else -1
 
+    def model(self) -> Any:
+        """The model as the strategy has wrapped it; None before it is there."""
+        return getattr(getattr(self._trainer, "strategy", None), "model", None)
+
     def loaders(self) -> tuple[LoaderFacts, ...]:
         """The dataloaders of the current loop."""
         combined = getattr(self._loop(), "_combined_loader", None)

@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.agreement.different_data import different_data
 from lightning_ncclsafe.rules.agreement.different_datasets import different_datasets
+from lightning_ncclsafe.rules.agreement.different_peers import different_peers
 from lightning_ncclsafe.rules.agreement.loader_count import loader_count
 from lightning_ncclsafe.rules.agreement.loader_settings import loader_settings
 from lightning_ncclsafe.rules.agreement.same_shard import same_shard
@@ -35,7 +36,9 @@ from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
 from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
+from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
+from lightning_ncclsafe.rules.places import with_places
 from lightning_ncclsafe.rules.preflight.clocks_apart import clocks_apart
 from lightning_ncclsafe.rules.preflight.cores_mismatch import cores_mismatch
 from lightning_ncclsafe.rules.preflight.different_settings import different_settings
@@ -66,6 +69,7 @@ Rule = Callable[[JobFacts], Iterable[Finding]]
 # Between findings of equal confidence the earlier rule comes first: what is known for sure, then what is most specific.
 HANG_RULES: tuple[Rule, ...] = (
     failed_rank,
+    unreachable_host,
     dead_rank,
     frozen_rank,
     unpresented_loader,
@@ -89,6 +93,7 @@ AGREEMENT_RULES: tuple[Rule, ...] = (
     different_datasets,
     unequal_samples,
     different_data,
+    different_peers,
     sampler_disagreement,
     loader_settings,
     validation_step,
@@ -150,7 +155,7 @@ def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
             failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
     forget()
-    told = with_past_lateness(_ordered(findings), job)
+    told = with_places(with_past_lateness(_ordered(findings), job), job)
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
 
 

@@ -1,7 +1,12 @@
 """What a collective is for, in Lightning's own terms, read from the frames that called it."""
 
 from lightning_ncclsafe.facts import Collective, Phase, RankFacts
+from lightning_ncclsafe.rules.units import metric_words, unit_words
 from lightning_ncclsafe.rules.wording import numel
+
+# So many elements fit a bucket or unit of the model by their number alone, whatever line the main thread has come to.
+_TELLING = 1024
+_METRIC = "a torchmetrics sync (gather_all_tensors)"
 
 # Part of the file's path, function ("" for any), operations ("" for any), and what it is for.
 _BY_FRAME = (
@@ -13,12 +18,23 @@ _BY_FRAME = (
     ("nn/parallel/distributed.py", "_sync_buffers", "broadcast", "DDP's broadcast of buffers before forward"),
     ("early_stopping.py", "", "", "EarlyStopping's vote on whether to stop"),
     ("model_checkpoint.py", "", "", "ModelCheckpoint's agreement between ranks"),
-    ("torchmetrics/", "gather_all_tensors", "", "a torchmetrics sync (gather_all_tensors)"),
+    ("torchmetrics/", "gather_all_tensors", "", _METRIC),
     ("", "_gather_all_tensors", "", "Lightning's gather of tensors"),
     ("logger_connector/result.py", "", "", "the reduction of a logged value (self.log with sync_dist=True)"),
+    ("distributed/fsdp/_state_dict_utils.py", "", "", "FSDP's gathering of the state for a checkpoint"),
+    ("distributed/fsdp/_optim_utils.py", "", "", "FSDP's gathering of the optimizer's state for a checkpoint"),
+    ("torch/distributed/_state_dict_utils.py", "", "", "the gathering of the state for a checkpoint"),
     ("distributed/checkpoint/", "", "", "torch.distributed.checkpoint's coordination"),
-    ("distributed/fsdp/", "", "", "FSDP's parameter or gradient exchange"),
+    ("", "clip_grad_norm_", "all_reduce", "the norm of all gradients (clip_grad_norm_)"),
+    ("nn/utils/clip_grad.py", "", "all_reduce", "the norm of all gradients (clip_grad_norm_)"),
+    ("nn/modules/_functions.py", "", "", "SyncBatchNorm's statistics of the batch"),
 )
+# What says less than the unit of the model that the collective's size belongs to.
+_BY_FRAME_IN_GENERAL = (
+    ("distributed/fsdp/", "", "", "FSDP's parameter or gradient exchange"),
+    ("distributed/tensor/", "", "", "tensor parallelism's exchange of a DTensor"),
+)
+_Row = tuple[str, str, str, str]
 
 
 def meaning(collective: Collective | None, facts: RankFacts) -> str:
@@ -30,15 +46,23 @@ def meaning(collective: Collective | None, facts: RankFacts) -> str:
     if actions and actions[-1].name.startswith("barrier:"):
         return f"Lightning's barrier {actions[-1].name.removeprefix('barrier:')!r}"
     op = collective.op if collective is not None else ""
-    found = next(filter(None, (_of_frame(frame.file, frame.function, op) for frame in reversed(facts.stack))), "")
-    if found:
-        return found
-    return _of_collective(collective, facts) if collective is not None else ""
+    unit = unit_words(collective, facts) if collective is not None else ""
+    if unit and collective is not None and numel(collective) >= _TELLING:
+        return unit
+    found = _of_stack(facts, op, _BY_FRAME)
+    if found == _METRIC:
+        return metric_words(facts) or found
+    known = found or unit or _of_stack(facts, op, _BY_FRAME_IN_GENERAL)
+    return known or (_of_collective(collective, facts) if collective is not None else "")
 
 
-def _of_frame(file: str, function: str, op: str) -> str:
+def _of_stack(facts: RankFacts, op: str, rows: tuple[_Row, ...]) -> str:
+    return next(filter(None, (_of_frame(frame.file, frame.function, op, rows) for frame in reversed(facts.stack))), "")
+
+
+def _of_frame(file: str, function: str, op: str, rows: tuple[_Row, ...]) -> str:
     path = file.replace("\\", "/")
-    for part, name, ops, words in _BY_FRAME:
+    for part, name, ops, words in rows:
         if part in path and name in ("", function) and (not op or op.startswith(ops)):
             return words
     return ""

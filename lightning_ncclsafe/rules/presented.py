@@ -13,7 +13,7 @@ T = TypeVar("T")
 X = TypeVar("X")
 
 PREDICT = "predict_dataloader"
-"""The stage in which there is no collective per batch, so that ranks may have different numbers of them."""
+"""The stage in which there is no collective per batch, unless the model itself is split among ranks."""
 
 CONTENTS = {"paths", "values", "items"}
 """The kinds of fingerprints that are equal only where the data is; ``"paths"`` between ranks of one host."""
@@ -62,6 +62,11 @@ def differences(values: Mapping[int, X], questions: Questions[X]) -> Differences
     """The questions, by their names, to which ranks answer differently."""
     answers = {name: grouped({rank: ask(value) for rank, value in values.items()}) for name, ask in questions.items()}
     return {name: groups for name, groups in answers.items() if groups.differ}
+
+
+def goes_alone(data: DataFacts) -> bool:
+    """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches."""
+    return data.stage == PREDICT and not data.forward_communicates
 
 
 class PresentedLoader:
@@ -191,6 +196,11 @@ class Presented:
     def stage(self) -> str:
         """The stage that most ranks are about to start; empty where nothing is presented."""
         return next((stage for stage, _ in self.stages.parts), "")
+
+    @cached_property
+    def goes_alone(self) -> bool:
+        """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches."""
+        return all(map(goes_alone, self.data.values()))
 
     @cached_property
     def loaders(self) -> tuple[PresentedLoader, ...]:

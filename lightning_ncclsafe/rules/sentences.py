@@ -8,6 +8,7 @@ from lightning_ncclsafe.findings import Evidence, Severity
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.meaning import meaning
 from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.units import begins_another_forward
 from lightning_ncclsafe.rules.wording import (
     collective_words,
     duration_words,
@@ -76,12 +77,23 @@ def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
         alike = lost if timeline.facts[rank].exception else variants[wait_words(timeline, rank)]
         alike.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
+    parts = [
+        f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}{_ahead(timeline, who)}"
+        for what, who in ordered[:_VARIANTS]
+    ]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
     if lost:
         parts.append(f"{ranks_words(lost)} waited until the connection broke")
     return "; ".join(parts)
+
+
+def _ahead(timeline: Timeline, ranks: list[int]) -> str:
+    """What is easily missed where a run seems to fail "when saving": these ranks are not saving at all."""
+    rank = ranks[0]
+    if not begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank]):
+        return ""
+    return f": {verb(ranks, 'this rank has', 'these ranks have')} started another forward pass"
 
 
 def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:

@@ -36,7 +36,7 @@ class Items(Dataset[torch.Tensor]):
         self.factors = factors / factors.mean()
 
     def __len__(self) -> int:
-        return 10_000_000
+        return 100_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
         factor = self.factors[index % len(self.factors)]
@@ -127,7 +127,7 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        min_steps=1,
+        min_epochs=0,
     )
     with WorkerCount() as count:
         trainer.fit(Model(case["step_ms"]), loader)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
-from lightning_ncclsafe.strategies import timer_of
+from lightning_ncclsafe.guarded_strategy import timer_of
 
 WIDTH = 256
 LATE_S = 0.02

@@ -223,7 +223,6 @@ MEMORY = (
         ("all tasks waited for memory 12% of the time.",),
     ),
     Scene("waiting for storage", swap(TWO, 3, io_stalled=0.4), "host-under-pressure", FIRST, ("for storage 40%",)),
-    Scene("waiting for cores", swap(ALONE, cpu_waited=0.9), "host-under-pressure", (0,), ("for a core 90%",)),
     Scene(
         "more in flight than /dev/shm has",
         host(ONE, shm_free_bytes=6 * GB),
@@ -578,7 +577,8 @@ QUIET = {
     "a twentieth left": host(ALONE, memory_available_bytes=50 * GB),
     "a model on the CPU that fits": loading(on_cpu(ALONE), replica_bytes=3 * GB + 800 * GB),
     "1 % of swap": swap(ONE, used_bytes=10 * GB, swapped_in_bytes=10**6),
-    "a tenth of the time": swap(ONE, memory_stalled=0.1, io_stalled=0.1, cpu_waited=0.1),
+    "a tenth of the time": swap(ONE, memory_stalled=0.1, io_stalled=0.1),
+    "cores that are busy, as in any start": swap(ALONE, cpu_waited=0.9),
     "as much in flight as /dev/shm has": host(ONE, shm_free_bytes=64 * GB // 10),
     "Docker's default and no workers": loading(
         host(ALONE, shm_total_bytes=64 * MIB, shm_free_bytes=64 * MIB), loader_workers=0, batches_in_flight=0

@@ -54,6 +54,14 @@ OWNED = presenting(4, own_loader)
 STREAMED = presenting(4, stream_loader)
 
 
+def pairs(job: JobFacts) -> JobFacts:
+    """The same ranks as tensor-parallel peers, two by two."""
+    return with_data(job, data_rank=lambda rank: rank // 2, data_ranks=2)
+
+
+PEERS = pairs(with_loader(OWNED, fingerprints=lambda rank: {"values": str(rank // 2), "paths": str(rank)}))
+
+
 def uneven(job: JobFacts, *ranks: int, count: int = 22, **more: object) -> JobFacts:
     """Other lengths on some ranks, with what Lightning makes of them for validation."""
     changed = with_loader(job, *ranks, length=count, batches=count, **more)
@@ -115,6 +123,52 @@ SCENES = (
         (1,),
         ("ends here for all of them",),
         WARNING,
+    ),
+    Scene(
+        "a peer holds other data",
+        with_loader(PEERS, 3, fingerprints={"values": "other"}),
+        "different-peers",
+        (2, 3),
+        ("fingerprint of values is 1 on rank 2, other on rank 3",),
+    ),
+    Scene(
+        "peers of whom no sampler splits anything hold different data",
+        with_data(
+            with_sampler(with_loader(SHARED, 1, fingerprints={"indices": "other"}), replicas=1, rank=0),
+            data_rank=0,
+            data_ranks=1,
+        ),
+        "different-peers",
+        (1,),
+        ("of data-parallel rank 0 the fingerprint of indices is a1b2c3d4 on ranks 0, 2-3, other on rank 1",),
+    ),
+    Scene(
+        "a peer draws another order",
+        with_data(with_loader(PEERS, sampler=RANDOM), random=lambda rank: states(min(rank, 1), differ="torch")),
+        "different-peers",
+        (0, 1),
+        ("of data-parallel rank 0 the random order is torch-0 on rank 0, torch-1 on rank 1",),
+    ),
+    Scene(
+        "a peer has read something else",
+        with_loader(pairs(STREAMED), fingerprints=lambda rank: {"first batches": str(rank)}),
+        "different-peers",
+        (0, 1, 2, 3),
+        ("fingerprint of first batches is 0 on rank 0, 1 on rank 1",),
+    ),
+    Scene(
+        "a peer has one batch more, which a policy cannot mend",
+        with_data(uneven(PEERS, 1, count=21, samples=641), on_uneven="stop_together"),
+        "different-peers",
+        (0, 1),
+        ("number of batches is 20 on rank 0, 21 on rank 1", "The numbers of batches differ with that"),
+    ),
+    Scene(
+        "uneven shares to predict with, for a model that is split among ranks",
+        with_data(uneven(presenting(3, own_loader, **PREDICTION), 0, count=5), forward_communicates=True),
+        "unequal-batches",
+        (0,),
+        ("5 batches on rank 0",),
     ),
     Scene(
         "one rank has one loader less",
@@ -639,6 +693,8 @@ SILENT = {
     ),
     "other data below the same names": with_loader(OWNED, fingerprints=SAME, samples=lambda rank: 640 + rank),
     "tensor-parallel peers": with_data(with_loader(OWNED, fingerprints=SAME), data_rank=0, data_ranks=1),
+    "peers with copies of their own": PEERS,
+    "peers that draw one order": with_data(with_loader(PEERS, sampler=RANDOM), random=lambda rank: states(rank // 2)),
     "two pairs of tensor-parallel peers": with_data(
         with_loader(OWNED, fingerprints=lambda rank: {"files": str(rank // 2)}),
         data_rank=lambda rank: rank // 2,

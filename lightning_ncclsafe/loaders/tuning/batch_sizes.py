@@ -11,17 +11,23 @@ _MOST_OF_ONE = 64
 _DEEPEST = 6
 
 
-def bytes_of(batch: Any) -> int:
+def bytes_of(batch: Any, *, piped: bool = False) -> int:
     """Bytes of all tensors, arrays and strings in a batch: nested containers, dataclasses and objects are looked into.
 
     Of a long list the first 64 are, and stand for the others. At most some 256 values are, which takes about 0.2 ms.
+
+    Args:
+        batch: What a loader has given.
+        piped: Whether to leave tensors out, which workers hand over in shared memory: all else goes through a pipe, and
+            until it is taken it is in the memory of the worker itself.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count()))
+    return int(_bytes_of(batch, _DEEPEST, _Count(piped)))
 
 
 class _Count:
-    def __init__(self) -> None:
+    def __init__(self, piped: bool) -> None:
         self.left = _MOST_VALUES
+        self.piped = piped
 
 
 def _bytes_of(value: Any, depth: int, count: _Count) -> float:
@@ -30,7 +36,7 @@ def _bytes_of(value: Any, depth: int, count: _Count) -> float:
     with suppress(Exception):
         size = getattr(value, "nbytes", None)
         if isinstance(size, int):
-            return float(size)
+            return 0.0 if count.piped and hasattr(value, "share_memory_") else float(size)
         if isinstance(value, (str, bytes, bytearray)):
             return float(len(value))
         parts = _parts_of(value)

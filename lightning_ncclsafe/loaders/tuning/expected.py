@@ -19,11 +19,12 @@ _HAIR = 1e-9
 def expected_wait_s(workers: int, prefetch: int, measures: Measures, budget: Budget) -> float:
     """How long each batch would be waited for, seconds.
 
-    With one batch ahead of each, workers that are done wait for the slowest of them, as batches are taken in order.
+    With one batch ahead of each, workers that are done wait for the slowest of them, as batches are taken in order; one
+    worker alone waits for nobody.
     """
     if workers == 0:
         return measures.service_s
-    service_s = measures.service_s if prefetch > 1 else max(measures.service_s, measures.service_q97_s)
+    service_s = measures.service_s if prefetch > 1 or workers == 1 else max(measures.service_s, measures.service_q97_s)
     wanted_cores = workers * measures.cpu_share + own_cores(measures)
     contention = max(1.0, wanted_cores / (budget.cores * CORE_TOLERANCE)) if budget.cores > 0 else 1.0
     return max(0.0, service_s * contention / workers - measures.gap_s)

@@ -149,8 +149,6 @@ class Gate:
     def __next__(self) -> Any:
         if self._is_shut or not self._is_wanted():
             self._is_shut = True
-            # That there is a next pool is known now: none is started for nothing at the end of an epoch.
-            self._indices.is_over()
             raise StopIteration
         index = self._indices.take()
         self.unhanded[self._count] = index

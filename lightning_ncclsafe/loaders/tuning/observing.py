@@ -47,6 +47,7 @@ class Observer:
         self._least_batches = least_batches
         self._window_s = window_s
         self._throttled_s = throttled_s or _unknown
+        self._piped_bytes = 0
         self._setting = (-1, -1)
         self._clock: ref[WorkerClock] | None = None
         self._largest_batch = 0
@@ -58,6 +59,7 @@ class Observer:
             self.ends()
         else:
             self._setting = workers, prefetch
+            self.worker_bytes = 0  # of others
             self._reset()
         # It goes with its workers, and its memory with it.
         self._clock = ref(clock) if clock is not None else None
@@ -110,6 +112,7 @@ class Observer:
             window.services.append(Service(wait_s, time.thread_time() - self._cpu_s))
         if window.batches == 1:
             self._largest_batch = max(self._largest_batch, bytes_of(batch))
+            self._piped_bytes = max(self._piped_bytes, bytes_of(batch, piped=True))
         if window.is_full(self._least_batches, self._window_s):
             # What is done with it counts as the step's time, not as the loader's.
             self._end_window(window)
@@ -138,7 +141,8 @@ class Observer:
                 self._services,
                 gap_s=target_gap_s(self._gaps),
                 batch_bytes=self._largest_batch,
-                worker_bytes=self.worker_bytes,
+                # Those that it has ready are counted as batches.
+                worker_bytes=max(self.worker_bytes - self._setting[1] * self._piped_bytes, 0),
                 throttled_s=throttled_s,
             )
         )

@@ -15,6 +15,7 @@ class WorkerMemory:
 
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()
+        self._read_pids: tuple[int, ...] = ()
         self._read_at = -_EVERY_S
         self._largest_bytes = 0
 
@@ -23,11 +24,13 @@ class WorkerMemory:
         self._pids = pids
 
     def read(self) -> int:
-        """The most that a worker was seen to have, bytes; 0 if none was seen."""
-        now = time.monotonic()
+        """The most that a worker of those now was seen to have, bytes; 0 if none was seen."""
+        now, pids = time.monotonic(), self._pids
+        if pids != self._read_pids:
+            self._read_pids, self._read_at, self._largest_bytes = pids, now - _EVERY_S, 0
         if now - self._read_at >= _EVERY_S:
             self._read_at = now
-            self._largest_bytes = max([self._largest_bytes, *map(_own_bytes, self._pids)])
+            self._largest_bytes = max([self._largest_bytes, *map(_own_bytes, pids)])
         return self._largest_bytes
 
 

@@ -6,7 +6,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import PREDICT, Differences, Presented, PresentedLoader, Questions, differences
+from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
 from lightning_ncclsafe.rules.wording import joined
 
 _QUESTIONS: Questions[LoaderFacts] = {
@@ -51,7 +51,7 @@ def setting_errors(view: Presented, loader: PresentedLoader) -> Differences:
 
 
 def _may_differ(view: Presented, loader: PresentedLoader, name: str) -> bool:
-    if view.stage == PREDICT:
+    if view.goes_alone:
         return True  # no rank waits for another one there
     if name == "batch_size":
         # Ranks with different GPUs, each with as much data as it needs for as many batches.

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
+from lightning_ncclsafe.rules.agreement.different_peers import peer_differences
 from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
 from lightning_ncclsafe.rules.agreement.words import counted, spread, told
-from lightning_ncclsafe.rules.presented import PREDICT, Presented, PresentedLoader, epoch_batches
+from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, epoch_batches
 from lightning_ncclsafe.rules.wording import joined, ranks_words, verb
 
 _POLICIES = {
@@ -39,7 +40,7 @@ def unequal_batches(job: JobFacts) -> Iterable[Finding]:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
     view = Presented(job)
-    for loader in view.loaders if view.stage != PREDICT else ():
+    for loader in view.loaders if not view.goes_alone else ():
         if is_uneven(loader) and not _explained(view, loader):
             yield _finding(view, loader)
 
@@ -51,7 +52,7 @@ def is_uneven(loader: PresentedLoader) -> bool:
 
 def _explained(view: Presented, loader: PresentedLoader) -> bool:
     """Whether another error names the cause, and these numbers with it."""
-    if unlike(loader) or loader.unequal_samples:
+    if unlike(loader) or loader.unequal_samples or peer_differences(view, loader):
         return True
     return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
 

@@ -49,6 +49,8 @@ def _is_dead(process: ProcessFacts | None) -> bool:
 def _presumed(view: Timeline) -> tuple[int, ...]:
     """Silent, unseen, and the connections to it broke: a frozen or slow process would have kept them open."""
     unseen = tuple(rank for rank in view.silent if rank not in view.witnesses)
+    if any(host.answers is False and not {*host.ranks}.isdisjoint(unseen) for host in view.job.silent_hosts):
+        return ()
     broken = any(facts.exception and facts.exception.is_consequence for facts in view.facts.values())
     return unseen if len(unseen) == 1 and broken and not view.raised else ()
 

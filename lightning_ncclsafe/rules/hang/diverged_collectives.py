@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.sentences import (
     standing,
 )
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
+from lightning_ncclsafe.rules.units import unit_words
 from lightning_ncclsafe.rules.wording import (
     call_words,
     capitalised,
@@ -63,7 +64,7 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks = _culprits(view, split)
-    text = f"{_calls_words(split)} as number {split.seq} of {group_words(split.group)}"
+    text = f"{_calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     condition = _condition(view, ranks[0])
     under = f", under {condition_words(condition)}" if condition else ""
     stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
@@ -97,10 +98,14 @@ def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]
     return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
 
 
-def _calls_words(split: Divergence) -> str:
+def _calls_words(view: Timeline, split: Divergence) -> str:
     variants = _variants(split.calls)
-    listed = [f"{ranks_words(who)} called {call_words(call)}" for call, who in variants[:3]]
+    listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in variants[:3]]
     return " and ".join(listed) + (f" and {len(variants) - 3} other variants" if len(variants) > 3 else "")
+
+
+def _call_words(view: Timeline, call: Collective, rank: int) -> str:
+    return joined((call_words(call), f"for {words}" if (words := unit_words(call, view.facts[rank])) else ""))
 
 
 def _call_evidence(split: Divergence) -> Iterator[Evidence]:

@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
+from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.sentences import place_words, severity, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
@@ -37,7 +38,8 @@ def frozen_rank(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     if not view.facts and not view.witnesses:
         return
-    explained = {rank for rule in (dead_rank, late_at_init) for finding in rule(job) for rank in finding.ranks}
+    known = (unreachable_host, dead_rank, late_at_init)
+    explained = {rank for rule in known for finding in rule(job) for rank in finding.ranks}
     unseen = []
     for rank in view.silent:
         if rank in explained:
@@ -96,6 +98,13 @@ def _unseen(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.POSSIBLE,
         summary=capitalised(text),
         ranks=ranks,
-        evidence=(Evidence(source="process", text=known),),
+        evidence=(Evidence(source="process", text=known), *_reached(view, ranks)),
         remedy=_UNSEEN,
     )
+
+
+def _reached(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+    for host in view.job.silent_hosts:
+        if host.answers and not {*host.ranks}.isdisjoint(ranks):
+            text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
+            yield Evidence(source="network", text=f"{text} It is the processes there that do not answer.")

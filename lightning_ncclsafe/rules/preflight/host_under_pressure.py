@@ -1,4 +1,4 @@
-"""The cause host-under-pressure: tasks on the host wait for memory, storage or cores before training has begun."""
+"""The cause host-under-pressure: tasks on the host wait for memory or storage before training has begun."""
 
 from collections.abc import Iterable, Iterator
 
@@ -27,7 +27,7 @@ def host_under_pressure(job: JobFacts) -> Iterable[Finding]:
         Find out what else runs there.
 
     Cannot see:
-        Who waits for whom; hosts without /proc/pressure.
+        Who waits for whom; hosts without /proc/pressure; cores that are short, as every start keeps them all busy.
     """
     view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
@@ -38,7 +38,6 @@ def _problems(host: Host) -> Iterator[Problem]:
     shares = {
         "all tasks waited for memory": most((one.swap.memory_stalled for one in host.facts.values()), 0.0),
         "all tasks waited for storage": most((one.swap.io_stalled for one in host.facts.values()), 0.0),
-        "some task waited for a core": most((one.swap.cpu_waited for one in host.facts.values()), 0.0),
     }
     words = [f"{what} {share:.0%} of the time" for what, share in shares.items() if share > _ABOVE]
     if words:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe.loaders.tuning import observing
+from lightning_ncclsafe.loaders.tuning import observing, worker_memory
 from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader, Observer
 from lightning_ncclsafe.loaders.tuning.pools import TunedLoader
 from lightning_ncclsafe.loaders.tuning.windows import target_gap_s
+from lightning_ncclsafe.loaders.tuning.worker_memory import WorkerMemory
 
 
 class Time:
@@ -241,6 +242,40 @@ def test_the_size_of_a_batch_of_anything() -> None:
     endless: list[Any] = [image]
     endless.append(endless)
     assert 16 <= bytes_of(endless) < 1000
+
+
+def test_what_of_a_batch_is_not_handed_over_in_shared_memory() -> None:
+    image, scan = torch.zeros(4), np.zeros(3)
+    assert bytes_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}, piped=True) == 28
+
+
+def test_batches_that_a_worker_has_ready_are_not_counted_as_its_own_memory() -> None:
+    windows: list[Measures] = []
+    observer = Observer(windows.append, least_batches=2, window_s=0.0)
+
+    def window_with(prefetch: int, worker_bytes: int) -> int:
+        observer.starts(1, prefetch, None)
+        observer.worker_bytes += worker_bytes
+        for _ in range(3):
+            observer.asked(None)
+            observer.given(None, (np.zeros(10), torch.zeros(10)))
+        return windows[-1].worker_bytes
+
+    assert window_with(4, 1000) == 1000 - 4 * 80
+    # What was measured of other workers, with more of them ready, is none of its business.
+    assert window_with(2, 700) == 700 - 2 * 80
+    assert window_with(64, 700) == 0
+
+
+def test_memory_of_workers_that_have_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_memory, "_own_bytes", {1: 900, 2: 300, 3: 400}.__getitem__)
+    memory = WorkerMemory()
+    memory.watch((1, 2))
+    assert memory.read() == 900
+    memory.watch((2, 3))
+    assert memory.read() == 400
+    memory.watch(())
+    assert memory.read() == 0
 
 
 class Napping(Dataset[int]):

@@ -1,0 +1,74 @@
+"""Lightning's launchers, whose function is watched in each process that they call it in."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_ncclsafe._lightning import _Launcher, _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A strategy that watches the calls of its Trainer."""
+
+    def watch(self, trainer: Any) -> AbstractContextManager[None]:
+        """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
+
+
+def guarded(launcher: _Launcher | None) -> _Launcher:
+    """The same launcher, guarded; one for none; one that is nobody's we know as it is.
+
+    DDP always has one. The other strategies have none where processes are created by others, torchrun for instance:
+    their Trainer then calls its functions itself, and nobody could be told of their beginning and end.
+    """
+    if launcher is None:
+        return _GuardedCallLauncher()
+    if type(launcher) in _GUARDED:
+        launcher.__class__ = _GUARDED[type(launcher)]
+    return launcher
+
+
+@dataclass(frozen=True)
+class _GuardedFunction:
+    """A Trainer's function that is watched where it runs; a class, so that it can be sent to a spawned process."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = getattr(self.function, "__self__", None)
+        strategy = getattr(trainer, "strategy", None)
+        if not isinstance(strategy, Watching):
+            return self.function(*args, **kwargs)
+        with strategy.watch(trainer):
+            return self.function(*args, **kwargs)
+
+
+class _GuardedSubprocessLauncher(_SubprocessScriptLauncher):
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(_GuardedFunction(function), *args, **kwargs)
+
+
+class _GuardedMultiProcessingLauncher(_MultiProcessingLauncher):
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(_GuardedFunction(function), *args, **kwargs)
+
+
+class _GuardedCallLauncher(_Launcher):
+    """Calls the function, and nothing else: as the Trainer does that has no launcher."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return _GuardedFunction(function)(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Does nothing: it has started nobody."""
+
+
+_GUARDED: dict[type, type] = {
+    _SubprocessScriptLauncher: _GuardedSubprocessLauncher,
+    _MultiProcessingLauncher: _GuardedMultiProcessingLauncher,
+}

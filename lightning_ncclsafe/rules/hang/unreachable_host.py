@@ -1,0 +1,74 @@
+"""The cause unreachable-host: no rank of a host answers, nor does the host itself."""
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+
+from lightning_ncclsafe.facts import JobFacts, SilentHost
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
+
+_LISTED = 8
+_FEW = 3
+
+
+def unreachable_host(job: JobFacts) -> Iterable[Finding]:
+    """A host is off, or cut off from the others: none of its ranks answers, and neither does it itself.
+
+    Symptom:
+        All ranks on the other hosts wait; nothing more comes from those of one host.
+
+    Cause:
+        The host has lost its power or its kernel has stopped, or its link, a switch or a firewall cuts it off.
+
+    Remedy:
+        Look at the host and at the network to it; start the job again without it.
+
+    Cannot see:
+        Whether the host or the network to it is to blame; what its ranks do meanwhile: they write a report of their
+        own, on their host. A host that silently drops connections is taken for one that cannot be reached.
+    """
+    lost = tuple(host for host in job.silent_hosts if host.answers is False)
+    if not lost:
+        return
+    view = timeline(job)
+    ranks = tuple(sorted(rank for host in lost for rank in host.ranks))
+    text = (
+        f"{ranks_words(ranks)} on {_names(lost)} {verb(ranks, 'has', 'have')} not answered since {_since(job)}, and "
+        f"the {'host' if len(lost) == 1 else 'hosts'} cannot be reached from {lost[0].seen_from}"
+        f"{while_others_wait(view, ranks)}."
+    )
+    yield Finding(
+        rule="unreachable-host",
+        severity=severity(job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        evidence=tuple(_evidence(host) for host in lost[:_LISTED]),
+        remedy=(
+            f"Look at {_names(lost)} and at the network between {'it' if len(lost) == 1 else 'them'} and "
+            f"{lost[0].seen_from}: power, the kernel's log (dmesg), the link and its switch port. Start the job again "
+            f"without, under SLURM with --exclude={','.join(host.host for host in lost[:_LISTED])}."
+        ),
+    )
+
+
+def _names(hosts: tuple[SilentHost, ...]) -> str:
+    names = [host.host for host in hosts[:_FEW]]
+    if len(hosts) > _FEW:
+        return f"{', '.join(names)}, … ({len(hosts)} hosts)"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _since(job: JobFacts) -> str:
+    """When those who wait last made progress, and so heard from all others."""
+    idle_s = min((facts.progress.idle_s for facts in job.ranks), default=job.incident.idle_s)
+    taken_s = max((facts.taken_ns / 1e9 for facts in job.ranks), default=job.incident.opened_ns / 1e9)
+    last = datetime.fromtimestamp(taken_s - idle_s, tz=timezone.utc)
+    return f"{last:%H:%M:%S} UTC ({duration_words(idle_s)} ago)"
+
+
+def _evidence(host: SilentHost) -> Evidence:
+    text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
+    return Evidence(source="network", text=f"{text} No rank on it answered, and nobody else is there to see them.")

@@ -1,0 +1,311 @@
+"""Trains with a strategy of Lightning's and with ours, side by side, and prints what each has come to, as JSON.
+
+Run by the tests as a program on every rank: ``python conformance.py ddp FOLDER``. Both strategies train in the same
+processes, one after the other, so what one saves the other can resume.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
+
+ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+
+
+class StockFSDP(FSDPStrategy):
+    """Lightning refuses FSDPStrategy itself, and no subclass of it, where there is no GPU."""
+
+
+STRATEGIES: dict[str, dict[str, Callable[..., Any]]] = {
+    "ddp": {"stock": DDPStrategy, "safe": SafeDDP},
+    "fsdp": {"stock": StockFSDP, "safe": SafeFSDP},
+    "model-parallel": {"stock": ModelParallelStrategy, "safe": SafeModelParallel},
+}
+
+
+def let_fsdp_train_on_cpus() -> None:
+    """PyTorch looks for a GPU in one place, to know what it would synchronise with; all else works without."""
+
+    def find_device(state: Any, *_: object) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    _init_utils._init_device_handle = find_device
+    fully_sharded_data_parallel._init_device_handle = find_device
+
+
+class Model(L.LightningModule):
+    """Two layers, which are split as the strategy's mesh says."""
+
+    def __init__(self, *, manual: bool = False, raises_at: int | None = None, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.raises_at = raises_at
+        norm = [torch.nn.BatchNorm1d(16)] if batch_norm else []
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), *norm, torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        self.losses: list[float] = []
+        self.is_split = False
+
+    def configure_model(self) -> None:
+        if self._device_mesh is None or self.is_split:
+            return
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        self.is_split = True
+        data, tensor = self._device_mesh["data_parallel"], self._device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(self.net, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if data.size() > 1:
+            for module in (self.net[0], self.net[-1], self.net):
+                fully_shard(module, mesh=data)
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.raises_at:
+            raise ValueError("the batch is broken")
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> list[list[float]]:
+        return self.net(batch[0]).tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def loader(shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(ROWS), batch_size=4, shuffle=shuffle)
+
+
+def digest(tensors: dict[str, Any]) -> str:
+    """Of this rank's part of what may be split among ranks."""
+    whole = hashlib.sha256()
+    for name, tensor in tensors.items():
+        whole.update(name.encode())
+        whole.update(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
+    return whole.hexdigest()
+
+
+class Bench:
+    """What both strategies are given to do, each with its own folder."""
+
+    def __init__(self, kind: str, make: Callable[..., Any], folder: Path) -> None:
+        self.kind, self.make, self.folder = kind, make, folder
+
+    def trainer(self, *, strategy: dict[str, Any] | None = None, **more: Any) -> L.Trainer:
+        L.seed_everything(1, verbose=False)
+        options: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": DEVICES,
+            "max_epochs": 1,
+            "num_sanity_val_steps": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": self.folder,
+        }
+        return L.Trainer(strategy=self.make(**{**ARGUMENTS, **(strategy or {})}), **(options | more))
+
+    def fitted(self, trainer: L.Trainer, model: Model | None = None, **more: Any) -> dict[str, Any]:
+        model = model or Model()
+        trainer.fit(model, loader(shuffle=True), loader(), **more)
+        return self.told(trainer, model)
+
+    def told(self, trainer: L.Trainer, model: Model) -> dict[str, Any]:
+        return {
+            "losses": [*model.losses],
+            "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+            "weights": digest(dict(model.named_parameters())),
+            "steps": trainer.global_step,
+            "ranks": [trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.num_nodes],
+            "sampler": trainer.distributed_sampler_kwargs,
+            "precision": type(trainer.precision_plugin).__name__,
+        }
+
+
+def plain(bench: Bench) -> dict[str, Any]:
+    """Fit twice, then all other calls, with what Lightning users have beside their model."""
+    trainer = bench.trainer(
+        profiler="simple", enable_progress_bar=True, enable_model_summary=True, callbacks=[RichProgressBar()]
+    )
+    model = Model()
+    first = bench.fitted(trainer, model)
+    trainer.fit_loop.max_epochs = 2
+    again = bench.fitted(trainer, model)
+    others = [trainer.validate(model, loader(), verbose=False), trainer.test(model, loader(), verbose=False)]
+    predicted = trainer.predict(model, loader())
+    actions = {name.replace("Safe", "") for name in trainer.profiler.recorded_durations if "barrier" not in name}
+    return {
+        "first": first,
+        "again": again,
+        "others": others,
+        "predicted": predicted,
+        "profiled": sorted(name.replace(type(trainer.strategy).__name__, "") for name in actions),
+    }
+
+
+def accumulated(bench: Bench) -> dict[str, Any]:
+    """Gradients of two batches for each step, and mixed precision."""
+    return bench.fitted(bench.trainer(precision="bf16-mixed", accumulate_grad_batches=2))
+
+
+def manual(bench: Bench) -> dict[str, Any]:
+    return bench.fitted(bench.trainer(), Model(manual=True))
+
+
+def stopped_early(bench: Bench) -> dict[str, Any]:
+    stop = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    told = bench.fitted(bench.trainer(max_epochs=9, callbacks=[stop]))
+    return told | {"stopped": stop.stopped_epoch, "waited": stop.wait_count}
+
+
+def averaged(bench: Bench) -> dict[str, Any]:
+    swa = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    return bench.fitted(bench.trainer(max_epochs=3, callbacks=[swa]))
+
+
+def synchronised_norm(bench: Bench) -> dict[str, Any]:
+    """On a CPU PyTorch's layer refuses to train: both have to say the same."""
+    try:
+        return bench.fitted(bench.trainer(sync_batchnorm=True), Model(batch_norm=True))
+    except (ValueError, RuntimeError) as error:
+        return {"raised": f"{type(error).__name__}: {error}"}
+
+
+def compiled(bench: Bench) -> dict[str, Any]:
+    trainer = bench.trainer()
+    model = Model()
+    model.net.compile(backend="eager")
+    return bench.fitted(trainer, model)
+
+
+def broken(bench: Bench) -> dict[str, Any]:
+    """All ranks raise; the callback then saves, which takes all of them."""
+    keep = OnExceptionCheckpoint(bench.folder, filename="broken")
+    trainer = bench.trainer(enable_checkpointing=True, callbacks=[keep])
+    with suppress(ValueError):
+        bench.fitted(trainer, Model(raises_at=2))
+        raise AssertionError("it has not raised")
+    (path,) = bench.folder.glob("broken*")
+    return {"steps": trainer.global_step, "saved": path.name}
+
+
+def checkpoint(bench: Bench, **strategy: Any) -> Path:
+    """The last of one epoch, by ModelCheckpoint."""
+    keep = ModelCheckpoint(bench.folder / "-".join(["kept", *strategy]), save_last=True, save_top_k=0)
+    trainer = bench.trainer(strategy=strategy, enable_checkpointing=True, callbacks=[keep])
+    bench.fitted(trainer)
+    return Path(keep.last_model_path)
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The names of what is in a checkpoint, and the model's weights; of one in parts, the files and their names."""
+    if path.is_dir():
+        meta = torch.load(path / "meta.pt", weights_only=False)
+        files = sorted(file.name for file in path.iterdir())
+        return {"keys": sorted(meta), "files": files}
+    loaded = torch.load(path, weights_only=False)
+    keys = {"keys": sorted(loaded), "weights": digest(loaded["state_dict"]), "of model": list(loaded["state_dict"])}
+    return keys | {"callbacks": len(loaded["callbacks"]), "optimizers": len(loaded["optimizer_states"])}
+
+
+def resumed(bench: Bench, path: Path, **strategy: Any) -> dict[str, Any]:
+    """What another epoch comes to, from a checkpoint."""
+    return bench.fitted(bench.trainer(strategy=strategy, max_epochs=2), ckpt_path=path, weights_only=False)
+
+
+def interchanged(benches: list[Bench], **strategy: Any) -> dict[str, Any]:
+    """What each strategy has saved, resumed by each of both."""
+    paths = {bench.kind: checkpoint(bench, **strategy) for bench in benches}
+    saved = {kind: content(path) for kind, path in paths.items()}
+    whole = {
+        bench.kind: {other: resumed(bench, path, **strategy) for other, path in paths.items()} for bench in benches
+    }
+    return {kind: {"saved": saved[kind], "resumed": whole[kind]} for kind in saved}
+
+
+COMMON = (plain, accumulated, manual, stopped_early, broken)
+CHECKS: dict[str, tuple[Callable[[Bench], Any], ...]] = {
+    "ddp": (*COMMON, averaged, synchronised_norm, compiled),
+    "fsdp": (plain, manual, stopped_early),
+    "data-parallel": COMMON,
+    "tensor-parallel": (plain, manual),
+    "both-parallel": (plain,),
+}
+SIZES = {"data-parallel": (2, 1), "tensor-parallel": (1, 2), "both-parallel": (2, 2)}
+# How checkpoints are made. FSDP's first version cannot make one on a CPU, see the tests.
+CHECKPOINTS: dict[str, dict[str, dict[str, Any]]] = {
+    "ddp": {"whole": {}},
+    "data-parallel": {
+        "whole": {"save_distributed_checkpoint": False},
+        "in parts": {"save_distributed_checkpoint": True},
+    },
+    "both-parallel": {"whole": {"save_distributed_checkpoint": False}},
+}
+_sizes = SIZES.get(sys.argv[1], (2, 1))
+DEVICES = _sizes[0] * _sizes[1]
+ARGUMENTS = (
+    dict(zip(("data_parallel_size", "tensor_parallel_size"), _sizes, strict=True)) if sys.argv[1] in SIZES else {}
+)
+
+
+def outcomes(name: str, benches: list[Bench]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for check in CHECKS[name]:
+        import time; t=time.time()
+        yield check.__name__, {bench.kind: check(bench) for bench in benches}
+        print("TIME", check.__name__, time.time()-t, file=sys.stderr, flush=True)
+    for how, strategy in CHECKPOINTS.get(name, {}).items():
+        yield f"checkpoint {how}", interchanged(benches, **strategy)
+
+
+def main() -> None:
+    import time; print("BEGIN", time.time(), file=sys.stderr, flush=True)
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    if name == "fsdp":
+        let_fsdp_train_on_cpus()
+    makes = STRATEGIES["model-parallel" if name in SIZES else name]
+    benches = [Bench(kind, make, folder / kind) for kind, make in makes.items()]
+    found = dict(outcomes(name, benches))
+    import time; print("END", time.time(), file=sys.stderr, flush=True)
+    rank = torch.distributed.get_rank()
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
