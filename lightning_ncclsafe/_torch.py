@@ -556,14 +556,15 @@ def ddp_buckets(module: Any) -> list[list[SentTogether]]:
     caps = [min(getattr(config, "first_bucket_bytes_cap", first), later), later]
     caps = [*getattr(config, "per_bucket_bytes_caps", ())] or caps
     parameters: list[Any] = list(module._module_parameters)
-    if module.find_unused_parameters and not module.static_graph:
-        return [_buckets(module, parameters, caps)[::-1]]
-    rebuilt = _buckets(module, parameters[::-1], caps)
-    return [rebuilt, _buckets(module, parameters[::-1], [sum(map(_bytes_of, parameters)) + 1])]
-
-
-def _buckets(module: Any, parameters: list[Any], caps: list[int]) -> list[SentTogether]:
     names = {id(parameter): name for name, parameter in module.module.named_parameters()}
+    if module.find_unused_parameters and not module.static_graph:
+        return [_buckets(module, names, parameters, caps)[::-1]]
+    backwards = parameters[::-1]
+    unlimited = [sum(map(_bytes_of, parameters)) + 1]
+    return [_buckets(module, names, backwards, limits) for limits in (caps, unlimited)]
+
+
+def _buckets(module: Any, names: dict[int, str], parameters: list[Any], caps: list[int]) -> list[SentTogether]:
     indices, _ = _c10d._compute_bucket_assignment_by_size(parameters, caps)
     buckets = [[parameters[index] for index in bucket] for bucket in indices]
     return [
@@ -624,7 +625,7 @@ def _sharded_unit(module: Any, group: Any) -> SentTogether:
         parameters=tuple(f"{owners.get(id(info.module), '')}{info.param_name}" for info in infos),
         elements=sum(count for _, count in sent) * ranks,
         shard_elements=sum(count for _, count in sent),
-        size_bytes=sum(count * parameter.orig_dtype.itemsize for parameter, count in sent) * ranks,
+        size_bytes=sum(count * parameter.sharded_param.element_size() for parameter, count in sent) * ranks,
         groups=_group_names(mesh.shard_process_group, *(getattr(group, name, None) for name in names)),
     )
 

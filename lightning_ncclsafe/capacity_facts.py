@@ -24,6 +24,7 @@ class Capacity:
         process_limit_bytes: What this process may still allocate under ``RLIMIT_AS`` or ``RLIMIT_DATA``.
         shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
         shm_free_bytes: What is free of it.
+        open_files_left: Files that this process may still open, and each process that it forks.
         slurm_cpus_per_task: ``SLURM_CPUS_PER_TASK``: explains a mismatch with ``cpus``, and decides nothing.
     """
 
@@ -41,4 +42,5 @@ class Capacity:
     process_limit_bytes: int | None = None
     shm_total_bytes: int | None = None
     shm_free_bytes: int | None = None
+    open_files_left: int | None = None
     slurm_cpus_per_task: int | None = None

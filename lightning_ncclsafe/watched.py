@@ -464,8 +464,7 @@ def _meeting_place(strategy: Any) -> str:
     """A name on which the ranks of this start of this job agree without having met."""
     environment = strategy.cluster_environment
     assert environment is not None
-    start = [os.environ[name] for name in _START_NAMES if name in os.environ]
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        # Each of torchrun's agents counts restarts by itself.
-        start.remove(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # Of several agents of torchrun, each counts restarts by itself.
+    agents_count = "TORCHELASTIC_RESTART_COUNT" if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else ""
+    start = [os.environ[name] for name in _START_NAMES if name in os.environ and name != agents_count]
     return "-".join([environment.main_address, str(environment.main_port), *start])

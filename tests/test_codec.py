@@ -106,6 +106,7 @@ PREFLIGHT = PreflightFacts(
         process_limit_bytes=9,
         shm_total_bytes=1 << 26,
         shm_free_bytes=1,
+        open_files_left=900,
         slurm_cpus_per_task=8,
     ),
     swap=SwapFacts(

@@ -8,15 +8,27 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import jsonargparse
+import lightning as L
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 
-from lightning_ncclsafe import SafeDDP
+from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
+from lightning_ncclsafe.guarded_strategy import GuardedStrategy
 from lightning_ncclsafe.settings import Limits
 
 ONE_DEVICE = Path(__file__).with_name("one_device.py")
@@ -133,14 +145,115 @@ def test_a_strategy_that_has_not_begun_can_be_copied_and_sent(copied: Any) -> No
     )
 
 
-def test_registering_leaves_the_parents_names_to_the_parent() -> None:
-    registry = type(StrategyRegistry)()
-    DDPStrategy.register_strategies(registry)
-    stock = set(registry)
-    SafeDDP.register_strategies(registry)
-    assert set(registry) == stock | {"ddp_ncclsafe"}
-    assert registry["ddp"]["strategy"] is DDPStrategy
-    assert registry["ddp_ncclsafe"]["strategy"] is SafeDDP
+@pytest.mark.parametrize(("ours", "theirs"), [(SafeDDP, DDPStrategy), (SafeFSDP, FSDPStrategy)])
+def test_every_name_of_the_parents_is_registered_for_the_child_too(ours: Any, theirs: Any) -> None:
+    own = {name: entry for name, entry in StrategyRegistry.items() if entry["strategy"] is ours}
+    stock = {name: entry for name, entry in StrategyRegistry.items() if entry["strategy"] is theirs}
+    assert {f"{name}_ncclsafe": entry["init_params"] for name, entry in stock.items()} == {
+        name: entry["init_params"] for name, entry in own.items()
+    }
+    assert stock and not any(name.endswith("ncclsafe") for name in stock)
+
+
+def test_names_give_the_strategies_that_they_say() -> None:
+    notebook = StrategyRegistry.get("ddp_notebook_find_unused_parameters_true_ncclsafe")
+    assert (type(notebook), notebook._start_method) == (SafeDDP, "fork")
+    assert notebook._ddp_kwargs == {"find_unused_parameters": True}
+    offloading = StrategyRegistry.get("fsdp_cpu_offload_ncclsafe")
+    assert (type(offloading), offloading.cpu_offload.offload_params) == (SafeFSDP, True)
+
+
+def test_a_package_that_is_loaded_twice_registers_once() -> None:
+    before, known = dict(StrategyRegistry), [*FSDPStrategy.get_registered_strategies()]
+    for strategy in (SafeDDP, SafeFSDP):
+        strategy.register_strategies(StrategyRegistry)
+    assert set(StrategyRegistry) == set(before)
+    assert FSDPStrategy.get_registered_strategies() == known
+
+
+def test_by_name_fsdp_is_refused_without_a_gpu_in_lightnings_words() -> None:
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):
+        L.Trainer(accelerator="cpu", devices=2, strategy="fsdp_ncclsafe")
+
+
+PAIRS = [(SafeDDP, DDPStrategy), (SafeFSDP, FSDPStrategy), (SafeModelParallel, ModelParallelStrategy)]
+OWN_ARGUMENTS = ["suspect_after", "on_timeout", "report_dir", "phase_timeouts", "sigterm_broadcast"]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_configuration_may_say_all_that_the_parent_takes(ours: type, theirs: type) -> None:
+    def arguments(strategy: type) -> dict[str, Any]:
+        path = f"{strategy.__module__}.{strategy.__qualname__}"
+        parser = jsonargparse.ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(Strategy, "strategy")
+        return parser.parse_object({"strategy": {"class_path": path}}).strategy.init_args.as_dict()
+
+    own, stock = arguments(ours), arguments(theirs)
+    assert [*own] == [*OWN_ARGUMENTS, *stock]
+    assert {name: own[name] for name in stock} == stock
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_the_guard_stands_before_the_strategy_and_hides_nothing_of_it(ours: type, theirs: type) -> None:
+    assert ours.__mro__[1:3] == (GuardedStrategy, theirs)
+    plugged = {name for name in vars(GuardedStrategy) if callable(getattr(GuardedStrategy, name))}
+    replaced = {name for name in plugged if name in dir(theirs) and not name.startswith("__")}
+    # All that is plugged in calls on: into Lightning's class, which may have replaced it itself and not call its own.
+    assert replaced == {
+        "_configure_launcher",
+        "barrier",
+        "predict_step",
+        "process_dataloader",
+        "register_strategies",
+        "setup_environment",
+        "test_step",
+        "validation_step",
+    }
+    # Of these one comes to every batch of evaluation, and to every loader: nobody below may go past it.
+    never_called = {"validation_step", "test_step", "predict_step", "process_dataloader"}
+    between = theirs.__mro__[: theirs.__mro__.index(ParallelStrategy)]
+    assert not never_called & {name for kind in between for name in vars(kind)}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_arguments_by_position_are_the_parents(ours: Any, theirs: Any) -> None:
+    values = (2, 1) if ours is SafeModelParallel else (None, None)
+    names = ("_data_parallel_size", "_tensor_parallel_size") if ours is SafeModelParallel else ("_accelerator",)
+    own, stock = ours(*values, suspect_after=5), theirs(*values)
+    assert own._limits.suspect_after_s == 5
+    assert all(getattr(own, name) == getattr(stock, name) for name in names)
+
+
+@pytest.mark.parametrize("strategy", ["SafeFSDP", "SafeModelParallel"])
+def test_without_a_launcher_the_trainers_functions_are_watched_all_the_same(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun Lightning's own have none."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    guarded = {"SafeFSDP": SafeFSDP, "SafeModelParallel": SafeModelParallel}[strategy]()
+    guarded.cluster_environment = LightningEnvironment()
+    assert guarded.cluster_environment.creates_processes_externally
+    guarded._configure_launcher()
+    watched: list[Any] = []
+
+    @contextmanager
+    def watch(trainer: Any) -> Iterator[None]:
+        watched.append(trainer)
+        yield
+
+    monkeypatch.setattr(guarded, "watch", watch)
+
+    class Trainer:
+        strategy = guarded
+
+        def fit(self, *args: int, much: bool) -> Any:
+            assert watched == [self] and much
+            return args
+
+    trainer = Trainer()
+    assert guarded.launcher is not None and guarded.launcher.is_interactive_compatible
+    assert guarded.launcher.launch(trainer.fit, 1, 2, trainer=trainer, much=True) == (1, 2)
+    guarded.launcher.kill(15)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +339,7 @@ def test_with_lightning_there_the_name_is_registered_and_the_others_are_as_they_
 ) -> None:
     registered = safe[0]["registered"]
     assert registered["ddp_ncclsafe"] == safe[0]["by_name"] == "SafeDDP"
-    assert [name for name, strategy in registered.items() if strategy == "SafeDDP"] == ["ddp_ncclsafe"]
+    assert registered["fsdp_ncclsafe"] == "SafeFSDP"
     assert registered["ddp"] == registered["ddp_find_unused_parameters_true"] == "DDPStrategy"
 
 

@@ -1,4 +1,4 @@
-"""What the five hangs share: their options, and the training of examples/digits.py."""
+"""What the hangs share: their options, and the training of examples/digits.py."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ def capacity(
         process_limit_bytes=process_limit_bytes(),
         shm_total_bytes=shared.f_blocks * shared.f_frsize if shared else None,
         shm_free_bytes=shared.f_bavail * shared.f_frsize if shared else None,
+        open_files_left=open_files_left(),
         slurm_cpus_per_task=or_none(lambda: int(environment["SLURM_CPUS_PER_TASK"])),
     )
 
@@ -57,9 +58,14 @@ def process_limit_bytes() -> int | None:
     return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
 
 
-def _left(name: str, used_bytes: int | None) -> int | None:
+def open_files_left() -> int | None:
+    """How many more files this process may open (``ulimit -n``); None where nothing limits it."""
+    return _left("RLIMIT_NOFILE", or_none(lambda: psutil.Process().num_fds()))
+
+
+def _left(name: str, used: int | None) -> int | None:
     soft = or_none(lambda: _soft_limit(name))
-    return None if soft is None or used_bytes is None else max(soft - used_bytes, 0)
+    return None if soft is None or used is None else max(soft - used, 0)
 
 
 def _soft_limit(name: str) -> int | None:

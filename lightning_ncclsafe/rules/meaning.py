@@ -26,7 +26,6 @@ _BY_FRAME = (
     ("torch/distributed/_state_dict_utils.py", "", "", "the gathering of the state for a checkpoint"),
     ("distributed/checkpoint/", "", "", "torch.distributed.checkpoint's coordination"),
     ("", "clip_grad_norm_", "all_reduce", "the norm of all gradients (clip_grad_norm_)"),
-    ("nn/utils/clip_grad.py", "", "all_reduce", "the norm of all gradients (clip_grad_norm_)"),
     ("nn/modules/_functions.py", "", "", "SyncBatchNorm's statistics of the batch"),
 )
 # What says less than the unit of the model that the collective's size belongs to.

@@ -108,6 +108,14 @@ def test_the_process_limit_is_what_is_left(
     assert process_limit_bytes() == left
 
 
+def test_files_that_are_open_already_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024 if which == resource.RLIMIT_NOFILE else -1, -1))
+    monkeypatch.setattr(psutil.Process, "num_fds", lambda self: 24, raising=False)
+    assert capacity().open_files_left == 1000
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert capacity().open_files_left is None
+
+
 def test_a_host_that_tells_nothing(nowhere: ControlGroups, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("virtual_memory", "Process"):
         monkeypatch.setattr(psutil, name, refuse)

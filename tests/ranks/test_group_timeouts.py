@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_ncclsafe import _torch, group_timeouts
 from lightning_ncclsafe.facts import VOTE_GROUP, Phase
@@ -127,6 +128,38 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
     found: list[FakeGroup] = []
     monkeypatch.setattr(_torch, "timed_groups", lambda: found)
     return found
+
+
+def test_without_limits_of_phases_the_groups_of_a_mesh_get_the_strategys_own(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        own, votes = (
+            dist.new_group([0, 1], timeout=HOUR),
+            dist.new_group(timeout=timedelta(seconds=1800), group_desc=VOTE_GROUP),
+        )
+        phases = Followed(check_limits(None, 30, "abort"))
+        phases.start()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        # That of all ranks is the one that is there already.
+        alone, everybody = mesh.get_all_groups()
+        assert (timeout_s(alone), timeout_s(everybody)) == (1800, 45)
+        phases.start()
+        assert [timeout_s(group) for group in (alone, everybody, own, votes)] == [45, 45, 3600, 1800]
+        phases.restore()
+        assert [timeout_s(group) for group in (alone, everybody, own, votes)] == [1800, 45, 3600, 1800]
+
+    run(tmp_path, body)
+
+
+def test_groups_that_are_made_after_the_first_ones_are_seen_in_the_same_phase(groups: list[FakeGroup]) -> None:
+    groups.append(FakeGroup(45))
+    phases = Followed(LIMITS)
+    phases.now = TRAIN
+    phases.start()
+    groups.append(FakeGroup(1800))
+    phases.start()
+    assert [group.timeout_s for group in groups] == [115, 115]
+    phases.restore()
+    assert [group.timeout_s for group in groups] == [45, 1800]
 
 
 def test_without_limits_of_phases_nothing_is_set_or_looked_at(groups: list[FakeGroup]) -> None:

@@ -199,6 +199,12 @@ def test_a_small_size_counts_less_than_the_line() -> None:
     assert means(facts) == "EarlyStopping's vote on whether to stop"
 
 
+def test_a_small_unit_says_more_than_that_fsdp_exchanges_something() -> None:
+    small = replace(LAYERS, elements=40, shard_elements=10, alike=1)
+    facts = waiting(call("all_gather", 10, 40, backend="gloo"), PRE_FORWARD, units=(small,))
+    assert means(facts) == "the all-gather of FSDP unit model.layers.0, in forward"
+
+
 def test_metrics_and_the_norm_of_gradients() -> None:
     metric = ModelUnit(kind=UnitKind.METRIC, name="val_acc", type="MulticlassAccuracy")
     entry = call("all_gather", 10, 20, backend="gloo")

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe import SafeDDP
+from lightning_ncclsafe import SafeDDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorder_dumps
 
 
@@ -103,6 +103,7 @@ class Scenario(L.LightningModule):
         super().__init__()
         self.options = options
         self.layer = torch.nn.Linear(8, 2)
+        self.is_split = False
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         options = self.options
@@ -130,6 +131,20 @@ class Scenario(L.LightningModule):
         if self.options.hook == hook and self.options.rank in (self.global_rank, ALL):
             DEEDS[self.options.deed]()
 
+    def configure_model(self) -> None:
+        if self._device_mesh is None or self.is_split:
+            return
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        self.is_split = True
+        data, tensor = self._device_mesh["data_parallel"], self._device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(self.layer, tensor, ColwiseParallel(output_layouts=Replicate()))
+        if data.size() > 1:
+            fully_shard(self.layer, mesh=data)
+
     def setup(self, stage: str) -> None:
         self._do_in("setup")
 
@@ -155,6 +170,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", choices=["numbers", "stream"], default="numbers")
     parser.add_argument("--validated-by", type=int, help="only this rank has a validation loader")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--tensor-parallel", type=int, help="split the model among so many ranks, and by FSDP2")
     parser.add_argument("--suspect-after", type=float, default=1.5)
     parser.add_argument("--timeout", type=float, default=20)
     parser.add_argument("--on-timeout", default="abort")
@@ -175,6 +191,19 @@ def kept(folder: Path) -> list[L.Callback]:
         OnExceptionCheckpoint(folder),
         ModelCheckpoint(folder / "best", filename="{step}", save_on_exception=True, save_top_k=0),
     ]
+
+
+def strategy_of(options: argparse.Namespace) -> SafeDDP | SafeModelParallel:
+    guard = {
+        "suspect_after": options.suspect_after,
+        "timeout": timedelta(seconds=options.timeout),
+        "on_timeout": options.on_timeout,
+        "sigterm_broadcast": options.sigterm_broadcast,
+    }
+    peers = options.tensor_parallel
+    if peers is None:
+        return SafeDDP(start_method=options.start_method, **guard)
+    return SafeModelParallel(data_parallel_size=options.devices // peers, tensor_parallel_size=peers, **guard)
 
 
 def batches_of(trainer: L.Trainer) -> str:
@@ -198,13 +227,7 @@ def main() -> None:
         enable_checkpointing=options.keep,
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=SafeDDP(
-            suspect_after=options.suspect_after,
-            timeout=timedelta(seconds=options.timeout),
-            on_timeout=options.on_timeout,
-            start_method=options.start_method,
-            sigterm_broadcast=options.sigterm_broadcast,
-        ),
+        strategy=strategy_of(options),
     )
     model, data = Scenario(options), Numbers() if options.data == "numbers" else Stream(options)
     loaders = [DataLoader(data, batch_size=4)]

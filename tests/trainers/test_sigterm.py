@@ -27,6 +27,7 @@ FORWARDED = ("popen", "sigterm", "--rank=0", *LONG)
 WORKER = ("torchrun", "sigterm", *LONG)
 AGENT = ("torchrun", "sigterm-launcher", *LONG)
 PREDICTING = ("cluster", "sigterm", "--devices=3", "--calls=predict", "--hook=predict_step", "--batch=0", "--pace=0.3")
+PREDICTING_TOGETHER = ("cluster", "sigterm", "--devices=2", "--tensor-parallel=1", *PREDICTING[3:])
 UNTOLD = ("cluster", "nothing", "--devices=2")
 STOCK = ("cluster", "nothing", "--devices=2", "--sigterm-broadcast")
 FIRST = [AGENT, WORKER, FORWARDED]
@@ -154,6 +155,14 @@ def test_ranks_that_predict(outcome: Outcome) -> None:
     assert sorted(outcome.ranks) == [0, 1, 2]
     assert "done" not in outcome.output
     assert "rank 1 was sent SIGTERM: ranks stop, each before its next batch" in outcome.output
+
+
+@pytest.mark.program(*PREDICTING_TOGETHER)
+def test_ranks_that_need_one_another_to_predict(outcome: Outcome) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    assert sorted(outcome.ranks) == [0, 1]
+    assert "done" not in outcome.output
+    assert "rank 1 was sent SIGTERM: ranks stop, all before the same batch" in outcome.output
 
 
 @pytest.mark.program(*UNTOLD)

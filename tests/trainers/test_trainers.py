@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 FIRST = [
     ("torchrun", "stall", "--hook", "on_train_epoch_end", "--suspect-after", "4", "--timeout", "15"),
     ("cluster", "recover", "--devices", "4", "--rank", "2", "--suspect-after", "4"),
+    ("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5"),
     ("estimate", "--rank", "0"),
     ("stall", "--start-method", "fork", "--timeout", "5"),
 ]
@@ -158,3 +159,31 @@ def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outco
     assert finding["location"].startswith(line_of("estimate"))
     assert "barrier 'run-stage'" in finding["summary"]
     assert outcome.said[-1] == "the run cannot go on, it is ended"
+
+
+@pytest.mark.program("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5")
+def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> None:
+    finding = first_finding(outcome)
+    assert (finding["rule"], finding["ranks"]) == ("rank-zero-only-work", [2])
+    assert finding["location"].startswith(line_of("stall"))
+    # Rank 0 waits in a group of the data-parallel ranks, rank 3 in one of tensor-parallel peers.
+    ranks = {facts["rank"]: facts for facts in outcome.reports[0]["job"]["ranks"]}
+    assert {group["name"] for facts in ranks.values() for group in facts["groups"]} > {"0"}
+    assert outcome.said[-1] == "the run cannot go on, it is ended"
+    assert outcome.exit_code == EXIT_CODE
+
+
+@pytest.mark.program("cluster", "raise", "--devices", "2", "--tensor-parallel", "1", "--keep")
+def test_a_rank_of_a_split_model_that_raises_and_then_saves(outcome: Outcome) -> None:
+    """OnExceptionCheckpoint saves on the rank that has failed, and all ranks have a part of the model."""
+    finding = first_finding(outcome)
+    assert (finding["rule"], finding["ranks"]) == ("failed-rank", [1])
+    assert finding["location"].startswith(line_of("raise"))
+    assert outcome.exit_code != 0
+
+
+@pytest.mark.program("cluster", "nothing", "--devices", "2", "--tensor-parallel", "2", "--data", "stream")
+def test_tensor_parallel_peers_that_read_different_data_do_not_train(outcome: Outcome) -> None:
+    assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("different-peers", [0, 1])
+    assert outcome.output.count("DatasetMismatchError: different-peers: Ranks that are one data-parallel rank") == 2
+    assert outcome.output.count("has made 0 steps") == 2

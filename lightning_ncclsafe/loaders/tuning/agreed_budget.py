@@ -62,8 +62,15 @@ def least_budget(ranks: Sequence[Capacity]) -> Budget:
     cores = min(budgets, key=lambda budget: (budget.workers, budget.cores))
     memory = min(budgets, key=lambda budget: _or_infinite(budget.memory_bytes))
     shm = min(budgets, key=lambda budget: _or_infinite(budget.shm_bytes))
-    return replace(cores, memory_bytes=memory.memory_bytes, memory_from=memory.memory_from, shm_bytes=shm.shm_bytes)
+    files = min(budgets, key=lambda budget: _or_infinite(budget.open_files))
+    return replace(
+        cores,
+        memory_bytes=memory.memory_bytes,
+        memory_from=memory.memory_from,
+        shm_bytes=shm.shm_bytes,
+        open_files=files.open_files,
+    )
 
 
-def _or_infinite(bytes_: int | None) -> float:
-    return float("inf") if bytes_ is None else bytes_
+def _or_infinite(most: int | None) -> float:
+    return float("inf") if most is None else most

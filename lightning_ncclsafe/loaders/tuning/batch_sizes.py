@@ -1,6 +1,6 @@
 """How large a batch is, whatever it may be made of."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -21,13 +21,30 @@ def bytes_of(batch: Any, *, piped: bool = False) -> int:
         piped: Whether to leave tensors out, which workers hand over in shared memory: all else goes through a pipe, and
             until it is taken it is in the memory of the worker itself.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count(piped)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(_piped_bytes if piped else _all_bytes)))
+
+
+def tensors_of(batch: Any) -> int:
+    """Number of tensors in a batch, found as :func:`bytes_of` finds them."""
+    return int(_bytes_of(batch, _DEEPEST, _Count(_tensors)))
 
 
 class _Count:
-    def __init__(self, piped: bool) -> None:
+    def __init__(self, weigh: Callable[[Any, int], float]) -> None:
         self.left = _MOST_VALUES
-        self.piped = piped
+        self.weigh = weigh
+
+
+def _all_bytes(value: Any, size: int) -> float:
+    return float(size)
+
+
+def _piped_bytes(value: Any, size: int) -> float:
+    return 0.0 if _tensors(value, size) else float(size)
+
+
+def _tensors(value: Any, size: int) -> float:
+    return 1.0 if hasattr(value, "share_memory_") else 0.0
 
 
 def _bytes_of(value: Any, depth: int, count: _Count) -> float:
@@ -36,9 +53,9 @@ def _bytes_of(value: Any, depth: int, count: _Count) -> float:
     with suppress(Exception):
         size = getattr(value, "nbytes", None)
         if isinstance(size, int):
-            return 0.0 if count.piped and hasattr(value, "share_memory_") else float(size)
+            return count.weigh(value, size)
         if isinstance(value, (str, bytes, bytearray)):
-            return float(len(value))
+            return count.weigh(value, len(value))
         parts = _parts_of(value)
         if depth and parts:
             return _sum_of(parts, depth - 1, count)

@@ -10,7 +10,8 @@ from lightning_ncclsafe.rules.wording import size_words
 
 # tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
 # available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of
-# /dev/shm also half: NCCL and the loaders of other libraries keep their segments there.
+# /dev/shm also half: NCCL and the loaders of other libraries keep their segments there. Of open files, too: the user's
+# own data may be in many.
 _MEMORY_SHARE = 0.5
 
 
@@ -23,6 +24,8 @@ class Budget:
         workers: Most worker processes of all of its loaders together: ``workers * local ranks <= cores``.
         memory_bytes: Memory for workers and for the batches that they have ready.
         shm_bytes: Shared memory for the batches that they have ready.
+        open_files: Tensors of the batches that they have ready: each is an open file of its worker (torch's default,
+            ``torch.multiprocessing.get_sharing_strategy()``), and of the rank's own process once it is received.
         cores_from: What sets ``cores``, in words for the user: ``"2 cores shared by 4 ranks"``, ``"quota of 1.5 cores
             shared by 2 ranks"``.
         memory_from: The same for ``memory_bytes``: ``"half of the 1.2 GB left under the control group's limit"``.
@@ -32,6 +35,7 @@ class Budget:
     workers: int
     memory_bytes: int | None = None
     shm_bytes: int | None = None
+    open_files: int | None = None
     cores_from: str = ""
     memory_from: str = ""
 
@@ -57,6 +61,7 @@ def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
         workers=int(cores),
         memory_bytes=None if memory is None else memory[0],
         shm_bytes=None if shm_free is None else int(_MEMORY_SHARE * max(0, shm_free) / len(ranks)),
+        open_files=None if own.open_files_left is None else int(_MEMORY_SHARE * own.open_files_left),
         cores_from=cores_from,
         memory_from="" if memory is None else memory[1],
     )

@@ -15,7 +15,7 @@ from lightning_ncclsafe.loaders.tuning.expected import (
 )
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 
-Bound = Literal["need", "cores", "memory", "shm"]
+Bound = Literal["need", "cores", "memory", "shm", "files"]
 
 # Workers are to be a tenth faster than the step: with less, the queue of ready batches never fills up again.
 HEADROOM = 1.1
@@ -95,8 +95,13 @@ def fitting(
 
 
 def scarcest(measures: Measures, budget: Budget, *, copies: int = 1) -> Bound:
-    """Which of memory and shared memory holds fewer batches for one worker."""
-    if budget.memory_bytes is None or budget.shm_bytes is None:
-        return "memory" if budget.shm_bytes is None else "shm"
-    ready = (budget.memory_bytes - measures.worker_bytes) / max(1, copies)
-    return "memory" if ready <= budget.shm_bytes else "shm"
+    """Which of memory, shared memory and open files is enough for fewer batches of one worker."""
+    batches: dict[Bound, float] = {}
+    batch_bytes = max(measures.batch_bytes, 1)
+    if budget.memory_bytes is not None:
+        batches["memory"] = (budget.memory_bytes - measures.worker_bytes) / (max(1, copies) * batch_bytes)
+    if budget.shm_bytes is not None:
+        batches["shm"] = budget.shm_bytes / batch_bytes
+    if budget.open_files is not None and measures.tensors:
+        batches["files"] = budget.open_files / measures.tensors
+    return min(batches, key=batches.__getitem__, default="memory")

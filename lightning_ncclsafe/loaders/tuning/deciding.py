@@ -194,6 +194,7 @@ class Deciding:
             workers=max(workers, 0),
             memory_bytes=_less(self._budget.memory_bytes, sum(map(_memory_bytes, others))),
             shm_bytes=_less(self._budget.shm_bytes, sum(map(_in_flight_bytes, others))),
+            open_files=_less(self._budget.open_files, sum(map(_open_files, others))),
         )
 
 
@@ -220,5 +221,10 @@ def _memory_bytes(loader: _Loader) -> int:
     return workers + _in_flight_bytes(loader)
 
 
-def _less(bytes_: int | None, used_bytes: int) -> int | None:
-    return None if bytes_ is None else max(bytes_ - used_bytes, 0)
+def _open_files(loader: _Loader) -> int:
+    choice = loader.controller.choice
+    return 0 if loader.last is None else choice.workers * choice.prefetch * loader.last.tensors
+
+
+def _less(most: int | None, used: int) -> int | None:
+    return None if most is None else max(most - used, 0)

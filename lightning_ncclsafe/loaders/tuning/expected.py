@@ -55,7 +55,7 @@ def workers_by_cores(measures: Measures, budget: Budget) -> int:
 
 
 def most_prefetch(workers: int, measures: Measures, budget: Budget, *, copies: int = 1) -> int:
-    """Most batches ahead of each worker for which there is memory and shared memory; 0 for none.
+    """Most batches ahead of each worker for which there are memory, shared memory and files; 0 for none.
 
     Args:
         workers: How many workers, at least one.
@@ -70,6 +70,8 @@ def most_prefetch(workers: int, measures: Measures, budget: Budget, *, copies: i
         most = min(most, left_bytes // max(1, ahead_bytes * copies))
     if budget.shm_bytes is not None and ahead_bytes:
         most = min(most, budget.shm_bytes // ahead_bytes)
+    if budget.open_files is not None and measures.tensors:
+        most = min(most, budget.open_files // (workers * measures.tensors))
     return max(0, most)
 
 

@@ -22,6 +22,7 @@ class Measures:
         cpu_share: Share of that time that the worker was on a processor, 0 to 1.
         own_cores: Processor time of this process, workers aside, per second: how many cores it keeps busy itself.
         batch_bytes: Size of a batch's tensors; the largest of those seen.
+        tensors: Tensors of a batch; the most of those seen.
         worker_bytes: Memory that a worker has for itself, beyond what it shares with this process; the largest.
         throttled: Share of the time in which the control group's quota held this rank's processes, 0 to 1.
     """
@@ -38,6 +39,7 @@ class Measures:
     cpu_share: float = 1.0
     own_cores: float = 1.0
     batch_bytes: int = 0
+    tensors: int = 0
     worker_bytes: int = 0
     throttled: float = 0.0
 
@@ -69,6 +71,7 @@ def worst_of(ranks: Sequence[Measures]) -> Measures:
         cpu_share=max(rank.cpu_share for rank in ranks),
         own_cores=max(rank.own_cores for rank in ranks),
         batch_bytes=max(rank.batch_bytes for rank in ranks),
+        tensors=max(rank.tensors for rank in ranks),
         worker_bytes=max(rank.worker_bytes for rank in ranks),
         throttled=max(rank.throttled for rank in ranks),
     )

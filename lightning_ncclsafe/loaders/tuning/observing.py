@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of
+from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.windows import GAPS, Window, target_gap_s
 from lightning_ncclsafe.loaders.tuning.worker_clock import Service, WorkerClock
@@ -48,6 +48,7 @@ class Observer:
         self._window_s = window_s
         self._throttled_s = throttled_s or _unknown
         self._piped_bytes = 0
+        self._most_tensors = 0
         self._setting = (-1, -1)
         self._clock: ref[WorkerClock] | None = None
         self._largest_batch = 0
@@ -112,6 +113,7 @@ class Observer:
             window.services.append(Service(wait_s, time.thread_time() - self._cpu_s))
         if window.batches == 1:
             self._largest_batch = max(self._largest_batch, bytes_of(batch))
+            self._most_tensors = max(self._most_tensors, tensors_of(batch))
             self._piped_bytes = max(self._piped_bytes, bytes_of(batch, piped=True))
         if window.is_full(self._least_batches, self._window_s):
             # What is done with it counts as the step's time, not as the loader's.
@@ -141,6 +143,7 @@ class Observer:
                 self._services,
                 gap_s=target_gap_s(self._gaps),
                 batch_bytes=self._largest_batch,
+                tensors=self._most_tensors,
                 # Those that it has ready are counted as batches.
                 worker_bytes=max(self.worker_bytes - self._setting[1] * self._piped_bytes, 0),
                 throttled_s=throttled_s,

@@ -55,6 +55,7 @@ class Window:
         *,
         gap_s: float,
         batch_bytes: int,
+        tensors: int = 0,
         worker_bytes: int,
         throttled_s: float,
     ) -> Measures:
@@ -66,6 +67,7 @@ class Window:
                 could take for each.
             gap_s: See :func:`target_gap_s`.
             batch_bytes: Size of a batch.
+            tensors: Tensors of a batch.
             worker_bytes: Memory of a worker.
             throttled_s: Seconds for which this rank's processes were held meanwhile.
         """
@@ -86,6 +88,7 @@ class Window:
             cpu_share=min(sum(service.cpu_s for service in known) / max(sum(took_s), 1e-9), 1.0),
             own_cores=self.own_s / wall_s,
             batch_bytes=batch_bytes,
+            tensors=tensors,
             worker_bytes=worker_bytes,
             throttled=min(max(throttled_s / wall_s, 0.0), 1.0),
         )
@@ -94,12 +97,13 @@ class Window:
 def target_gap_s(gaps_s: Collection[float]) -> float:
     """What a loader has to beat to be ahead of 84 % of the steps, seconds: tf.data's ``ComputeTargetTimeNsec``.
 
-    The mean of the gaps without outliers, less one standard deviation; not less than 0, 0 where there is no gap.
+    The mean of the gaps without outliers, less one standard deviation; 0 where there is no gap. It is not less than half
+    of the mean: of steps that vary by as much as they take, as the first ones may, none would be slow enough.
     """
     mean_s, sigma_s = _mean_and_sigma(gaps_s)
     inside = [gap_s for gap_s in gaps_s if abs(gap_s - mean_s) <= _OUTLIER_SIGMAS * sigma_s]
     mean_s, sigma_s = _mean_and_sigma(inside or gaps_s)
-    return max(mean_s - _TARGET_SIGMAS * sigma_s, 0.0)
+    return max(mean_s - _TARGET_SIGMAS * sigma_s, mean_s / 2)
 
 
 def _mean_and_sigma(values: Collection[float]) -> tuple[float, float]:

@@ -64,6 +64,8 @@ def bound_words(choice: Choice, budget: Budget) -> str:
     if choice.bound == "shm":
         free = f" ({size_words(budget.shm_bytes)} for this loader)" if budget.shm_bytes is not None else ""
         return f"bound by /dev/shm{free}"
+    if choice.bound == "files":
+        return f"bound by open files (ulimit -n; {budget.open_files} for this loader)"
     return "all that is needed"
 
 

@@ -6,8 +6,9 @@ from contextlib import suppress
 
 import psutil
 
-# Reading a process's memory map holds a lock of that process for milliseconds.
-_EVERY_S = 1.0
+# Reading a process's memory map holds a lock of that process for milliseconds, and where it has much memory for longer:
+# it takes at most this share of a core.
+_LEAST_EVERY_S, _MOST_SHARE = 1.0, 0.005
 
 
 class WorkerMemory:
@@ -16,7 +17,7 @@ class WorkerMemory:
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()
         self._read_pids: tuple[int, ...] = ()
-        self._read_at = -_EVERY_S
+        self._due_at = 0.0
         self._largest_bytes = 0
 
     def watch(self, pids: tuple[int, ...]) -> None:
@@ -27,10 +28,11 @@ class WorkerMemory:
         """The most that a worker of those now was seen to have, bytes; 0 if none was seen."""
         now, pids = time.monotonic(), self._pids
         if pids != self._read_pids:
-            self._read_pids, self._read_at, self._largest_bytes = pids, now - _EVERY_S, 0
-        if now - self._read_at >= _EVERY_S:
-            self._read_at = now
+            self._read_pids, self._due_at, self._largest_bytes = pids, now, 0
+        if now >= self._due_at:
             self._largest_bytes = max([self._largest_bytes, *map(_own_bytes, pids)])
+            took_s = time.monotonic() - now
+            self._due_at = now + max(_LEAST_EVERY_S, took_s / _MOST_SHARE)
         return self._largest_bytes
 
 

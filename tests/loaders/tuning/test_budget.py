@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe.loaders.tuning.agreed_budget import least_budget
 from lightning_ncclsafe.loaders.tuning.budget import budget_of
 
 GB = 10**9
@@ -142,9 +143,15 @@ def test_shared_memory_is_half_of_what_is_free_for_all_ranks() -> None:
     assert budget_of(local[0], local).shm_bytes == 16_000_000
 
 
+def test_half_of_the_open_files_are_for_batches_and_the_rank_with_the_fewest_decides() -> None:
+    ranks = [Capacity(machine="a", cpus=(0,), open_files_left=left) for left in (None, 1000, 800)]
+    assert budget_of(ranks[1], ranks).open_files == 500
+    assert least_budget(ranks).open_files == 400
+
+
 def test_what_the_host_does_not_say_limits_nothing() -> None:
     budget = budget_of(Capacity(), [])
-    assert (budget.memory_bytes, budget.shm_bytes, budget.memory_from) == (None, None, "")
+    assert (budget.memory_bytes, budget.shm_bytes, budget.open_files, budget.memory_from) == (None, None, None, "")
 
 
 def test_a_wider_quota_that_more_ranks_share_may_be_the_one_that_binds() -> None:

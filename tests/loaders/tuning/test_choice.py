@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.choice import Choice, choose
+from lightning_ncclsafe.loaders.tuning.expected import expected_wait_s
 from lightning_ncclsafe.loaders.tuning.measures import Measures, worst_of
 
 MB = 10**6
@@ -39,6 +41,20 @@ def test_slow_batches_are_covered_by_those_that_are_ready() -> None:
     assert slow.workers == usual.workers
     assert slow.workers * slow.prefetch * 0.01 >= 0.5
     assert choose(measured(0.04, 0.01, service_q97_s=1e3), ROOMY).prefetch == 64
+
+
+def test_each_tensor_of_a_batch_that_is_ready_is_an_open_file() -> None:
+    slow = measured(0.04, 0.01, service_q97_s=1e3, tensors=20)
+    assert choose(slow, ROOMY).prefetch == 64
+    choice = choose(slow, replace(ROOMY, open_files=500, memory_bytes=10**12))
+    assert (pair(choice), choice.bound) == ((5, 5), "files")
+    assert "bound by open files (ulimit -n; 500 " in words.bound_words(choice, replace(ROOMY, open_files=500))
+
+
+def test_one_worker_with_one_batch_ahead_waits_for_no_other() -> None:
+    slow = measured(0.04, 0.05, service_q97_s=1.0)
+    assert expected_wait_s(1, 1, slow, ROOMY) == 0.0
+    assert expected_wait_s(2, 1, slow, ROOMY) == pytest.approx(0.45)
 
 
 def test_a_step_that_takes_no_time_gets_all_there_are() -> None:

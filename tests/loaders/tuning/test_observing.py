@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.loaders.tuning import observing, worker_memory
-from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of
+from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader, Observer
 from lightning_ncclsafe.loaders.tuning.pools import TunedLoader
@@ -149,7 +149,8 @@ def test_the_gap_to_beat_is_tf_datas() -> None:
     assert target_gap_s([0.2] * 5) == pytest.approx(0.2)
     # Of 1, 3: mean 2, sigma 1; the 100 is out by more than two sigmas of all.
     assert target_gap_s([1.0, 3.0] * 10 + [100.0]) == pytest.approx(1.0)
-    assert target_gap_s([0.0] * 9 + [1.0, 1.0]) == 0.0
+    # Of 0, 0, 0, 4: mean 1, sigma 1.7.
+    assert target_gap_s([0.0, 0.0, 0.0, 4.0] * 3) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_the_size_of_a_batch_of_anything() -> None:
 def test_what_of_a_batch_is_not_handed_over_in_shared_memory() -> None:
     image, scan = torch.zeros(4), np.zeros(3)
     assert bytes_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}, piped=True) == 28
+    assert tensors_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}) == 2
 
 
 def test_batches_that_a_worker_has_ready_are_not_counted_as_its_own_memory() -> None:
@@ -265,6 +267,7 @@ def test_batches_that_a_worker_has_ready_are_not_counted_as_its_own_memory() -> 
     # What was measured of other workers, with more of them ready, is none of its business.
     assert window_with(2, 700) == 700 - 2 * 80
     assert window_with(64, 700) == 0
+    assert windows[-1].tensors == 1
 
 
 def test_memory_of_workers_that_have_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

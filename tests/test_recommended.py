@@ -1,0 +1,97 @@
+"""The recommended callbacks: which they are, what takes the place of one, and what is left out."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+from lightning_ncclsafe import (
+    CollectiveTimer,
+    DatasetAgreement,
+    HostPreflight,
+    LoaderTuner,
+    LoggerOffload,
+    safe_callbacks,
+)
+
+RECOMMENDED = [HostPreflight, DatasetAgreement, LoaderTuner, LoggerOffload, CollectiveTimer]
+
+
+class OwnTimer(CollectiveTimer):
+    pass
+
+
+def kinds(callbacks: list[Callback]) -> list[type[Callback]]:
+    return [type(callback) for callback in callbacks]
+
+
+def test_they_are_all_that_we_have_and_new_at_each_call() -> None:
+    once, again = safe_callbacks(), safe_callbacks()
+    assert kinds(once) == kinds(again) == RECOMMENDED
+    assert not {*map(id, once)} & {*map(id, again)}
+
+
+def test_of_each_its_defaults() -> None:
+    found = {type(callback): callback.settings for callback in safe_callbacks()}  # type: ignore[attr-defined]
+    assert found == {kind: kind().settings for kind in RECOMMENDED}
+
+
+@pytest.mark.parametrize("own", [CollectiveTimer(trace=False), OwnTimer()])
+def test_one_of_the_same_class_takes_its_place(own: CollectiveTimer) -> None:
+    callbacks = safe_callbacks(own)
+    assert callbacks[-1] is own
+    assert kinds(callbacks[:-1]) == RECOMMENDED[:-1]
+
+
+def test_one_in_the_middle_keeps_the_order() -> None:
+    own = DatasetAgreement(on_uneven="repeat")
+    callbacks = safe_callbacks(own)
+    assert kinds(callbacks) == RECOMMENDED
+    assert callbacks[1] is own
+
+
+def test_others_follow_in_their_order_as_many_as_there_are() -> None:
+    others = [ModelCheckpoint(), EarlyStopping("loss"), ModelCheckpoint(monitor="loss")]
+    callbacks = safe_callbacks(others[0], LoaderTuner(apply=False), *others[1:])
+    assert kinds(callbacks[:5]) == RECOMMENDED
+    assert [*map(id, callbacks[5:])] == [*map(id, others)]
+
+
+@pytest.mark.parametrize("without", [(LoaderTuner,), [LoaderTuner], {LoaderTuner}])
+def test_one_is_left_out(without: Any) -> None:
+    assert kinds(safe_callbacks(without=without)) == [kind for kind in RECOMMENDED if kind is not LoaderTuner]
+
+
+def test_all_are_left_out() -> None:
+    own = ModelCheckpoint()
+    assert safe_callbacks(own, without=RECOMMENDED) == [own]
+
+
+@pytest.mark.parametrize(
+    ("own", "without", "said"),
+    [
+        ((OwnTimer(), CollectiveTimer()), (), "was given 2 callbacks of class CollectiveTimer; give one of them"),
+        ((OwnTimer(),), (CollectiveTimer,), "was given a CollectiveTimer, and told to leave it out"),
+        ((), (ModelCheckpoint,), "which is not recommended anyway: only HostPreflight, DatasetAgreement, LoaderTuner"),
+        ((), ("LoaderTuner",), "has 'LoaderTuner', which is not recommended anyway"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        safe_callbacks(*own, without=without)
+
+
+@pytest.mark.parametrize(
+    ("own", "without", "said"),
+    [
+        ((LoaderTuner,), (), r"was given the class LoaderTuner; give an instance of it: LoaderTuner\(\)\."),
+        (([ModelCheckpoint()],), (), r"was given a list; give its callbacks one by one, with a \* before it"),
+        ((3,), (), "was given 3, which is no Callback of lightning.pytorch"),
+        ((), LoaderTuner, "must be a list of classes out of HostPreflight, "),
+        ((), "LoaderTuner", "without='LoaderTuner' must be a list of classes out of HostPreflight, "),
+        ((), None, "without=None must be a list of classes"),
+    ],
+)
+def test_what_is_no_callback_is_refused(own: Any, without: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        safe_callbacks(*own, without=without)

@@ -1,0 +1,138 @@
+"""What Lightning's strategies promise, ours keep: both train side by side, in few whole programs, and come to the same.
+
+Every comparison is exact: losses, metrics, weights and predictions to the last bit, names in checkpoints, profiles.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Warm, ranks_of
+
+PROGRAM = Path(__file__).with_name("conformance.py")
+LIMIT_S = 100
+# The first test waits for its program while others start.
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+FIRST = [("both-parallel",), ("data-parallel",), ("ddp",)]
+AT_ONCE = 2
+
+Found = dict[str, dict[str, Any]]
+
+
+def run_program(warm: Warm, folder: Path, name: str) -> list[Found]:
+    """What each rank has found."""
+    ranks = 4 if name == "both-parallel" else 2
+    envs = [env | {"OMP_NUM_THREADS": "1"} for env in ranks_of(ranks)]
+    codes, output = warm.run([str(PROGRAM), name, str(folder)], folder, timeout_s=LIMIT_S, envs=envs)
+    assert codes == [0] * ranks, output
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def both(outcome: list[Found], check: str) -> list[Any]:
+    """What each rank has come to, which is the same with both strategies."""
+    for found in outcome:
+        assert found[check]["safe"] == found[check]["stock"]
+    return [found[check]["safe"] for found in outcome]
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """A test for each of these programs."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.program(name)) for name in names])
+
+
+EVERYWHERE = ("ddp", "data-parallel", "tensor-parallel", "both-parallel")
+
+
+@on(*EVERYWHERE)
+def test_fit_twice_validate_test_and_predict_with_a_progress_bar_and_a_profiler(outcome: Any, name: str) -> None:
+    for told in both(outcome, "plain"):
+        first, again = told["first"]["losses"], told["again"]["losses"]
+        assert len(again) == 2 * len(first) > 0 and again[: len(first)] == first
+        assert told["first"]["weights"] != told["again"]["weights"]
+        assert "val_loss" in told["others"][0][0] and "test_loss" in told["others"][1][0]
+        assert len(told["predicted"]) == len(first)
+        assert "[Strategy]Strategy.training_step" in told["profiled"]
+
+
+@on(*EVERYWHERE)
+def test_ranks_and_shares_of_data_are_those_of_the_mesh(outcome: Any, name: str) -> None:
+    told = [told["first"] for told in both(outcome, "plain")]
+    assert [one["ranks"][:2] for one in told] == [[len(told), rank] for rank in range(len(told))]
+    shares = [(one["sampler"]["rank"], one["sampler"]["num_replicas"]) for one in told]
+    assert (
+        shares
+        == {
+            "ddp": [(0, 2), (1, 2)],
+            "data-parallel": [(0, 2), (1, 2)],
+            "tensor-parallel": [(0, 1), (0, 1)],
+            "both-parallel": [(0, 2), (0, 2), (1, 2), (1, 2)],
+        }[name]
+    )
+    # Peers see equal batches, others do not.
+    losses = {share: [one["losses"] for one, its in zip(told, shares, strict=True) if its == share] for share in shares}
+    assert all(alike == [alike[0]] * len(alike) for alike in losses.values())
+    assert len({tuple(alike[0]) for alike in losses.values()}) == len(losses)
+
+
+@on("ddp", "data-parallel", "fsdp")
+def test_mixed_precision_and_accumulated_gradients(outcome: Any, name: str) -> None:
+    told = both(outcome, "accumulated")
+    assert {one["precision"] for one in told} == {"FSDPPrecision" if name == "fsdp" else "MixedPrecision"}
+    assert {one["steps"] for one in told} == {2}
+
+
+@on("ddp", "data-parallel", "tensor-parallel")
+def test_manual_optimization(outcome: Any, name: str) -> None:
+    assert all(told["steps"] == len(told["losses"]) > 0 for told in both(outcome, "manual"))
+
+
+@on("ddp", "data-parallel", "fsdp")
+def test_early_stopping(outcome: Any, name: str) -> None:
+    assert {(told["stopped"], told["waited"], told["steps"]) for told in both(outcome, "stopped_early")} == {(1, 1, 8)}
+
+
+@on("ddp", "data-parallel")
+def test_a_checkpoint_on_an_exception(outcome: Any, name: str) -> None:
+    assert all(told == {"steps": 2, "saved": "broken.ckpt"} for told in both(outcome, "broken"))
+
+
+@on("ddp")
+def test_weight_averaging(outcome: Any, name: str) -> None:
+    assert {told["steps"] for told in both(outcome, "averaged")} == {12}
+
+
+@on("ddp")
+def test_synchronised_batch_norm_refuses_cpus_in_the_same_words(outcome: Any, name: str) -> None:
+    assert all("SyncBatchNorm" in told["raised"] for told in both(outcome, "synchronised_norm"))
+
+
+@on("ddp")
+def test_a_compiled_model(outcome: Any, name: str) -> None:
+    plain, compiled = both(outcome, "plain"), both(outcome, "compiled")
+    assert [one["losses"] for one in compiled] == [one["first"]["losses"] for one in plain]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=pytest.mark.program(name))
+        for name, how in [
+            ("ddp", "whole"),
+            ("data-parallel", "whole"),
+            ("data-parallel", "in parts"),
+            ("both-parallel", "whole"),
+        ]
+    ],
+)
+def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: str, how: str) -> None:
+    for told in both(outcome, f"checkpoint {how}"):
+        resumed = told["resumed"]
+        # Whoever has saved it, and whoever resumes: both() has compared the latter.
+        assert resumed["safe"] == resumed["stock"]
+        assert resumed["safe"]["steps"] == 8 and len(resumed["safe"]["losses"]) == 4
+        assert "loops" in told["saved"]["keys"]
+        if how == "in parts":
+            assert told["saved"]["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        else:
+            assert told["saved"]["of model"] == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
