@@ -34,6 +34,8 @@ class PhaseTimeouts:
         SafeDDP(phase_timeouts=PhaseTimeouts(init=300, train=100, checkpoint=timedelta(minutes=20)))
     """
 
+    # The number comes first, here and elsewhere: LightningCLI writes a value by the first type that takes it, and as a
+    # timedelta it would write the text '300.0'.
     init: float | timedelta | None = None
     sanity_check: float | timedelta | None = None
     first_batch: float | timedelta | None = None

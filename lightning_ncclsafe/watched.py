@@ -265,8 +265,11 @@ class WatchedCall:
         if settings is None:
             return None
         trainer = self._trainer
+        # As the user has set it: meanwhile the recorder of this job is given its size there.
+        environment = dict(os.environ)
         preflight = Preflight(
             lambda: preflight_facts(
+                environment=environment,
                 directories=_directories(self.trainer_probe, settings),
                 load=model_load(trainer.lightning_module),
                 local_rank=place.local_rank,

@@ -29,7 +29,8 @@ from lightning.pytorch.strategies import (
 
 from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
 from lightning_ncclsafe.guarded_strategy import GuardedStrategy
-from lightning_ncclsafe.settings import Limits
+from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.settings import AgreementSettings, Limits
 
 ONE_DEVICE = Path(__file__).with_name("one_device.py")
 
@@ -348,3 +349,13 @@ def test_a_strategy_that_is_being_watched_can_be_sent_away() -> None:
     strategy = SafeDDP()
     strategy._watched = cast("Any", threading.Lock())
     assert pickle.loads(pickle.dumps(strategy))._watched is None
+
+
+@pytest.mark.parametrize(("strategy", "communicates"), [(SafeDDP, False), (SafeFSDP, True), (SafeModelParallel, True)])
+def test_a_split_model_is_presented_as_one_that_needs_all_ranks_for_each_batch(
+    strategy: Any, communicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 2, "rank": 1})
+    facts = Stage(name="predict_dataloader", expected=0).facts(object(), strategy(), AgreementSettings())
+    assert facts.forward_communicates is communicates
+    assert (facts.data_rank, facts.data_ranks) == (1, 2)

@@ -34,6 +34,7 @@ def preflight_facts(
     is_cuda: bool,
     gpu_index: int | None = None,
     peer_pids: Collection[int] = (),
+    environment: Mapping[str, str] = os.environ,
     deadline_s: float = 2.0,
 ) -> PreflightFacts:
     """What this host is like. No root, no CUDA context, nothing that can hang or raise.
@@ -49,6 +50,7 @@ def preflight_facts(
         gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
             the user has chosen some of them (``devices=[2, 3]``).
         peer_pids: Processes of the other ranks of this host.
+        environment: What settings are read from: that of this process, or what it was before others changed it.
         deadline_s: Seconds that each part has; all of it takes 0.3 s more at most.
     """
     began_s = time.monotonic()
@@ -57,7 +59,7 @@ def preflight_facts(
         "network": lambda: network_facts(is_cuda=is_cuda),
         "capacity": capacity,
         "versions": versions_seen,
-        "settings": settings_seen,
+        "settings": lambda: settings_seen(environment),
         "open_files_limit": open_files_limit,
         "open_files": open_files,
         "swap": lambda: _watched_swap(deadline_s),

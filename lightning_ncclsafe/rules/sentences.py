@@ -91,7 +91,11 @@ def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
 def _ahead(timeline: Timeline, ranks: list[int]) -> str:
     """What is easily missed where a run seems to fail "when saving": these ranks are not saving at all."""
     rank = ranks[0]
-    if not begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank]):
+    begins = begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank])
+    # Where all are in the same batch, the others are merely late for the same pass.
+    all_progress = [facts.progress for facts in timeline.facts.values()]
+    places = {(progress.phase, progress.epoch, progress.batch_idx) for progress in all_progress}
+    if not begins or len(places) == 1:
         return ""
     return f": {verb(ranks, 'this rank has', 'these ranks have')} started another forward pass"
 

@@ -51,6 +51,14 @@ def test_ranks_predict_each_for_itself() -> None:
     assert terms_of(ranks) == (LoaderTerms(), LoaderTerms())
 
 
+def test_ranks_among_which_the_model_is_split_predict_together() -> None:
+    ranks = [
+        DataFacts(stage="predict_dataloader", loaders=(of(count), STREAM), forward_communicates=True)
+        for count in (3, 5)
+    ]
+    assert terms_of(ranks) == (LoaderTerms(length=4, ends_at=3, lengths=(3, 5)), LoaderTerms(votes=True))
+
+
 @pytest.mark.parametrize(
     ("on_uneven", "expected"),
     [

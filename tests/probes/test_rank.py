@@ -76,7 +76,12 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
         second = probe.look(2.0, deadline_s=AMPLE_S)
         assert looks() == [stuck]
         assert second.stack and second.progress.idle_s == 2.0
-        assert [text.partition(":")[0] for text in second.missing] == ["stack", "host_facts", *AFTER_HOST_FACTS]
+        assert [text.partition(":")[0] for text in second.missing] == [
+            "stack",
+            "units",
+            "host_facts",
+            *AFTER_HOST_FACTS,
+        ]
     finally:
         release.set()
     stuck.join(10)

@@ -38,6 +38,7 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     Progress,
     RankFacts,
+    SilentHost,
     StorageFacts,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
@@ -263,6 +264,28 @@ def holds_the_gil(net: Backend) -> JobFacts:
     return job(*ranks, witnessed=(process(2, "running", gil_held=True, stack=(user("training_step", 41),)),))
 
 
+def _silent_host(facts: JobFacts, *ranks: int, answers: bool) -> JobFacts:
+    tried = "it refused a connection, so its kernel runs" if answers else "no answer within 1 s"
+    host = SilentHost(host="node-2", ranks=ranks, address="10.0.0.2", answers=answers, seen_from="node-1", tried=tried)
+    return replace(facts, silent_hosts=(host,))
+
+
+def host_is_cut_off(net: Backend) -> JobFacts:
+    """All ranks of a host are silent, and the host does not answer either."""
+    return _silent_host(host_does_not_answer(net), 2, 3, answers=False)
+
+
+def host_of_one_rank_is_cut_off(net: Backend) -> JobFacts:
+    """The same with one rank a host; the connections to it have broken, as to a rank that is dead."""
+    facts = job(*(transport_error(net.waiting(rank, seq=61)) for rank in (0, 1, 2)), world=4)
+    return _silent_host(facts, 3, answers=False)
+
+
+def host_can_be_reached(net: Backend) -> JobFacts:
+    """Its kernel refuses a connection: it is the processes there that do not answer."""
+    return _silent_host(host_does_not_answer(net), 2, 3, answers=True)
+
+
 def host_does_not_answer(net: Backend) -> JobFacts:
     """Ranks 2 and 3 are on another host."""
     return job(*(net.waiting(rank, seq=61) for rank in (0, 1)))
@@ -355,6 +378,9 @@ SCENES = (
     Scene("stopped by a signal", stopped_by_a_signal, "frozen-rank", (2,)),
     Scene("holds the GIL", holds_the_gil, "frozen-rank", (2,), f"{USER_FILE}:41 in training_step"),
     Scene("host does not answer", host_does_not_answer, "frozen-rank", (2, 3)),
+    Scene("host is cut off", host_is_cut_off, "unreachable-host", (2, 3)),
+    Scene("host of one rank is cut off", host_of_one_rank_is_cut_off, "unreachable-host", (3,)),
+    Scene("host can be reached", host_can_be_reached, "frozen-rank", (2, 3)),
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
 )

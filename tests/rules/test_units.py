@@ -251,6 +251,14 @@ def test_the_first_forward_pass_is_not_another_one() -> None:
     assert "forward pass" not in judge(job(first, late, world=2)).findings[0].summary
 
 
+@pytest.mark.parametrize(("batch", "is_another"), [(20, False), (19, True)])
+def test_a_rank_that_is_late_for_the_same_forward_pass_is_not_a_pass_behind(batch: int, is_another: bool) -> None:
+    early = waiting(GATHER, PRE_FORWARD, units=(ROOT,))
+    late = NCCL.working(1, user("training_step", 40), seq=60, action=TRAINING_STEP, batch=batch)
+    said = judge(job(early, late, world=2)).findings[0].summary
+    assert ("this rank has started another forward pass" in said) is is_another
+
+
 def test_diverged_calls_are_named() -> None:
     flagged = NCCL.in_sigterm_broadcast(1, seq=61, batch=21)
     bucket = (waiting(call("all_reduce", 6_250_000), ENGINE, units=(BUCKET,), rank=rank) for rank in (0, 2, 3))

@@ -7,8 +7,10 @@ processes, one after the other, so what one saves the other can resume.
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,17 @@ from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
+from lightning_ncclsafe import (
+    CollectiveTimer,
+    DatasetAgreement,
+    HostPreflight,
+    LoaderTuner,
+    PhaseTimeouts,
+    SafeDDP,
+    SafeFSDP,
+    SafeModelParallel,
+    _torch,
+)
 
 ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 
@@ -119,6 +131,25 @@ def digest(tensors: dict[str, Any]) -> str:
         whole.update(name.encode())
         whole.update(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
     return whole.hexdigest()
+
+
+def timeouts_s() -> dict[str, float]:
+    """Of the groups that this rank is a member of, by their ranks."""
+    groups = {group.name: group.ranks for group in _torch.process_groups()}
+    return {str(groups[group.name]): group.timeout_s for group in _torch.timed_groups()}
+
+
+# What each rank has seen, by strategy, that is not the same with both.
+OWN: dict[str, dict[str, dict[str, float]]] = {}
+
+
+class GroupsSeen(L.Callback):
+    """The timeouts of all groups in the midst of an epoch."""
+
+    timeouts: dict[str, float]
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.timeouts = timeouts_s()
 
 
 class Bench:
@@ -234,6 +265,23 @@ def checkpoint(bench: Bench, **strategy: Any) -> Path:
     return Path(keep.last_model_path)
 
 
+class GathersSlowly(SafeModelParallel):
+    """Rank 0 needs long for the whole of the model, before that of the optimizer is gathered."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        time.sleep(2.5 if self.global_rank == 0 else 0)
+        return state
+
+
+def gathered_slowly(bench: Bench) -> dict[str, Any]:
+    """Ours says why ranks wait; Lightning's has nothing to say."""
+    if bench.kind == "safe":
+        slow = Bench("safe", GathersSlowly, bench.folder / "slow")
+        checkpoint(slow, save_distributed_checkpoint=False, suspect_after=1.0)
+    return {}
+
+
 def content(path: Path) -> dict[str, Any]:
     """The names of what is in a checkpoint, and the model's weights; of one in parts, the files and their names."""
     if path.is_dir():
@@ -260,14 +308,27 @@ def interchanged(benches: list[Bench], **strategy: Any) -> dict[str, Any]:
     return {kind: {"saved": saved[kind], "resumed": whole[kind]} for kind in saved}
 
 
-COMMON = (plain, accumulated, manual, stopped_early, broken)
+def watched(bench: Bench) -> dict[str, Any]:
+    """Ours with all that it has, next to Lightning's with nothing; and of which groups collectives were timed."""
+    callbacks, strategy = [], {}
+    if bench.kind == "safe":
+        callbacks = [CollectiveTimer(every_n_steps=1), LoaderTuner(), DatasetAgreement(), HostPreflight()]
+        strategy = {"phase_timeouts": PhaseTimeouts(init=50, train=100), "timeout": timedelta(seconds=300)}
+    trainer = bench.trainer(strategy=strategy, callbacks=callbacks, max_epochs=2)
+    seen = GroupsSeen()
+    trainer.callbacks.append(seen)
+    told = bench.fitted(trainer)
+    OWN[bench.kind] = {"while": seen.timeouts, "after": timeouts_s()}
+    return told
+
+
 CHECKS: dict[str, tuple[Callable[[Bench], Any], ...]] = {
-    "ddp": (*COMMON, averaged, synchronised_norm, compiled),
+    "ddp": (plain, accumulated, manual, stopped_early, broken, averaged, synchronised_norm, compiled),
     # One call only, and no checkpoint: the first version of FSDP cannot put its parameters together again on a CPU.
     "fsdp": (accumulated, stopped_early),
-    "data-parallel": COMMON,
+    "data-parallel": (plain, accumulated, broken, gathered_slowly),
     "tensor-parallel": (plain, manual),
-    "both-parallel": (plain,),
+    "both-parallel": (watched,),
 }
 SIZES = {"data-parallel": (2, 1), "tensor-parallel": (1, 2), "both-parallel": (2, 2)}
 # How checkpoints are made.
@@ -301,7 +362,7 @@ def main() -> None:
     benches = [Bench(kind, make, folder / kind) for kind, make in makes.items()]
     found = dict(outcomes(name, benches))
     rank = torch.distributed.get_rank()
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    (folder / f"found-{rank}.json").write_text(json.dumps(found | {"own": OWN}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lightning as L
 import scenario
+from lightning.fabric.plugins.environments import KubeflowEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_ncclsafe import SafeDDP
@@ -79,7 +80,9 @@ def main() -> None:
         move_to(namespace, host)
         sys.argv = [f"{argument}/{host}" if "root-dir" in argument else argument for argument in sys.argv]
     scenario.DEEDS |= {"cut": cut_off, "raise-once": raise_once}
-    scenario.L.Trainer = partial(L.Trainer, num_nodes=int(os.environ.get("NODES", 1)))
+    # Lightning takes its variables for those of no scheduler, unless it is told.
+    plugins = [KubeflowEnvironment()] if "KUBERNETES_PORT" in os.environ else None
+    scenario.L.Trainer = partial(L.Trainer, num_nodes=int(os.environ.get("NODES", 1)), plugins=plugins)
     scenario.main()
 
 

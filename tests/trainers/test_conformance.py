@@ -26,7 +26,9 @@ def run_program(warm: Warm, folder: Path, name: str) -> list[Found]:
     envs = [env | {"OMP_NUM_THREADS": "1"} for env in ranks_of(ranks)]
     codes, output = warm.run([str(PROGRAM), name, str(folder)], folder, timeout_s=LIMIT_S, envs=envs)
     assert codes == [0] * ranks, output
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("safe/**/report.json"))]
+    return [one | {"said": output, "reports": reports} for one in found]
 
 
 def both(outcome: list[Found], check: str) -> list[Any]:
@@ -41,10 +43,7 @@ def on(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.program(name)) for name in names])
 
 
-EVERYWHERE = ("ddp", "data-parallel", "tensor-parallel", "both-parallel")
-
-
-@on(*EVERYWHERE)
+@on("ddp", "data-parallel", "tensor-parallel")
 def test_fit_twice_validate_test_and_predict_with_a_progress_bar_and_a_profiler(outcome: Any, name: str) -> None:
     for told in both(outcome, "plain"):
         first, again = told["first"]["losses"], told["again"]["losses"]
@@ -55,9 +54,10 @@ def test_fit_twice_validate_test_and_predict_with_a_progress_bar_and_a_profiler(
         assert "[Strategy]Strategy.training_step" in told["profiled"]
 
 
-@on(*EVERYWHERE)
+@on("ddp", "data-parallel", "tensor-parallel", "both-parallel")
 def test_ranks_and_shares_of_data_are_those_of_the_mesh(outcome: Any, name: str) -> None:
-    told = [told["first"] for told in both(outcome, "plain")]
+    is_plain = name != "both-parallel"
+    told = [told["first"] if is_plain else told for told in both(outcome, "plain" if is_plain else "watched")]
     assert [one["ranks"][:2] for one in told] == [[len(told), rank] for rank in range(len(told))]
     shares = [(one["sampler"]["rank"], one["sampler"]["num_replicas"]) for one in told]
     assert (
@@ -82,12 +82,12 @@ def test_mixed_precision_and_accumulated_gradients(outcome: Any, name: str) -> N
     assert {one["steps"] for one in told} == {2}
 
 
-@on("ddp", "data-parallel", "tensor-parallel")
+@on("ddp", "tensor-parallel")
 def test_manual_optimization(outcome: Any, name: str) -> None:
     assert all(told["steps"] == len(told["losses"]) > 0 for told in both(outcome, "manual"))
 
 
-@on("ddp", "data-parallel", "fsdp")
+@on("ddp", "fsdp")
 def test_early_stopping(outcome: Any, name: str) -> None:
     assert {(told["stopped"], told["waited"], told["steps"]) for told in both(outcome, "stopped_early")} == {(1, 1, 8)}
 
@@ -136,3 +136,26 @@ def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: st
             assert told["saved"]["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
         else:
             assert told["saved"]["of model"] == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+
+
+@on("both-parallel")
+def test_all_that_the_guard_can_do_changes_nothing_and_reaches_the_groups_of_the_mesh(outcome: Any, name: str) -> None:
+    both(outcome, "watched")
+    for rank, found in enumerate(outcome):
+        # Everybody, and the rank's column and row in the mesh of two by two.
+        groups = [(0, 1, 2, 3), (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)]
+        assert found["own"]["stock"]["while"] == {str(group): 1800 for group in groups}
+        assert found["own"]["safe"] == {
+            "while": {str(group): 115 for group in groups},
+            "after": {str(group): 1800 for group in groups},
+        }
+    said = outcome[0]["said"]
+    assert all(f"\n[ncclsafe] {group} " in said for group in ("mesh_data_parallel", "mesh_tensor_parallel"))
+    assert "No rank kept the others waiting" in said
+    assert "has failed and is off" not in said and "Traceback" not in said and "different-settings" not in said
+
+
+@on("data-parallel")
+def test_a_slow_gathering_of_a_whole_checkpoint_is_no_mystery(outcome: Any, name: str) -> None:
+    findings = [report["findings"][0] for report in outcome[0]["reports"]]
+    assert ("slow-checkpoint", [0]) in [(finding["rule"], finding["ranks"]) for finding in findings]

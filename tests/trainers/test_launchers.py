@@ -100,7 +100,9 @@ def on_two_hosts(warm: Warm, folder: Path, root: Path) -> Outcome:
             | {"NODE_RANK": str(node), "NAMESPACE": f"/run/netns/{name}", "LINK": "up0", "GLOO_SOCKET_IFNAME": "up0"}
             for node, name in enumerate(names)
         ]
-        argv = [str(PROGRAM), "cut", "--devices=1", "--suspect-after=2", "--timeout=6", f"--root-dir={root}"]
+        argv = [str(PROGRAM), "cut", "--devices=1", "--suspect-after=1.5", "--timeout=4", f"--root-dir={root}"]
+        # Not before the ranks have told one another where they are.
+        argv += ["--pace=0.25", "--batch=5"]
         codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs)
     return Outcome(codes, output, root)
 
