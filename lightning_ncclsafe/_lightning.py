@@ -70,6 +70,21 @@ def refuse_other_trainer(part: object, trainer: object) -> None:
         refuse_other_caller(part, base.__module__)
 
 
+def refuse_second(kind: type, trainer: object) -> None:
+    """Raises if a Trainer has several callbacks of one class: only one of them could be followed.
+
+    Args:
+        kind: The class; one that is derived from it counts, too.
+        trainer: What has the callbacks.
+
+    Raises:
+        ValueError: Naming the class.
+    """
+    count = sum(isinstance(callback, kind) for callback in getattr(trainer, "callbacks", ()))
+    if count > 1:
+        raise ValueError(f"This Trainer has {'two' if count == 2 else count} {kind.__name__} callbacks; give it one.")
+
+
 def refuse_other_caller(part: object, module: str) -> None:
     """The same, by the name of a module that deals with the part.
 

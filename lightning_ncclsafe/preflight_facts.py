@@ -78,6 +78,8 @@ class NetworkFacts:
         default_interface: The one that NCCL's and gloo's sockets would take, by ``NCCL_SOCKET_IFNAME`` or
             ``GLOO_SOCKET_IFNAME`` or else their own order; empty where there is none.
         chosen_by: Why that one: the name of the variable, or ``"route to MASTER_ADDR"``, ``"first that is up"``.
+        misnamed: The variables of these that name an interface that this host has not:
+            ``"GLOO_SOCKET_IFNAME=eth9"``.
         infiniband: InfiniBand and RoCE ports, ``"mlx5_0:1 ACTIVE 400 Gb/sec"``.
         infiniband_active: How many of them are active.
         infiniband_off: Why NCCL would not use them although they are there: ``"NCCL_IB_DISABLE=1"``,
@@ -87,6 +89,7 @@ class NetworkFacts:
     interfaces: tuple[str, ...] = ()
     default_interface: str = ""
     chosen_by: str = ""
+    misnamed: tuple[str, ...] = ()
     infiniband: tuple[str, ...] = ()
     infiniband_active: int = 0
     infiniband_off: str = ""

@@ -27,6 +27,7 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     Progress,
     RankFacts,
+    SilentHost,
     StorageFacts,
     Straggler,
     UnitKind,
@@ -287,6 +288,12 @@ JOB = JobFacts(
     ranks=(RANK,),
     witnessed=(WORKER,),
     missing=("rank 0: the store is gone",),
+    silent_hosts=(
+        SilentHost(
+            host="node-2", ranks=(3,), address="10.0.0.2", answers=False, seen_from="node-1", tried="no route to host"
+        ),
+    ),
+    launch="SLURM job 4711",
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jsonargparse
@@ -27,7 +28,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 
-from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
+from lightning_ncclsafe import HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch, watched
 from lightning_ncclsafe.guarded_strategy import GuardedStrategy
 from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.settings import AgreementSettings, Limits
@@ -359,3 +360,30 @@ def test_a_split_model_is_presented_as_one_that_needs_all_ranks_for_each_batch(
     facts = Stage(name="predict_dataloader", expected=0).facts(object(), strategy(), AgreementSettings())
     assert facts.forward_communicates is communicates
     assert (facts.data_rank, facts.data_ranks) == (1, 2)
+
+
+def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks in a thread of its own, on some ranks while the process group is made and on others after that."""
+    looks: list[Any] = []
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(watched, "Preflight", lambda look, **_: looks.append(look) or SimpleNamespace(begin=bool))
+    monkeypatch.setattr(watched, "preflight_facts", lambda **given: seen.update(given))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=SafeDDP(),
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[HostPreflight()],
+    )
+    call = watched.WatchedCall(
+        trainer, Limits(suspect_after_s=1, timeout_s=2, on_timeout="abort"), None, combined=object, sigterm_error=None
+    )
+    call._make_preflight(watched.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
+    before = dict(os.environ)
+    with _torch.recorder_of_size(7):
+        looks[0]()
+        assert dict(os.environ) != before
+    assert dict(seen["environment"]) == before

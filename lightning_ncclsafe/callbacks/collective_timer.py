@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
 from lightning_ncclsafe.guarded_strategy import guards, timer_of
@@ -31,7 +31,8 @@ class CollectiveTimer(Callback):
         heat_map: Whether a picture of lateness is logged at the end.
 
     Raises:
-        ValueError: If ``every_n_steps`` is not a whole number of at least 1.
+        ValueError: If ``every_n_steps`` is not a whole number of at least 1, or when a Trainer has two of these
+            callbacks.
         TypeError: When a Trainer is run with a strategy that times nothing.
 
     Example::
@@ -46,8 +47,9 @@ class CollectiveTimer(Callback):
         self._loggers_that_failed: frozenset[str] = frozenset()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that times."""
+        """Checks that the strategy is one that times, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
+        refuse_second(CollectiveTimer, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "

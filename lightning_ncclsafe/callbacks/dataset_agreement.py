@@ -1,6 +1,6 @@
 """The callback that says what ranks do about their data."""
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
 
@@ -27,7 +27,7 @@ class DatasetAgreement(Callback):
             are a mismatch with ``"raise"``, and one common length otherwise. Ranks predict each for itself.
 
     Raises:
-        ValueError: If an argument is not one of these words.
+        ValueError: If an argument is not one of these words, or when a Trainer has two of these callbacks.
         TypeError: When a Trainer is run with a strategy that compares nothing.
 
     Example::
@@ -41,8 +41,9 @@ class DatasetAgreement(Callback):
         self.settings = AgreementSettings(on_mismatch=on_mismatch, content=content, on_uneven=on_uneven)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that compares."""
+        """Checks that the strategy is one that compares, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
+        refuse_second(DatasetAgreement, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"DatasetAgreement was given to a Trainer with {type(trainer.strategy).__name__}, which compares "

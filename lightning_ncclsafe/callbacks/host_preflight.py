@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import OnProblem, PreflightSettings
 
@@ -20,7 +20,7 @@ class HostPreflight(Callback):
         data_dir: The directory that data is read from, to be tried out, too.
 
     Raises:
-        ValueError: If ``on_problem`` is neither.
+        ValueError: If ``on_problem`` is neither, or when a Trainer has two of these callbacks.
         TypeError: When a Trainer is run with a strategy that looks at nothing.
 
     Example::
@@ -34,8 +34,9 @@ class HostPreflight(Callback):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that looks."""
+        """Checks that the strategy is one that looks, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
+        refuse_second(HostPreflight, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"HostPreflight was given to a Trainer with {type(trainer.strategy).__name__}, which looks at nothing; "

@@ -1,6 +1,6 @@
 """The callback that fits loader workers to the host and to the step."""
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import TunerSettings
 
@@ -25,6 +25,7 @@ class LoaderTuner(Callback):
             the same one on all ranks.
 
     Raises:
+        ValueError: When a Trainer has two of these callbacks.
         TypeError: When a Trainer is run with a strategy that does not tune.
 
     Example::
@@ -36,8 +37,9 @@ class LoaderTuner(Callback):
         self.settings = TunerSettings(apply=apply, apply_to_iterables=apply_to_iterables)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that tunes."""
+        """Checks that the strategy is one that tunes, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
+        refuse_second(LoaderTuner, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"LoaderTuner was given to a Trainer with {type(trainer.strategy).__name__}, which tunes nothing; "

@@ -3,11 +3,13 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, TcpStoreExchange
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
@@ -24,6 +26,10 @@ _DESCRIPTION = (
     " torch, network, directories. Under torchrun or srun on every rank, and what differs between ranks is said, once,"
     " by rank 0. Exit code: 0 if a run could start, 1 if it would fail, 2 if ranks cannot reach each other."
 )
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_DAY_S = 86_400.0
+_WORKERS = "num_workers of all loaders of a rank together"
+_TIMEOUT = "seconds to reach MASTER_ADDR within (default: 10)"
 
 
 def add_to(commands: Any) -> None:
@@ -33,13 +39,22 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--log-dir", type=str, default=".", help="where loggers will write")
     parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will go")
     parser.add_argument("--data-dir", type=str, default=None, help="where data will be read from")
-    parser.add_argument("--workers", type=int, default=None, help="num_workers of all loaders of a rank together")
+    parser.add_argument("--workers", type=NonNegativeInt, default=None, help=_WORKERS)
+    parser.add_argument("--timeout", type=PositiveFloat, default=10.0, help=_TIMEOUT)
     parser.add_argument("--all", action="store_true", help="prints everything that was found, not only what is wrong")
 
 
 def run(config: Namespace) -> int:
     """Runs ``ncclsafe preflight``; returns the exit code."""
-    place = launched(os.environ)
+    try:
+        place = launched(os.environ)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _run(config, place)
+
+
+def _run(config: Namespace, place: Launched) -> int:
     compared = Preflight(
         lambda: _look(config, place),
         on_problem="warn",
@@ -58,7 +73,11 @@ def run(config: Namespace) -> int:
     )
     compared.begin()
     try:
-        agreed = compared.compare(MemoryExchange()) if place.world_size == 1 else _compare_all(compared, place)
+        agreed = (
+            compared.compare(MemoryExchange())
+            if place.world_size == 1
+            else _compare_all(compared, place, config.timeout)
+        )
     except (ExchangeError, RuntimeError, OSError) as error:
         where = f"{place.master_addr}:{place.master_port}"
         print(f"error: rank {place.rank} cannot reach the other ranks at {where}: {error}", file=sys.stderr)
@@ -84,13 +103,30 @@ def _look(config: Namespace, place: Launched) -> PreflightFacts:
     )
 
 
-def _compare_all(compared: Preflight, place: Launched) -> Agreed:
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Torch reads this when it is loaded: of a host that is not reached, it would print C++ frames at every attempt."""
+    given = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "FATAL")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_LOG_LEVEL]
+
+
+def _compare_all(compared: Preflight, place: Launched, timeout_s: float) -> Agreed:
     # They need torch, and with it some seconds: only where there are other ranks, and not while this one is looked at.
     compared.wait()
-    from lightning_ncclsafe import _torch
+    with _quiet_torch():
+        from lightning_ncclsafe import _torch
     from lightning_ncclsafe.ending import say_goodbye, wait_for_others
 
-    exchange = TcpStoreExchange(_torch.launched_store(place.master_addr, place.master_port, place.rank))
+    # Torch tries for that long, and then once more.
+    store = _torch.launched_store(
+        place.master_addr, place.master_port, place.rank, timeout_s=min(timeout_s / 2, _DAY_S)
+    )
+    exchange = TcpStoreExchange(store)
     try:
         agreed = compared.compare(exchange)
         say_goodbye(exchange, place.rank)

@@ -171,7 +171,7 @@ class Presenter:
         if tuner is None:
             return [None] * len(stage.loaders)
         try:
-            tunings = tuner.take(stage.name, stage.loaders, is_fit=self._trainer.state.fn == "fit")
+            tunings = tuner.take(stage.name, stage.loaders, at_once=stage.mode != "sequential")
         except Exception as error:  # then the loaders stay as they are
             say_own_failure(error, what="the tuning of loaders")
             return [None] * len(stage.loaders)

@@ -2,7 +2,7 @@
 
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.probes.absent import or_none
@@ -48,6 +48,22 @@ def nccl_interface(interfaces: Sequence[Interface], environment: Mapping[str, st
     if len(wanted) > 1:
         return _first(interfaces, wanted), f"NCCL_SOCKET_IFNAME={wanted}"
     return next((name for rule in _NCCL_ORDER if (name := _first(interfaces, rule))), ""), _FIRST_UP
+
+
+def misnamed(names: Collection[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables that name what is not there, ``"GLOO_SOCKET_IFNAME=eth9"``: the back end cannot begin with that.
+
+    Args:
+        names: All interfaces that have an address; those that are down count, as a back end may still take them.
+        environment: Of this process.
+    """
+    nccl = environment.get("NCCL_SOCKET_IFNAME", "")
+    if len(nccl) > 1 and not any(is_meant(name, nccl) for name in names):
+        yield f"NCCL_SOCKET_IFNAME={nccl}"
+    gloo = environment.get("GLOO_SOCKET_IFNAME", "")
+    # Of these, torch makes a device for each.
+    if any(part and part not in names for part in gloo.split(",")):
+        yield f"GLOO_SOCKET_IFNAME={gloo}"
 
 
 def _first(interfaces: Sequence[Interface], rule: str) -> str:

@@ -23,6 +23,7 @@ class Launched:
     master_port: int = 0
 
 
+_LAST_PORT = 65_535
 # Names of rank, local rank and number of ranks: of torchrun (and the first and last of Kubeflow), SLURM, Open MPI.
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -36,8 +37,11 @@ def launched(environment: Mapping[str, str]) -> Launched:
 
     Args:
         environment: The environment of the process.
+
+    Raises:
+        ValueError: If a launcher says which rank this is, and ``MASTER_PORT`` is no port.
     """
-    address, port = environment.get("MASTER_ADDR", ""), _number(environment.get("MASTER_PORT"))
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     for rank, local_rank, world_size in _LAUNCHERS:
         known = [_number(environment.get(name)) for name in (rank, world_size)]
         if address and port and known[0] is not None and known[1] is not None and known[0] < known[1]:
@@ -46,9 +50,18 @@ def launched(environment: Mapping[str, str]) -> Launched:
                 local_rank=_number(environment.get(local_rank)) or 0,
                 world_size=known[1],
                 master_addr=address,
-                master_port=port,
+                master_port=_port(port),
             )
     return Launched()
+
+
+def _port(text: str) -> int:
+    port = _number(text)
+    if port is None or not 1 <= port <= _LAST_PORT:
+        raise ValueError(
+            f"MASTER_PORT={text} is no port; set it to a number from 1 to {_LAST_PORT}, on all ranks alike"
+        )
+    return port
 
 
 def _number(text: str | None) -> int | None:

@@ -11,7 +11,7 @@ import psutil
 
 from lightning_ncclsafe.preflight_facts import NetworkFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, nccl_interface
+from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, misnamed, nccl_interface
 
 _PORTS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")
@@ -54,6 +54,7 @@ def network_facts(
         interfaces=tuple(str(interface) for interface in up if not interface.is_loopback)[:_MOST],
         default_interface=name,
         chosen_by=why,
+        misnamed=tuple(misnamed(named, environment)) if (named := or_none(_with_address)) else (),
         infiniband=tuple(str(port) for port in found)[:_MOST],
         infiniband_active=sum(port.state == "ACTIVE" for port in found),
         infiniband_off=infiniband_off(environment, devices) if found else "",
@@ -74,6 +75,12 @@ def interfaces() -> list[Interface]:
         if families and (state is None or state.isup):
             found.append(Interface(name, tuple(entry.address for entry in families), state.speed if state else 0))
     return found
+
+
+def _with_address() -> list[str]:
+    """The names of all interfaces that have an address, up or down."""
+    told = psutil.net_if_addrs()
+    return [name for name in told if any(entry.family in _FAMILIES for entry in told[name])]
 
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Evidence, Finding
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -14,7 +14,8 @@ _FEW = 4
 def with_places(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; where the job has several hosts, each says first where the ranks run that it names."""
     hosts = _hosts(job)
-    if len(set(hosts.values())) < 2:
+    # Where ranks are only compared, what is compared is said with its host.
+    if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
         return [*findings]
     return [replace(finding, evidence=(*_evidence(finding, hosts), *finding.evidence)) for finding in findings]
 

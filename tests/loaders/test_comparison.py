@@ -60,7 +60,8 @@ class Job:
             return list(pool.map(one, chosen))
 
     def compare(self, *presented: DataFacts, ranks: Iterable[int] = ()) -> list[Any]:
-        return self.run(lambda rank, agreement: agreement.compare(presented[rank]), ranks)
+        own = [replace(data, data_rank=rank, data_ranks=len(presented)) for rank, data in enumerate(presented)]
+        return self.run(lambda rank, agreement: agreement.compare(own[rank]), ranks)
 
 
 def test_ranks_that_agree_get_their_terms_and_write_nothing(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) ->
     (path,) = tmp_path.glob("*/report.json")
     report = read_report(path.read_bytes())
     assert report.findings[0].ranks == (1,)
-    assert report.job.ranks[1].data == data(replace(EQUAL, length=5, batches=5))
+    assert report.job.ranks[1].data == data(replace(EQUAL, length=5, batches=5), data_rank=1, data_ranks=3)
     assert f"The report is in {path.parent}" in text
     assert job.said == [], "the error says it"
 

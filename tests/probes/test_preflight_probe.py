@@ -199,3 +199,8 @@ def test_looking_imports_neither_torch_nor_lightning() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "\n"
+
+
+def test_settings_are_those_of_the_environment_that_is_given(tmp_path: Path) -> None:
+    found = look(tmp_path, environment={"NCCL_DEBUG": "INFO", "HOME": "/root"})
+    assert found.settings == {"NCCL_DEBUG": "INFO"}

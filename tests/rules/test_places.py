@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from builders import GLOO, job
-from scenes import host_can_be_reached, host_is_cut_off
+from scenes import host_can_be_reached, host_is_cut_off, host_of_one_rank_is_cut_off
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.rules import judge
@@ -37,6 +37,11 @@ def test_several_hosts_are_named_together() -> None:
     assert "the hosts cannot be reached" in first.summary
 
 
+def test_the_rank_of_a_host_that_is_cut_off_is_not_called_dead() -> None:
+    found = judge(host_of_one_rank_is_cut_off(GLOO)).findings
+    assert {finding.rule for finding in found if 3 in finding.ranks} == {"unreachable-host"}
+
+
 def test_a_host_that_answers_is_not_to_blame() -> None:
     (first, *_) = judge(host_can_be_reached(GLOO)).findings
     assert "It is the processes there that do not answer." in first.evidence[-1].text
@@ -50,4 +55,6 @@ def test_with_several_hosts_each_finding_says_where_its_ranks_run() -> None:
 
 
 def test_with_one_host_nothing_is_said_of_it() -> None:
-    assert places(job(GLOO.waiting(0, seq=61), GLOO.working(1, seq=60))) == []
+    facts = job(GLOO.waiting(0, seq=61), GLOO.working(1, seq=60), world=2)
+    assert judge(facts).findings[0].ranks == (1,)
+    assert places(facts) == []

@@ -6,6 +6,7 @@ processes, one after the other, so what one saves the other can resume.
 
 import hashlib
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -183,6 +185,7 @@ class Bench:
             "losses": [*model.losses],
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
             "weights": digest(dict(model.named_parameters())),
+            "random numbers": [torch.rand(1).item(), random.random(), float(numpy.random.rand())],
             "steps": trainer.global_step,
             "ranks": [trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.num_nodes],
             "sampler": trainer.distributed_sampler_kwargs,

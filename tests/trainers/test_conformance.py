@@ -1,6 +1,7 @@
 """What Lightning's strategies promise, ours keep: both train side by side, in few whole programs, and come to the same.
 
-Every comparison is exact: losses, metrics, weights and predictions to the last bit, names in checkpoints, profiles.
+Every comparison is exact: losses, metrics, weights and predictions to the last bit, the random numbers that come next,
+names in checkpoints, profiles.
 """
 
 import json

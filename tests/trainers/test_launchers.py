@@ -80,11 +80,20 @@ def free_port() -> str:
 def under_two_agents(warm: Warm, folder: Path, root: Path) -> Outcome:
     """Two of torchrun's agents, each with one rank; what goes wrong does so in the first start only."""
     port, marker = free_port(), folder / "started"
-    agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-id=job"]
-    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    program = [str(PROGRAM), "raise-once", "--rank=1", "--devices=1", "--suspect-after=3", f"--root-dir={root}"]
-    env = {"NODES": "2", "ONCE": str(marker)}
-    codes, output = warm.run([*agent, *program], folder, timeout_s=LIMIT_S, envs=[env, env])
+    # The first agent's store serves both starts.
+    agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    agent += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    program = [
+        str(PROGRAM),
+        "raise-once",
+        "--rank=1",
+        "--devices=1",
+        "--suspect-after=3",
+        "--pace=0.05",
+        f"--root-dir={root}",
+    ]
+    envs = [{"NODES": "2", "ONCE": str(marker), "PET_NODE_RANK": str(node)} for node in range(2)]
+    codes, output = warm.run([*agent, *program], folder, timeout_s=LIMIT_S, envs=envs)
     return Outcome(codes, output, root)
 
 

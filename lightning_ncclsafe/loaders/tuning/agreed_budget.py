@@ -45,6 +45,7 @@ def agree_on_budget(
     if rank != 0:
         return codec.decode(Budget, found[_BUDGET]) if found else None
     budget = least_budget([codec.decode(Capacity, capacity) for capacity in found.values()] or [own])
+    budget = replace(budget, all_ranks=len(found) == world_size)
     exchange.set(_BUDGET, codec.encode(budget))
     return budget
 

@@ -29,6 +29,7 @@ class Budget:
         cores_from: What sets ``cores``, in words for the user: ``"2 cores shared by 4 ranks"``, ``"quota of 1.5 cores
             shared by 2 ranks"``.
         memory_from: The same for ``memory_bytes``: ``"half of the 1.2 GB left under the control group's limit"``.
+        all_ranks: Whether all ranks of the job have said what they may use.
     """
 
     cores: float
@@ -38,6 +39,7 @@ class Budget:
     open_files: int | None = None
     cores_from: str = ""
     memory_from: str = ""
+    all_ranks: bool = True
 
 
 def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from lightning_ncclsafe.loaders.stage import TRAIN
 from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.choice import Choice
@@ -14,10 +13,6 @@ from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Me
 
 # A rank that measures more slowly, or not at all, is waited for this long after the first: it may have ended its data.
 _PATIENCE_S = 3.0
-# Epochs of an iterable dataset begin at about the same time on all ranks, but not at the same; see Setting.from_epoch.
-_EPOCHS_AHEAD = 2
-# What part of the workers validation gets at most while training, which they matter for, has not found its own.
-_UNTIL_TRAINING_IS_SETTLED = 4
 
 
 @dataclass(kw_only=True)
@@ -25,30 +20,22 @@ class _Loader:
     """What is known of one loader.
 
     Attributes:
-        trains: Whether it is trained on.
-        gives_way: Whether there is, or will be, another one that is trained on.
-        advises: Whether its setting is only advised, and stays as it is.
-        iterable: Whether a new setting holds from an epoch on.
+        group: Loaders with another group have workers in turn with it; see :class:`~.room.Room`.
+        fixed_workers: Workers that it has whatever is decided; None where that is decided.
         controller: Decides.
         asked: What the user has set, in words.
         used: Number of the last window of each rank that was decided on.
-        epoch: Which epoch rank 0 has begun, from 1.
-        from_epoch: See ``Setting``.
         last: What was measured last.
         told: What was last said of it.
         is_over: Whether it takes no settings on some rank any more.
         since: When the first rank's window came that has not been decided on, by ``time.monotonic()``.
     """
 
-    trains: bool
-    gives_way: bool
-    advises: bool
-    iterable: bool
+    group: str
+    fixed_workers: int | None
     controller: Controller
     asked: str
     used: dict[int, int] = field(default_factory=dict)
-    epoch: int = 0
-    from_epoch: int = 0
     last: Measures | None = None
     told: Choice | None = None
     since: float | None = None
@@ -72,7 +59,7 @@ class Deciding:
         self._windows: dict[str, dict[int, Measured]] = {}
 
     def begin(
-        self, name: str, start: Choice, *, asked: str, is_fit: bool, advises: bool, iterable: bool, copies: int
+        self, name: str, start: Choice, *, asked: str, group: str, fixed_workers: int | None, copies: int
     ) -> Choice:
         """A loader is about to be used, for the first time or again.
 
@@ -80,35 +67,24 @@ class Deciding:
             name: Its name.
             start: What it is to begin with.
             asked: What the user has set, in words.
-            is_fit: Whether the Trainer fits, so that there is, or will be, one that is trained on.
-            advises: Whether its setting is only advised.
-            iterable: Whether its dataset is iterable.
+            group: Loaders with the same one have workers at the same time.
+            fixed_workers: Workers that it has whatever is decided, as its setting is only advised; None otherwise.
             copies: How often a batch that is ready is held in memory: 2 where it is pinned.
 
         Returns:
             What it begins with: what was found for it before, if it was used before.
         """
-        known, trains = self._loaders.get(name), name.startswith(TRAIN)
-        if known is None or known.advises != advises:
+        known = self._loaders.get(name)
+        if known is None or known.fixed_workers != fixed_workers:
             known = _Loader(
-                trains=trains,
-                gives_way=is_fit and not trains,
-                advises=advises,
-                iterable=iterable,
+                group=group,
+                fixed_workers=fixed_workers,
                 controller=Controller(self._budget, start, copies=copies),
                 asked=asked,
             )
             self._loaders[name] = known
             self._share()
-            if not iterable:  # whose ranks have begun with it already
-                known.controller.choice = _within(start, known.controller.budget)
-        known.used = {}
         return known.controller.choice
-
-    def began_epoch(self, name: str) -> None:
-        """Rank 0 begins an epoch of a loader."""
-        if name in self._loaders:
-            self._loaders[name].epoch += 1
 
     def add(self, rank: int, measured: AllMeasured) -> None:
         """Takes what a rank has published."""
@@ -132,11 +108,9 @@ class Deciding:
 
     def _settings(self) -> Iterable[Setting]:
         for name, loader in self._loaders.items():
-            if not loader.advises:
+            if loader.fixed_workers is None:
                 choice = loader.controller.choice
-                yield Setting(
-                    loader=name, workers=choice.workers, prefetch=choice.prefetch, from_epoch=loader.from_epoch
-                )
+                yield Setting(loader=name, workers=choice.workers, prefetch=choice.prefetch)
 
     def _complete(self, name: str, loader: _Loader) -> Measures | None:
         """The worst of what ranks have measured since the last decision, with the setting that is in force."""
@@ -161,8 +135,6 @@ class Deciding:
         controller = loader.controller
         was_settled = controller.settled
         changed = controller.add(measures)
-        if changed is not None and loader.iterable:
-            loader.from_epoch = loader.epoch + _EPOCHS_AHEAD
         if not controller.settled or (was_settled and changed is None):
             return
         if loader.told is None or _differ(loader.told, controller.choice):
@@ -172,7 +144,7 @@ class Deciding:
         choice, before = loader.controller.choice, loader.told
         loader.told = choice
         budget = self._left_for(loader)
-        if loader.advises:
+        if loader.fixed_workers is not None:
             self._say(words.advised(name, choice, measures, budget, asked=loader.asked))
         elif before is None:
             self._say(words.chosen(name, choice, measures, budget, asked=loader.asked))
@@ -185,10 +157,9 @@ class Deciding:
             loader.controller.budget = self._left_for(loader)
 
     def _left_for(self, loader: _Loader) -> Budget:
-        others = [other for other in self._loaders.values() if other is not loader and not other.advises]
-        workers = self._budget.workers - sum(other.controller.choice.workers for other in others)
-        if loader.gives_way and not any(other.trains and other.controller.settled for other in others):
-            workers = min(workers, self._budget.workers // _UNTIL_TRAINING_IS_SETTLED)
+        """What the loaders leave that have workers at the same time: those of its group, and those that stay."""
+        others = [other for other in self._loaders.values() if other is not loader and _is_with_it(other, loader)]
+        workers = self._budget.workers - sum(map(_workers, others))
         return replace(
             self._budget,
             workers=max(workers, 0),
@@ -198,13 +169,20 @@ class Deciding:
         )
 
 
-def _within(choice: Choice, budget: Budget) -> Choice:
-    return choice if choice.workers <= budget.workers else Choice(workers=0, prefetch=0, bound="cores")
+def _is_with_it(other: _Loader, loader: _Loader) -> bool:
+    return other.group == loader.group or bool(other.fixed_workers)
+
+
+def _workers(loader: _Loader) -> int:
+    return loader.controller.choice.workers if loader.fixed_workers is None else loader.fixed_workers
 
 
 def _is_with(measures: Measures, loader: _Loader) -> bool:
     choice = loader.controller.choice
-    return loader.advises or (measures.workers, measures.prefetch) == (choice.workers, choice.prefetch)
+    return loader.fixed_workers is not None or (measures.workers, measures.prefetch) == (
+        choice.workers,
+        choice.prefetch,
+    )
 
 
 def _differ(one: Choice, other: Choice) -> bool:

@@ -10,6 +10,7 @@ from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.messages import Measured, Setting
 from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader
 from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
+from lightning_ncclsafe.loaders.tuning.room import Room
 from lightning_ncclsafe.settings import TunerSettings
 
 ThrottledS = Callable[[], float | None]
@@ -22,22 +23,40 @@ class Fitted:
     Args:
         loader: The ``DataLoader``.
         start: What it begins with, where it is set.
+        number: Of the last window that was measured of it before.
+        group: Loaders with the same one are read at the same time.
+        room: Keeps the workers of all loaders within the budget.
         say: Prints a line about it to the user.
         throttled_s: Gives for how long quotas have held this rank's processes so far, seconds.
 
     Attributes:
         advises: Whether it stays as it is.
         iterable: Whether settings hold from an epoch on.
+        group: See above.
+        number: Of the last window that was measured of it.
     """
 
     advises: ClassVar[bool] = True
     iterable: ClassVar[bool] = False
 
-    def __init__(self, loader: Any, start: Choice, *, say: Say, throttled_s: ThrottledS) -> None:
+    def __init__(
+        self, loader: Any, start: Choice, *, number: int, group: str, room: Room, say: Say, throttled_s: ThrottledS
+    ) -> None:
+        self.group = group
+        self.number = number
         self._loader = loader
         self._last: Measures | None = None
-        self._number = 0
+        self._room = room
         self._reads = self._make(start, say, throttled_s)
+        room.add(self)
+
+    @property
+    def alive(self) -> int:
+        """How many worker processes it has; those that are not ours may be there at any time."""
+        return int(self._loader.num_workers)
+
+    def park(self) -> None:
+        """Ends its workers, where they are ours."""
 
     def begin(self, begin: Begin, setting: Setting | None) -> Iterator[Any]:
         """Begins an epoch.
@@ -59,10 +78,11 @@ class Fitted:
     def measured(self, name: str) -> Measured | None:
         """What was last measured; None before the first."""
         last = self._last
-        return None if last is None else Measured(loader=name, number=self._number, measures=last, frozen=self._frozen)
+        return None if last is None else Measured(loader=name, number=self.number, measures=last, frozen=self._frozen)
 
     def close(self) -> None:
         """Everything is as it was."""
+        self._room.remove(self)
 
     @property
     def _frozen(self) -> bool:
@@ -73,7 +93,7 @@ class Fitted:
 
     def _keep(self, measures: Measures) -> None:
         self._last = measures
-        self._number += 1
+        self.number += 1
 
 
 class FittedAtOnce(Fitted):
@@ -90,9 +110,19 @@ class FittedAtOnce(Fitted):
         """Sets it; from any thread."""
         self._reads.resize(setting.workers, setting.prefetch)
 
+    @property
+    def alive(self) -> int:
+        """How many worker processes it has."""
+        return int(self._reads.alive)
+
+    def park(self) -> None:
+        """Ends them; it has new ones, and goes on with the batch that is due, as soon as it is read on."""
+        self._reads.park()
+
     def close(self) -> None:
         """Ends its workers."""
         self._reads.close()
+        super().close()
 
     @property
     def _frozen(self) -> bool:
@@ -106,6 +136,7 @@ class FittedAtOnce(Fitted):
             on_window=self._keep,
             say=say,
             throttled_s=throttled_s,
+            make_room=lambda workers: self._room.make(self, workers),
         )
 
 
@@ -122,8 +153,9 @@ class FittedByEpoch(Fitted):
         return super().begin(begin, setting)
 
     def close(self) -> None:
-        """The loader is set as the user has set it."""
+        """The loader is set as it was."""
         self._set(*self._before)
+        super().close()
 
     def _make(self, start: Choice, say: Say, throttled_s: ThrottledS) -> Any:
         self._before = (self._loader.num_workers, self._loader.prefetch_factor)

@@ -41,14 +41,11 @@ class Setting:
         loader: Name of the loader.
         workers: ``num_workers``.
         prefetch: ``prefetch_factor``; 0 without workers.
-        from_epoch: From the loader's how manieth epoch of this call on, from 1; for iterable datasets, whose number of
-            batches depends on it. 0 for at once.
     """
 
     loader: str
     workers: int
     prefetch: int
-    from_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ class TunedLoader:
         least_batches: Batches that are measured before ``on_window`` is called.
         window_s: Seconds that are measured before it is called.
         throttled_s: Seconds for which the control group's quota has held this rank's processes so far; None if unknown.
+        make_room: Called, on the thread that reads, before so many workers are started.
 
     Attributes:
         frozen: Why it takes no new settings; empty while it does.
@@ -67,6 +68,7 @@ class TunedLoader:
         least_batches: int = 8,
         window_s: float = 1.0,
         throttled_s: Callable[[], float | None] | None = None,
+        make_room: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.frozen = ""
         self._loader = loader
@@ -74,6 +76,7 @@ class TunedLoader:
         self._now = Setting.of(workers, prefetch)
         self._wish = Wish(self._now)
         self._say = say
+        self._make_room = make_room
         self._lock = threading.Lock()
         self.observer = Observer(on_window, least_batches=least_batches, window_s=window_s, throttled_s=throttled_s)
         self._memory = WorkerMemory()
@@ -156,13 +159,23 @@ class TunedLoader:
         self.observer.worker_bytes = self._memory.read()
         return self.observer.worker_bytes
 
-    def close(self) -> None:
-        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
-        self._freeze("it is closed", self._user)
+    @property
+    def alive(self) -> int:
+        """How many worker processes there are."""
+        pools = {id(pool): pool for pool in (self._kept, *(epoch.pool for epoch in self._epochs)) if pool is not None}
+        return sum(len(pool.pids) for pool in pools.values())
+
+    def park(self) -> None:
+        """Ends all workers; an epoch that is read on has new ones. Called on the thread that reads."""
         for epoch in [*self._epochs]:
             epoch.park()
         if self._kept is not None:
             self.end(self._kept)
+
+    def close(self) -> None:
+        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
+        self._freeze("it is closed", self._user)
+        self.park()
 
     @property
     def _persists(self) -> bool:
@@ -222,6 +235,7 @@ class TunedLoader:
         draws, self._draws = self._draws, False
         while True:
             setting = self._wish.setting
+            self._make_room(setting.workers)
             try:
                 return self._pool_of(setting, indices, draws=draws)
             except Exception as error:

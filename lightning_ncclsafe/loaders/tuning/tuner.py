@@ -5,9 +5,11 @@ budget, before the first loader is used.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe import codec
@@ -21,6 +23,7 @@ from lightning_ncclsafe.loaders.tuning.choice import Choice
 from lightning_ncclsafe.loaders.tuning.deciding import Deciding
 from lightning_ncclsafe.loaders.tuning.fitted import Fitted, kind_of
 from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
+from lightning_ncclsafe.loaders.tuning.room import Room
 from lightning_ncclsafe.probes.cgroups import ControlGroups
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TunerSettings
@@ -31,6 +34,8 @@ Tuning = Callable[[Begin], Any]
 # The store serves all ranks' polls: at most about a thousand a second in all.
 _POLLS_PER_S, _POLL_S, _SETTLED_POLL_S = 1000.0, 0.25, 2.0
 _JOIN_S = 5.0
+# How long rank 0 is waited for at the beginning of an epoch of an iterable dataset that is set.
+_EPOCH_S, _EPOCH_POLL_S = 10.0, 0.002
 _DECISION = "tuning/decision"
 
 
@@ -67,7 +72,10 @@ class Tuner:
         self._lock = threading.Lock()
         """Of the loaders, between the training thread and the tuner's."""
         self._fitted: dict[str, Fitted] = {}
+        self._numbers: Counter[str] = Counter()
         self._epochs: Counter[str] = Counter()
+        self._of_epoch: dict[str, Setting] = {}
+        self._room: Room | None = None
         self._deciding: Deciding | None = None
         self._decision = Decision()
         self._published = b""
@@ -81,13 +89,13 @@ class Tuner:
 
     # What the training thread calls.
 
-    def take(self, stage: str, loaders: Sequence[Any], *, is_fit: bool) -> list[Tuning | None]:
+    def take(self, stage: str, loaders: Sequence[Any], *, at_once: bool = True) -> list[Tuning | None]:
         """The loaders of a stage are about to be used.
 
         Args:
             stage: Name of the hook that has given them, ``"train_dataloader"``.
             loaders: They.
-            is_fit: Whether the Trainer fits, so that other loaders live at the same time.
+            at_once: Whether they are read at the same time; those of different stages never are.
 
         Returns:
             For each loader what makes its iterators, or None to leave it alone.
@@ -97,17 +105,22 @@ class Tuner:
             return [None] * len(loaders)
         names = [stage if len(loaders) == 1 else f"{stage}[{index}]" for index in range(len(loaders))]
         self._name_excess(stage, loaders)
-        tunings = [self._take(name, loader, is_fit=is_fit) for name, loader in zip(names, loaders, strict=True)]
+        tunings = [
+            self._take(name, loader, group=stage if at_once else name)
+            for name, loader in zip(names, loaders, strict=True)
+        ]
         self._wake.set()
         return tunings
 
     def release(self, stage: str) -> None:
         """A stage's loaders are used no more, or are about to be given again."""
         with self._lock:
-            gone = [name for name in self._fitted if name.partition("[")[0] == stage]
+            # In the opposite order: one that stands in two stages is set back to what it was before the first.
+            gone = [name for name in reversed(self._fitted) if _stage_of(name) == stage]
             loaders = [self._fitted.pop(name) for name in gone]
-        for loader in loaders:
+        for name, loader in zip(gone, loaders, strict=True):
             loader.close()
+            self._numbers[name] = loader.number
 
     def close(self) -> None:
         """Ends the thread and all workers; nothing is left behind."""
@@ -115,36 +128,53 @@ class Tuner:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
-        for stage in {name.partition("[")[0] for name in [*self._fitted]}:
-            self.release(stage)
+        while self._fitted:
+            self.release(_stage_of([*self._fitted][-1]))
 
-    def _take(self, name: str, loader: Any, *, is_fit: bool) -> Tuning | None:
-        assert self._budget is not None
+    def _take(self, name: str, loader: Any, *, group: str) -> Tuning | None:
         kind = kind_of(loader, self._settings)
         if kind is None:
             return None
-        start = _start(loader, kind, self._budget.workers)
         with self._lock:
+            start = self._start(loader, kind, group)
             if self._deciding is not None:
                 start = self._deciding.begin(
                     name,
                     start,
                     asked=words.setting_words(loader.num_workers, loader.prefetch_factor or 0),
-                    is_fit=is_fit,
-                    advises=kind.advises,
-                    iterable=kind.iterable,
+                    group=group,
+                    fixed_workers=loader.num_workers if kind.advises else None,
                     copies=2 if getattr(loader, "pin_memory", False) else 1,
                 )
             known = self._setting_of(name)
             if known is not None and not kind.iterable:
                 start = Choice(workers=known.workers, prefetch=known.prefetch)
-            own = kind(loader, start, say=lambda text: self._say(f"{name}: {text}"), throttled_s=self._throttled_s)
+            assert self._room is not None
+            own = kind(
+                loader,
+                start,
+                number=self._numbers[name],
+                group=group,
+                room=self._room,
+                say=lambda text: self._say(f"{name}: {text}"),
+                throttled_s=self._throttled_s,
+            )
             self._fitted[name] = own
 
         def begin(begin_own: Begin) -> Any:
-            return own.begin(begin_own, self._setting_from_now_on(name) if kind.iterable else None)
+            return own.begin(begin_own, self._setting_of_epoch(name) if kind.iterable else None)
 
         return begin
+
+    def _start(self, loader: Any, kind: type[Fitted], group: str) -> Choice:
+        """What a loader begins with, on every rank alike: one worker, by which it is measured, where there is room."""
+        assert self._budget is not None
+        others = self._fitted.values()
+        stay = sum(other.alive for other in others if other.advises or other.iterable)
+        left = self._budget.workers - stay - sum(other.group == group for other in others if not other.iterable)
+        workers = min(loader.num_workers if kind.iterable else 1, max(left, 0))
+        prefetch = loader.prefetch_factor if kind.iterable else None
+        return Choice(workers=workers, prefetch=prefetch or 2 if workers else 0)
 
     def _name_excess(self, stage: str, loaders: Sequence[Any]) -> None:
         assert self._budget is not None
@@ -155,16 +185,33 @@ class Tuner:
     def _setting_of(self, name: str) -> Setting | None:
         return next((setting for setting in self._decision.settings if setting.loader == name), None)
 
-    def _setting_from_now_on(self, name: str) -> Setting | None:
-        """For data whose number of batches depends on it: the same epoch on all ranks, so rank 0 is asked each time."""
-        if self._deciding is not None:
-            with self._lock:
-                self._deciding.began_epoch(name)
+    def _setting_of_epoch(self, name: str) -> Setting | None:
+        """For data whose number of batches depends on it: what all ranks have in this epoch of a loader.
+
+        It is what rank 0 has decided by the time at which it begins the epoch; the others wait for that. One that has
+        waited for too long decides for all that nothing is changed.
+        """
         self._epochs[name] += 1
-        with suppress(ExchangeError):
-            self._read_decision()
-        setting = self._setting_of(name)
-        return setting if setting is not None and self._epochs[name] >= setting.from_epoch else None
+        key = f"tuning/epoch/{name}/{self._epochs[name]}"
+        try:
+            if self._deciding is None:
+                give_up = time.monotonic() + _EPOCH_S
+                while not (found := self._exchange.get_many([key])) and time.monotonic() < give_up:
+                    time.sleep(_EPOCH_POLL_S)
+                if found:
+                    return self._in_epoch(name, found[key])
+            setting = self._setting_of(name) if self._deciding is not None else None
+            stands = self._exchange.set_if_absent(key, codec.encode(Decision(settings=(setting,) if setting else ())))
+            return self._in_epoch(name, stands)
+        except ExchangeError as error:
+            say_own_failure(error, what=f"the tuning of {name}")
+            return self._of_epoch.get(name)
+
+    def _in_epoch(self, name: str, encoded: bytes) -> Setting | None:
+        settings = codec.decode(Decision, encoded).settings
+        if settings:
+            self._of_epoch[name] = settings[0]
+        return self._of_epoch.get(name)
 
     def _throttled_s(self) -> float | None:
         throttling = self._groups.throttling()
@@ -195,8 +242,13 @@ class Tuner:
         )
         if self._budget is None:
             self._over.set()
-        elif self._rank == 0:
+            return
+        self._room = Room(self._budget.workers)
+        if self._rank == 0:
             self._deciding = Deciding(self._budget, self._world_size, self._say)
+        # Where one rank takes no part, its loaders stay as they are, and those of iterable datasets have to be alike.
+        if not self._budget.all_ranks:
+            self._settings = replace(self._settings, apply_to_iterables=False)
         self._has_budget.set()
 
     def _turn(self) -> None:
@@ -225,8 +277,9 @@ class Tuner:
             deciding.add(0, own)
             for key, answer in answers.items():
                 deciding.add(keys[key], codec.decode(AllMeasured, answer))
-            self._decision = deciding.decide()
-        self._publish(_DECISION, self._decision)
+            decision = deciding.decide()
+        self._publish(_DECISION, decision)
+        self._decision = decision
 
     def _publish(self, key: str, message: Any) -> None:
         encoded = codec.encode(message)
@@ -241,9 +294,5 @@ class Tuner:
                 self._decision = codec.decode(Decision, found[_DECISION])
 
 
-def _start(loader: Any, kind: type[Fitted], most_workers: int) -> Choice:
-    """What a loader begins with, on every rank alike: one worker, by which it is measured."""
-    if not kind.iterable:
-        return Choice(workers=min(1, most_workers), prefetch=2 if most_workers else 0)
-    workers = min(loader.num_workers, most_workers)
-    return Choice(workers=workers, prefetch=loader.prefetch_factor or 2 if workers else 0)
+def _stage_of(name: str) -> str:
+    return name.partition("[")[0]

@@ -97,8 +97,8 @@ class Window:
 def target_gap_s(gaps_s: Collection[float]) -> float:
     """What a loader has to beat to be ahead of 84 % of the steps, seconds: tf.data's ``ComputeTargetTimeNsec``.
 
-    The mean of the gaps without outliers, less one standard deviation; 0 where there is no gap. It is not less than half
-    of the mean: of steps that vary by as much as they take, as the first ones may, none would be slow enough.
+    The mean of the gaps without outliers, less one standard deviation; 0 where there is no gap. It is not less than
+    half of the mean: of steps that vary by as much as they take, as the first ones may, none would be slow enough.
     """
     mean_s, sigma_s = _mean_and_sigma(gaps_s)
     inside = [gap_s for gap_s in gaps_s if abs(gap_s - mean_s) <= _OUTLIER_SIGMAS * sigma_s]

@@ -6,7 +6,6 @@ from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.report.times import share_words, time_words
 from lightning_ncclsafe.rules.wording import size_words
 
-
 # A batch that is ready takes about this part of a step of 50 ms to be taken.
 _NO_WAIT = 0.02
 

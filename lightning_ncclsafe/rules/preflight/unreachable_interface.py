@@ -1,10 +1,10 @@
 """The cause unreachable-interface: the interfaces that ranks would take do not lead to each other."""
 
 import ipaddress
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.preflight_facts import PreflightFacts
 from lightning_ncclsafe.rules.agreement.words import spread
 from lightning_ncclsafe.rules.hosts import Checked
@@ -21,15 +21,16 @@ _REMEDY = (
 
 
 def unreachable_interface(job: JobFacts) -> Iterable[Finding]:
-    """Hosts have no interface to be reached by, have the same address, are in different networks or at other speeds.
+    """A named interface is not there; hosts have none, the same address, different networks or other speeds.
 
     Symptom:
-        The process group is never complete, or the first collective hangs on all ranks; or one host is slow in all.
+        The process group cannot be made ("Unable to find address for: eth9") or is never complete, or the first
+        collective hangs on all ranks; or one host is slow in all.
 
     Cause:
         The first interface of a host is a bridge of Docker or a virtual machine, a management network, or one that is
-        down; NCCL_SOCKET_IFNAME names an interface that does not exist there; /etc/hosts gives the host's own name
-        the address 127.0.1.1, which gloo then takes.
+        down; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that does not exist there; /etc/hosts gives
+        the host's own name the address 127.0.1.1, which gloo then takes.
 
     Remedy:
         Name the interface to take.
@@ -38,12 +39,36 @@ def unreachable_interface(job: JobFacts) -> Iterable[Finding]:
         Firewalls, and routes between different networks, over which hosts may well reach each other.
     """
     view = Checked(job)
-    problems = (*_absent(view), *_same(view), *_apart(view), *_slower(view)) if view.several else ()
-    return findings(view, "unreachable-interface", problems, _REMEDY, confidence=Confidence.LIKELY)
+    misnamed = tuple(_misnamed(view))
+    told = {rank for problem in misnamed for rank in problem.ranks}
+    between = (*_absent(view, told), *_same(view), *_apart(view), *_slower(view)) if view.several else ()
+    confidence = Confidence.CERTAIN if misnamed else Confidence.LIKELY
+    return findings(view, "unreachable-interface", (*misnamed, *between), _REMEDY, confidence=confidence)
 
 
-def _absent(view: Checked) -> Iterator[Problem]:
-    without = tuple(rank for rank, facts in view.facts.items() if not facts.network.default_interface)
+def _misnamed(view: Checked) -> Iterator[Problem]:
+    """On a single host, too: a back end looks for its interface before it knows where the others are."""
+    for rank, facts in view.facts.items():
+        names = ", ".join(line.partition(" ")[0] for line in facts.network.interfaces) or "only loopback"
+        for setting in facts.network.misnamed:
+            severity = _severity(setting, facts)
+            if severity is not None:
+                text = f"{setting} fits no interface of the host, which has {names}"
+                yield Problem(ranks=(rank,), text=text, badness=4.0, severity=severity)
+
+
+def _severity(setting: str, facts: PreflightFacts) -> Severity | None:
+    """An error for the back end that the run uses; gloo is a second one beside NCCL for some runs."""
+    if setting.startswith("NCCL"):
+        return Severity.ERROR if facts.is_cuda else None
+    # From the shell it is not known what a run would use: without a GPU, gloo.
+    return Severity.WARNING if facts.is_cuda and facts.gpu is not None else Severity.ERROR
+
+
+def _absent(view: Checked, told: Collection[int]) -> Iterator[Problem]:
+    without = tuple(
+        rank for rank, facts in view.facts.items() if not facts.network.default_interface and rank not in told
+    )
     if without and len(without) < len(view.facts):
         yield Problem(ranks=without, text="no interface by which other hosts could be reached", badness=3.0)
     loopback = tuple(rank for rank, facts in view.facts.items() if _is_loopback(facts))

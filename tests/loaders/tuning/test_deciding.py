@@ -39,9 +39,10 @@ class Job:
         self.deciding = Deciding(budget, ranks, self.said.append)
         self.number = 0
 
-    def begin(self, name: str = "train_dataloader", *, is_fit: bool = True, **changes: Any) -> Choice:
-        options = {"asked": "num_workers=0", "advises": False, "iterable": False, "copies": 1, **changes}
-        return self.deciding.begin(name, ONE, is_fit=is_fit, **options)
+    def begin(self, name: str = "train_dataloader", **changes: Any) -> Choice:
+        group = name.partition("[")[0]
+        options = {"asked": "num_workers=0", "group": group, "fixed_workers": None, "copies": 1, **changes}
+        return self.deciding.begin(name, ONE, **options)
 
     def measure(self, *ranks: int, of: Measures = SLOW, name: str = "train_dataloader", frozen: bool = False) -> None:
         self.number += 1
@@ -121,35 +122,28 @@ def test_a_window_is_used_once() -> None:
     assert [job.setting() for _ in range(5)] == [now] * 5
 
 
-def test_validation_leaves_training_its_workers_until_that_has_found_its_own() -> None:
-    job = Job()
-    job.begin("val_dataloader")
-    assert job.settle("val_dataloader").workers <= BUDGET.workers // 4
-    job.begin()
-    train = job.settle()
-    assert train.workers >= 4
-    assert job.settle("val_dataloader").workers + train.workers <= BUDGET.workers
-
-
-def test_all_loaders_of_a_rank_together_never_have_more_than_the_budget() -> None:
+def test_loaders_that_are_read_in_turn_may_each_have_all() -> None:
     job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
-    for name in ("val_dataloader[0]", "val_dataloader[1]", "train_dataloader"):
+    for name in ("val_dataloader", "train_dataloader"):
         job.begin(name)
+        assert job.settle(name).workers == 5
+
+
+def test_loaders_that_are_read_at_the_same_time_never_have_more_than_the_budget_together() -> None:
+    job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
+    names = ("train_dataloader[0]", "train_dataloader[1]", "train_dataloader[2]")
+    for name in names:
+        job.begin(name)
+    for name in names:
         job.settle(name)
         assert sum(setting.workers for setting in job.deciding.decide().settings) <= 5
 
 
-def test_where_there_is_one_core_validation_gets_no_worker() -> None:
-    job = Job(budget=replace(BUDGET, workers=1, cores=1.0))
-    job.begin("val_dataloader")
+def test_workers_of_a_loader_that_stays_as_it_is_are_taken_off() -> None:
+    job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
+    job.begin("val_dataloader", fixed_workers=3)
     job.begin()
-    assert (job.setting("val_dataloader").workers, job.setting().workers) == (0, 1)
-
-
-def test_evaluation_alone_gets_all() -> None:
-    job = Job(budget=replace(BUDGET, workers=3, cores=3.0))
-    job.begin("val_dataloader", is_fit=False)
-    assert job.settle("val_dataloader").workers == 3
+    assert job.settle().workers == 2
 
 
 def test_what_one_loader_holds_in_memory_another_cannot_have() -> None:
@@ -158,14 +152,14 @@ def test_what_one_loader_holds_in_memory_another_cannot_have() -> None:
     job.begin()
     used = job.settle(of=heavy).workers * heavy.worker_bytes
     assert used <= 100 * 10**6
-    job.begin("val_dataloader")
-    other = job.settle("val_dataloader", of=heavy)
+    job.begin("train_dataloader[1]", group="train_dataloader")
+    other = job.settle("train_dataloader[1]", of=heavy)
     assert used + other.workers * heavy.worker_bytes <= 100 * 10**6
 
 
 def test_advice_is_said_and_changes_nothing() -> None:
     job = Job()
-    job.begin(advises=True, asked="num_workers=1, prefetch_factor=2")
+    job.begin(fixed_workers=1, asked="num_workers=1, prefetch_factor=2")
     for _ in range(10):
         job.measure(0, 1)
         assert job.deciding.decide().settings == ()
@@ -173,20 +167,13 @@ def test_advice_is_said_and_changes_nothing() -> None:
     assert "would do (set: num_workers=1, prefetch_factor=2)" in line
 
 
-def test_an_iterable_dataset_is_set_two_epochs_ahead() -> None:
-    job = Job()
-    job.begin(iterable=True)
-    job.deciding.began_epoch("train_dataloader")
-    assert job.setting().from_epoch == 0
-    job.measure(0, 1)
-    assert job.setting().from_epoch == 3
-
-
 def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
     job = Job()
     job.begin()
     settled = job.settle()
     assert job.begin().workers == settled.workers
+    slower = job.settle(of=replace(SLOW, service_s=0.075, service_q97_s=0.08))
+    assert slower.workers > settled.workers, "its windows count on"
 
 
 def test_a_rank_that_takes_no_settings_any_more_ends_the_trying() -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -13,6 +14,7 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.loaders.tuning import agreed_budget, tuner
 from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget, least_budget
+from lightning_ncclsafe.loaders.tuning.messages import Setting
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.settings import TunerSettings
 
@@ -128,10 +130,7 @@ def test_a_rank_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest
 def test_both_ranks_get_the_same_workers_and_every_sample_in_its_order(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(6))))
     loaders = [DataLoader(Numbers(), batch_size=4, num_workers=0) for _ in range(2)]
-    tunings = [
-        one.take("train_dataloader", [loader], is_fit=True)[0]
-        for one, loader in zip(ranks.tuners, loaders, strict=True)
-    ]
+    tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
     assert all(tunings)
     seen: list[list[int]] = [[], []]
     settled = threading.Event()
@@ -163,7 +162,7 @@ def test_a_setting_over_the_budget_is_named_with_its_numbers(make: Callable[...,
     ranks = make(1, Capacity(machine="a", cpus=(0, 1)))
     with pytest.warns(UserWarning, match="will create 16 worker"):
         loader = DataLoader(Numbers(), num_workers=16)
-    ranks.tuners[0].take("train_dataloader", [loader], is_fit=True)
+    ranks.tuners[0].take("train_dataloader", [loader])
     (line,) = ranks.said[0]
     assert "num_workers=16" in line and "2 cores" in line and "get 2 workers together" in line
 
@@ -171,7 +170,7 @@ def test_a_setting_over_the_budget_is_named_with_its_numbers(make: Callable[...,
 def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callable[..., Ranks]) -> None:
     ranks = make(1)
     loader = DataLoader(Stream(), num_workers=0)
-    watched, nothing = ranks.tuners[0].take("train_dataloader", [loader, [1, 2, 3]], is_fit=True)
+    watched, nothing = ranks.tuners[0].take("train_dataloader", [loader, [1, 2, 3]])
     assert nothing is None and watched is not None
     assert len(list(watched(lambda: iter(loader)))) == 100
 
@@ -179,7 +178,7 @@ def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callab
 def test_iterable_datasets_are_set_where_that_is_asked_for_and_set_back(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)), apply_to_iterables=True)
     loader = DataLoader(Stream(), num_workers=2, prefetch_factor=5)
-    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader], is_fit=True)
+    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert (loader.num_workers, loader.prefetch_factor) == (1, 5)
     assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 100
     ranks.close()
@@ -189,7 +188,7 @@ def test_iterable_datasets_are_set_where_that_is_asked_for_and_set_back(make: Ca
 def test_advice_only_touches_nothing(make: Callable[..., Ranks]) -> None:
     ranks = make(1, apply=False)
     loader = DataLoader(Numbers(), batch_size=4, num_workers=0)
-    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader], is_fit=True)
+    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert tuning is not None
     iterator = tuning(lambda: iter(loader))
     while not ranks.said[0]:
@@ -203,7 +202,7 @@ def test_our_own_failure_is_said_once_and_training_goes_on(
 ) -> None:
     ranks = make(1)
     loader = DataLoader(Numbers(40, 0), batch_size=4)
-    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader], is_fit=True)
+    (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     monkeypatch.setattr(ranks.tuners[0], "_turn", lambda: 1 / 0)
     ranks.tuners[0]._wake.set()
     until(lambda: tuner_threads() == [])
@@ -227,3 +226,89 @@ def test_an_exchange_that_misses_a_deadline_is_asked_again(
     ranks.tuners[0]._wake.set()
     until(lambda: len(turns) >= 2)
     assert tuner_threads() == ["ncclsafe-tuner"]
+
+
+def children() -> int:
+    return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+
+
+def test_workers_of_training_and_of_validation_that_persist_are_there_in_turn(make: Callable[..., Ranks]) -> None:
+    ranks = make(1, Capacity(machine="a", cpus=(0,)))
+    before = children()
+    train = DataLoader(Numbers(400, 0.001), batch_size=4, num_workers=1)
+    validate = DataLoader(Numbers(24, 0.001), batch_size=4, num_workers=1, persistent_workers=True)
+    (training,) = ranks.tuners[0].take("train_dataloader", [train])
+    (validation,) = ranks.tuners[0].take("val_dataloader", [validate])
+    assert training is not None and validation is not None
+    seen: list[int] = []
+    epoch = training(lambda: iter(train))
+    for _ in range(3):
+        seen += next(epoch).tolist()
+        assert children() - before == 1
+        assert [int(i) for batch in validation(lambda: iter(validate)) for i in batch] == list(range(24))
+        assert children() - before == 1
+    assert seen == list(range(12)), "training goes on with the batch that is due"
+    ranks.close()
+    assert children() == before
+
+
+def test_an_epoch_of_an_iterable_dataset_has_one_setting_on_all_ranks(
+    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make(2, Capacity(machine="a", cpus=tuple(range(8))), apply_to_iterables=True)
+    loaders = [DataLoader(Stream(), num_workers=1) for _ in range(2)]
+    tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
+    zero = ranks.tuners[0]
+    monkeypatch.setattr(zero, "_setting_of", lambda name: Setting(loader=name, workers=3, prefetch=2))
+    begun: list[int] = []
+
+    def begin(rank: int) -> None:
+        tuning = tunings[rank]
+        assert tuning is not None
+        tuning(lambda: iter(()))
+        begun.append(rank)
+
+    waits = threading.Thread(target=begin, args=(1,))
+    waits.start()
+    assert begun == []
+    begin(0)
+    waits.join()
+    assert [loader.num_workers for loader in loaders] == [3, 3]
+
+
+def test_a_rank_that_has_waited_for_too_long_decides_for_all_that_nothing_changes(
+    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "_EPOCH_S", 0.05)
+    ranks = make(2, Capacity(machine="a", cpus=tuple(range(8))), apply_to_iterables=True)
+    loaders = [DataLoader(Stream(), num_workers=1) for _ in range(2)]
+    tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
+    monkeypatch.setattr(ranks.tuners[0], "_setting_of", lambda name: Setting(loader=name, workers=3, prefetch=2))
+    for rank in (1, 0):
+        tuning = tunings[rank]
+        assert tuning is not None
+        tuning(lambda: iter(()))
+    assert [loader.num_workers for loader in loaders] == [1, 1]
+
+
+def test_iterable_datasets_stay_as_they_are_where_a_rank_takes_no_part(
+    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreed_budget, "BUDGET_S", 0.05)
+    one_core, exchange = Capacity(machine="a", cpus=(0,)), MemoryExchange()
+    alone = Tuner(TunerSettings(apply_to_iterables=True), exchange, rank=0, world_size=2, capacity=one_core)
+    alone.start()
+    loader = DataLoader(Stream(), num_workers=2)
+    alone.take("train_dataloader", [loader])
+    assert loader.num_workers == 2
+    alone.close()
+
+
+def test_a_loader_that_stands_in_two_stages_is_set_back(make: Callable[..., Ranks]) -> None:
+    ranks = make(1, Capacity(machine="a", cpus=(0, 1)), apply_to_iterables=True)
+    loader = DataLoader(Stream(), num_workers=2, prefetch_factor=5)
+    for stage in ("train_dataloader", "val_dataloader"):
+        ranks.tuners[0].take(stage, [loader])
+    assert loader.num_workers < 2
+    ranks.close()
+    assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
