@@ -380,15 +380,26 @@ def _timeout_s(group: Any) -> float | None:
     return max((backend.options._timeout.total_seconds() for backend in known), default=None)
 
 
+class WorkersSilent(Exception):
+    """Workers have not given a batch in time."""
+
+
 class _Workers(dataloader._MultiProcessingDataLoaderIter):
     """The worker processes of a loader, as torch's own iterator; one that was not fully made can be shut down too."""
 
     looks_every_s = 5.0  # torch's MP_STATUS_CHECK_INTERVAL
     made_by = -1
+    silent_from: float | None = None
 
     def _try_get_data(self, timeout: float | None = None) -> Any:
         timeout_s = self.looks_every_s if timeout is None else timeout
-        return super()._try_get_data(timeout_s)  # type: ignore[no-untyped-call]
+        if self.silent_from is None:
+            return super()._try_get_data(timeout_s)  # type: ignore[no-untyped-call]
+        left_s = max(0.0, self.silent_from - time.monotonic())
+        found = super()._try_get_data(min(timeout_s, left_s))  # type: ignore[no-untyped-call]
+        if not found[0] and time.monotonic() >= self.silent_from:
+            raise WorkersSilent
+        return found
 
     def _shutdown_workers(self) -> None:
         try:
@@ -429,10 +440,49 @@ def begin_loading(loader: Any, *, quiet: bool) -> Any:
     return iterator
 
 
-def end_loading(iterator: Any) -> None:
-    """Ends the worker processes of a loader's iterator, if it has any, and waits for them."""
-    if isinstance(iterator, _Workers):
-        iterator._shutdown_workers()
+@contextmanager
+def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
+    """Has ``next()`` raise where the worker processes of a loader's iterator do not answer.
+
+    Args:
+        iterator: It; one without workers always answers.
+        within_s: How long they may take, seconds; None for as long as it takes.
+
+    Raises:
+        WorkersSilent: They have not answered.
+    """
+    if within_s is None or not isinstance(iterator, _Workers):
+        yield
+        return
+    iterator.silent_from = time.monotonic() + within_s
+    try:
+        yield
+    finally:
+        iterator.silent_from = None
+
+
+def end_loading(iterator: Any, *, at_once: bool = False) -> None:
+    """Ends the worker processes of a loader's iterator, if it has any, and waits for them.
+
+    Args:
+        iterator: It.
+        at_once: Whether they are not asked, as they would not answer: torch waits 5 s for each.
+    """
+    if not isinstance(iterator, _Workers):
+        return
+    if at_once:
+        _kill(iterator._workers)
+    iterator._shutdown_workers()
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + _TERMINATES_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
 
 
 def worker_pids(iterator: Any) -> tuple[int, ...]:

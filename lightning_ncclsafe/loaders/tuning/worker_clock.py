@@ -30,11 +30,15 @@ class WorkerClock:
         workers: How many workers there will be.
         worker_init_fn: The user's own, or None.
 
+    Attributes:
+        slowest_s: How long the slowest batch took that was read so far, seconds.
+
     Raises:
         RuntimeError: If there is no shared memory.
     """
 
     def __init__(self, workers: int, worker_init_fn: Callable[[int], Any] | None) -> None:
+        self.slowest_s = 0.0
         self._worker_init_fn = worker_init_fn
         self._rows = _torch.shared_floats(workers, _COLUMNS)
         self._seen = [0] * workers
@@ -50,7 +54,9 @@ class WorkerClock:
     def take(self) -> list[Service]:
         """What there is since the last time, at most the last 64 batches of each worker."""
         rows = self._rows.numpy()
-        return [service for worker in range(len(self._seen)) for service in self._new_of(worker, rows[worker])]
+        found = [service for worker in range(len(self._seen)) for service in self._new_of(worker, rows[worker])]
+        self.slowest_s = max([self.slowest_s, *(service.wall_s for service in found)])
+        return found
 
     def _new_of(self, worker: int, row: Any) -> list[Service]:
         seen, self._seen[worker] = self._seen[worker], int(row[0])

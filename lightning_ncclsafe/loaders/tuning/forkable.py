@@ -1,0 +1,172 @@
+"""What of a dataset does not survive being used by several processes at once.
+
+Forked processes share the offset of an open file, and have none of the threads of the process they were forked from:
+the first gives samples the content of others, the second waits for ever. Neither raises anything.
+"""
+
+import io
+import multiprocessing
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import suppress
+from itertools import chain, islice
+from multiprocessing.pool import Pool
+from typing import Any
+
+# A few milliseconds at most: some 2 µs an object.
+MOST_OBJECTS = 2000
+MOST_LEVELS = 5
+# Items of one container that are looked at: what a dataset lists is mostly all of one kind.
+_MOST_ITEMS = 64
+# Datasets that only pass on what others give, however many of them: torch's Subset and ConcatDataset, and their like.
+_CHAINED = ("dataset", "datasets")
+
+_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, io.TextIOWrapper)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
+_ATOMS = (str, bytes, bytearray, int, float, complex, range, type, types.ModuleType, types.FunctionType, type(None))
+# Python makes its locks anew in a forked process.
+_SAFE_MODULES = frozenset({"logging", "numpy", "weakref"})
+
+Check = Callable[[Any], bool]
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _has(name: str, value: Any) -> Check:
+    return lambda found: bool(_attributes(found).get(name) is value)
+
+
+# By the top of the module and the name of a class, or of one it derives from: what it is, and whether it still is one.
+_KINDS: dict[tuple[str, str], tuple[str, Check]] = {
+    ("h5py", "File"): ("an open HDF5 file", bool),
+    ("h5py", "Group"): ("an open HDF5 file", bool),
+    ("h5py", "Dataset"): ("an open HDF5 file", bool),
+    ("sqlite3", "Connection"): ("a database connection", _always),
+    ("sqlite3", "Cursor"): ("a database connection", _always),
+    ("zipfile", "ZipFile"): ("an open zip file", lambda found: _attributes(found).get("fp") is not None),
+    ("tarfile", "TarFile"): ("an open tar file", _has("closed", False)),
+    ("lmdb", "Environment"): ("an open LMDB environment", _always),
+    ("builtins", "Environment"): ("an open LMDB environment", _always),  # as lmdb's C extension names it
+    ("socket", "socket"): ("a socket", lambda found: bool(found.fileno() >= 0)),
+    ("_socket", "socket"): ("a socket", lambda found: bool(found.fileno() >= 0)),
+    ("pyarrow", "NativeFile"): ("an open Arrow file", lambda found: not found.closed),
+    ("pyarrow", "ParquetFile"): ("an open Parquet file", _always),
+    ("subprocess", "Popen"): ("a process of its own", _has("returncode", None)),
+    ("queue", "Queue"): ("a queue between threads", _always),
+    ("_queue", "SimpleQueue"): ("a queue between threads", _always),
+    ("torch", "Tensor"): ("a CUDA tensor", lambda found: bool(found.is_cuda)),
+}
+
+
+def forks(loader: Any) -> bool:
+    """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and have copies of all there is.
+
+    Nothing is decided by asking: a process has a default start method only once somebody has wanted it.
+    """
+    context = loader.multiprocessing_context
+    if context is not None:
+        return bool(context.get_start_method() == "fork")
+    method = multiprocessing.get_start_method(allow_none=True)
+    return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
+
+
+def unforkable(dataset: Any) -> str:
+    """What a dataset holds that several processes cannot use at once, in words; empty if nothing was found.
+
+    Looks at attributes and at the items of containers, 5 levels deep and at 2,000 objects at most. Nothing of the
+    user's is called.
+
+    Args:
+        dataset: The dataset.
+    """
+    with suppress(Exception):  # what cannot be looked at tells nothing
+        return next(_found(dataset), "")
+    return ""
+
+
+def _found(dataset: Any) -> Iterator[str]:
+    seen = {id(dataset)}
+    ahead: deque[tuple[Any, str, int]] = deque([(dataset, type(dataset).__name__, 0)])
+    looked_at = 0
+    while ahead and looked_at < MOST_OBJECTS:
+        holder, path, level = ahead.popleft()
+        for name, value in _parts(holder):
+            looked_at += 1
+            if isinstance(value, _ATOMS) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            what = _what(value)
+            if what:
+                yield f"its dataset holds {what} ({path}{name})"
+            deeper = level + (name.lstrip(".") not in _CHAINED)
+            if deeper < MOST_LEVELS and _module(type(value)) not in _SAFE_MODULES:
+                ahead.append((value, path + name, deeper))
+
+
+def _parts(holder: Any) -> Iterable[tuple[str, Any]]:
+    """What there is in an object, with how it is reached from there."""
+    if isinstance(holder, dict):
+        # Not by a method that a subclass may have replaced.
+        return ((f"[{key!r}]" if type(key) in (str, int) else "[…]", value) for key, value in _first(dict.items(holder)))
+    attributes = ((f".{name}", value) for name, value in _attributes(holder).items())
+    for kind in (list, tuple):
+        if isinstance(holder, kind):
+            return chain(((f"[{index}]", value) for index, value in enumerate(_first(kind.__iter__(holder)))), attributes)
+    if isinstance(holder, (set, frozenset, deque)):
+        return (("[…]", value) for value in _first(holder))
+    if isinstance(holder, types.MethodType):
+        return ((".__self__", holder.__self__),)
+    return attributes
+
+
+def _first(items: Iterable[Any]) -> Iterator[Any]:
+    return islice(items, _MOST_ITEMS)
+
+
+def _attributes(holder: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with suppress(AttributeError):
+        found.update(object.__getattribute__(holder, "__dict__"))
+    for kind in type(holder).__mro__:
+        if "__slots__" in vars(kind):
+            found.update(_slots(holder, kind))
+    return found
+
+
+def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    for name, slot in vars(kind).items():
+        if isinstance(slot, types.MemberDescriptorType):
+            with suppress(AttributeError):  # it has not been set
+                yield name, slot.__get__(holder)
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, _FILES):
+        return "an open file" if _is_open(value) else ""
+    if isinstance(value, _LOCKS):
+        return "a lock between threads"
+    if isinstance(value, threading.Thread):
+        return "a thread" if threading.Thread.is_alive(value) else ""
+    if isinstance(value, (Executor, Pool)):
+        return "" if _attributes(value).get("_shutdown") is True else "a pool of threads or processes"
+    for kind in type(value).__mro__:
+        what, check = _KINDS.get((_module(kind), kind.__name__), ("", _always))
+        if what:
+            return what if check(value) else ""
+    return ""
+
+
+def _is_open(file: Any) -> bool:
+    with suppress(Exception):  # one that is in memory has no number
+        return not file.closed and file.fileno() >= 0 and file not in (sys.stdin, sys.stdout, sys.stderr)
+    return False
+
+
+def _module(kind: type) -> str:
+    return kind.__module__.partition(".")[0] if isinstance(kind.__module__, str) else ""
