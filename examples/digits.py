@@ -15,9 +15,10 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
@@ -67,6 +68,12 @@ class DigitsClassifier(L.LightningModule):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
         self.val_acc = MulticlassAccuracy(num_classes=10, average="micro")
 
+    def configure_model(self) -> None:
+        """With a strategy that splits the model, each rank keeps a part of it: FSDP2."""
+        if self.device_mesh is not None:
+            for part in (self.features, self.head, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))  # type: ignore[no-any-return]
 
@@ -88,7 +95,7 @@ class DigitsClassifier(L.LightningModule):
 def train(
     model: L.LightningModule,
     data: L.LightningDataModule,
-    strategy: DDPStrategy,
+    strategy: Strategy,
     *,
     devices: int,
     max_epochs: int,

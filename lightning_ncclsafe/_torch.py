@@ -5,8 +5,9 @@ import io
 import json
 import os
 import pickle
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ except ImportError:  # pragma: no cover - needs such a build
 # NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
 # writes to the general one. Both are asked, so that a job with gloo and NCCL groups is seen whole.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+# Workers that wait for something end at once with SIGTERM, unless a handler of their own waits as well.
+_TERMINATES_S = 0.5
 
 
 class GroupMembers(NamedTuple):
@@ -390,6 +393,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
     looks_every_s = 5.0  # torch's MP_STATUS_CHECK_INTERVAL
     made_by = -1
     silent_from: float | None = None
+    answers_s = 0.0
 
     def _try_get_data(self, timeout: float | None = None) -> Any:
         timeout_s = self.looks_every_s if timeout is None else timeout
@@ -398,7 +402,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         left_s = max(0.0, self.silent_from - time.monotonic())
         found = super()._try_get_data(min(timeout_s, left_s))  # type: ignore[no-untyped-call]
         if not found[0] and time.monotonic() >= self.silent_from:
-            raise WorkersSilent
+            raise WorkersSilent(f"no batch has come for {self.answers_s:.0f} s")
         return found
 
     def _shutdown_workers(self) -> None:
@@ -454,7 +458,7 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
     if within_s is None or not isinstance(iterator, _Workers):
         yield
         return
-    iterator.silent_from = time.monotonic() + within_s
+    iterator.answers_s, iterator.silent_from = within_s, time.monotonic() + within_s
     try:
         yield
     finally:

@@ -5,10 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ncclsafe import DatasetAgreement, SafeDDP
+from lightning_ncclsafe import (
+    CollectiveTimer,
+    DatasetAgreement,
+    HostPreflight,
+    LoaderTuner,
+    SafeDDP,
+    safe_callbacks,
+)
 from lightning_ncclsafe.settings import AgreementSettings
 
 
@@ -35,6 +42,25 @@ def test_a_strategy_that_compares_nothing_is_refused(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
     with pytest.raises(TypeError, match="a Trainer with DDPStrategy, which compares nothing"):
         DatasetAgreement().setup(trainer, LightningModule(), "fit")
+
+
+@pytest.mark.parametrize("kind", [CollectiveTimer, DatasetAgreement, HostPreflight, LoaderTuner])
+def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
+    derived = type("Derived", (kind,), {})
+
+    def setup(*callbacks: Callback) -> None:
+        strategy = SafeDDP()
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, callbacks=[*callbacks])
+        callbacks[0].setup(trainer, LightningModule(), "fit")
+
+    for second in (kind(), derived()):
+        with pytest.raises(ValueError, match=f"^This Trainer has two {kind.__name__} callbacks; give it one.$"):
+            setup(kind(), second)
+    with pytest.raises(ValueError, match=f"has two {kind.__name__}"):
+        setup(derived(), kind())
+    with pytest.raises(ValueError, match=f"has 3 {kind.__name__}"):
+        setup(kind(), kind(), kind())
+    setup(*safe_callbacks(kind()))
 
 
 def test_a_strategy_of_ours_is_taken() -> None:

@@ -1,6 +1,8 @@
 """Hosts compared by ranks that are threads, and from the command line."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -197,11 +199,54 @@ def test_a_rank_that_finds_nobody_says_so(
 ) -> None:
     from lightning_ncclsafe import _torch
 
-    def unreachable(*_: Any) -> Any:
+    within_s = []
+
+    def unreachable(*_: Any, timeout_s: float) -> Any:
+        within_s.append(timeout_s)
         raise RuntimeError("connect() timed out")
 
     monkeypatch.setattr(_torch, "launched_store", unreachable)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    assert main(["preflight", "--log-dir", str(tmp_path)]) == 2
-    assert "rank 1 cannot reach the other ranks at nowhere:1: connect() timed out" in capsys.readouterr().err
+    for timeout in ([], ["--timeout", "3"], ["--timeout", "inf"]):
+        assert main(["preflight", "--log-dir", str(tmp_path), *timeout]) == 2
+        assert "rank 1 cannot reach the other ranks at nowhere:1: connect() timed out" in capsys.readouterr().err
+    assert within_s == [5.0, 1.5, 86_400.0], "half of it, as torch tries twice"
+
+
+def test_a_host_that_is_not_reached_is_told_in_one_line(tmp_path: Path) -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", "import sys; from lightning_ncclsafe.cli import main; sys.exit(main())"]
+    command += ["preflight", "--log-dir", str(tmp_path), "--timeout", "0.2"]
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"} | job
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: rank 1 cannot reach") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("port", ["99999999", "65536", "0", "-1", "abc"])
+def test_what_is_no_port_is_one_error(port: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["preflight"]) == 2
+    said = f"error: MASTER_PORT={port} is no port; set it to a number from 1 to 65535, on all ranks alike\n"
+    assert capsys.readouterr().err == said
+    assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "no launcher, nobody to be reached"
+
+
+@pytest.mark.parametrize("option", ["--workers=-5", "--timeout=0"])
+def test_numbers_out_of_range_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["preflight", option])
+    assert ended.value.code == 2 and "does not conform to restriction v>" in capsys.readouterr().err
+
+
+def test_an_interface_that_is_not_there_is_an_error_on_a_single_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
+    said_code = main(["preflight", "--log-dir", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "GLOO_SOCKET_IFNAME=nope fits no interface of the host" in said
+    # With a GPU, gloo is only the second back end.
+    assert said_code == (1 if "error: unreachable-interface" in said else 0)

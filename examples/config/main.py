@@ -9,27 +9,16 @@ import sys
 from pathlib import Path
 
 from lightning.pytorch.cli import ArgsType, LightningCLI
-from torch.distributed.fsdp import fully_shard
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from digits import DigitsClassifier, DigitsData
 
 
-class ShardedDigits(DigitsClassifier):
-    """The same model, of which each rank keeps a part where the strategy wants that: FSDP2."""
-
-    def configure_model(self) -> None:
-        mesh = self.device_mesh
-        if mesh is not None:
-            for part in (self.features, self.head, self):
-                fully_shard(part, mesh=mesh["data_parallel"])
-
-
 def main(args: ArgsType = None, *, run: bool = True) -> LightningCLI:
     """Do what the arguments say; with ``run=False``, without the name of a method before them, only make the parts."""
     return LightningCLI(
-        ShardedDigits,
+        DigitsClassifier,
         DigitsData,
         args=args,
         run=run,

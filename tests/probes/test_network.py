@@ -140,6 +140,35 @@ def test_each_back_end_has_its_own_variable(host: dict[str, Stats], tmp_path: Pa
     assert chosen == ["odd0", "eth0"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nope", True),
+        ("GLOO_SOCKET_IFNAME", "eth", True),
+        ("GLOO_SOCKET_IFNAME", "eth0,nope", True),
+        ("GLOO_SOCKET_IFNAME", "eth0,odd0", False),
+        ("GLOO_SOCKET_IFNAME", "lo", False),
+        ("GLOO_SOCKET_IFNAME", "down0", False),  # its address can be taken
+        ("GLOO_SOCKET_IFNAME", "bare0", True),
+        ("NCCL_SOCKET_IFNAME", "nope", True),
+        ("NCCL_SOCKET_IFNAME", "eth", False),
+        ("NCCL_SOCKET_IFNAME", "^lo,down,eth,odd", True),
+        ("NCCL_SOCKET_IFNAME", "x", False),  # passed over
+    ],
+)
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_names_of_what_is_not_there(
+    name: str, value: str, is_missing: bool, is_cuda: bool, host: dict[str, Stats], tmp_path: Path
+) -> None:
+    facts = network_facts(is_cuda=is_cuda, environment={name: value}, ports=tmp_path)
+    assert facts.misnamed == ((f"{name}={value}",) if is_missing else ())
+
+
+def test_of_a_system_that_tells_nothing_no_name_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: 1 / 0)
+    assert network_facts(is_cuda=False, environment={"GLOO_SOCKET_IFNAME": "eth0"}, ports=tmp_path).misnamed == ()
+
+
 def port(root: Path, name: str, state: str, rate: str = "400 Gb/sec (4X NDR)", link: str = "InfiniBand") -> None:
     device, _, number = name.partition(":")
     folder = root / device / "ports" / number

@@ -437,6 +437,28 @@ AGREEMENT = (
         ("no interface by which other hosts could be reached",),
     ),
     Scene(
+        "an interface that is not there, on a single rank",
+        network(on_cpu(ALONE), misnamed=("GLOO_SOCKET_IFNAME=nope",), default_interface=""),
+        "unreachable-interface",
+        (0,),
+        ("Rank 0 (node-0): GLOO_SOCKET_IFNAME=nope fits no interface of the host, which has eth0, eth1.",),
+        ERROR,
+    ),
+    Scene(
+        "an interface that is not there on one of two hosts",
+        network(TWO, *SECOND, misnamed=("NCCL_SOCKET_IFNAME=nope",), default_interface="", interfaces=()),
+        "unreachable-interface",
+        SECOND,
+        ("Ranks 8-15 (node-1): NCCL_SOCKET_IFNAME=nope fits no interface of the host, which has only loopback.",),
+        ERROR,
+    ),
+    Scene(
+        "gloo's interface beside NCCL",
+        network(ONE, misnamed=("GLOO_SOCKET_IFNAME=nope",)),
+        "unreachable-interface",
+        FIRST,
+    ),
+    Scene(
         "a bridge on both hosts",
         network(TWO, interfaces=interface("docker0 10000 Mbit/s 172.17.0.1"), default_interface="docker0"),
         "unreachable-interface",
@@ -612,6 +634,7 @@ QUIET = {
     ),
     "loopback on one host": network(setting(ONE, NCCL_SOCKET_IFNAME="lo"), default_interface="lo", interfaces=()),
     "a host without InfiniBand alone": network(ONE, infiniband_active=0, infiniband=(), infiniband_off="x"),
+    "NCCL's interface without GPUs": network(on_cpu(ONE), misnamed=("NCCL_SOCKET_IFNAME=nope",)),
     "no interface on one host": network(ONE, 3, default_interface="", interfaces=()),
     "addresses that nobody can read": network(TWO, interfaces=interface("eth0 up")),
     "a slow file system, up to the limits": directory(

@@ -38,6 +38,8 @@ _SURE = 5
 _MOST_OTHERS = 2
 # One window may show more cores busy than there are: a batch's time counts where it ends.
 _OVERCOMMITTED_WINDOWS = 2
+# Where every change stops training for seconds: less waiting than this share of the time is not worth one.
+_WORTH_A_STOP = 0.2
 # A quota that holds the processes nearly as long with fewer workers was not used up by them.
 _RELIEF = 0.9
 
@@ -52,6 +54,7 @@ class Controller:
         budget: What this loader may use.
         start: The setting that it begins with.
         copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+        forks: Whether workers are forked; others take seconds to start, and training waits for them.
 
     Attributes:
         choice: The setting that is in force.
@@ -60,12 +63,13 @@ class Controller:
         budget: What this loader may use; may be set anew before any window.
     """
 
-    def __init__(self, budget: Budget, start: Choice, *, copies: int = 1) -> None:
+    def __init__(self, budget: Budget, start: Choice, *, copies: int = 1, forks: bool = True) -> None:
         self.choice = start
         self.settled = False
         self.reason = ""
         self.budget = budget
         self._copies = copies
+        self._forks = forks
         self._windows = 0
         self._others = 0
         self._known = Known()
@@ -173,13 +177,17 @@ class Controller:
             return
         self._trial = None
         if trial.kind == "fewer":
-            if starves(measures) or lost(trial.measures, measures):
+            # Without workers every batch is waited for: what counts is what that costs.
+            if (trial.choice.workers and starves(measures)) or lost(trial.measures, measures):
                 self._take_back(trial, "were not enough")
                 measures = trial.measures  # which are those of the setting that is in force again
             self._go_on(measures)
         elif has_gained:
             if not self._hold_back(measures):
                 self._go_on(measures)
+        elif not self._forks and not lost(trial.measures, measures):
+            self._refused.add(trial.kind)  # going back would cost more
+            self._settle(measures)
         else:
             self._take_back(trial, "were no faster")
             self._cover(trial, measures)
@@ -208,9 +216,12 @@ class Controller:
         return self._elapsed_s + _RAISE_WINDOWS * measures.wall_s > _TRYING_S
 
     def _next(self, measures: Measures) -> Move | None:
-        if starves(measures):
-            moves = raises(self.choice, measures, self._limits)
-        elif self._fewer < _MOST_FEWER:
+        if not self.choice.workers and not self._limits.choose(measures).workers:
+            moves = []  # every batch is waited for, and is cheaper so
+        elif starves(measures):
+            is_worth = self._forks or measures.wait_s > _WORTH_A_STOP * (measures.gap_s + measures.wait_s)
+            moves = raises(self.choice, measures, self._limits) if is_worth else []
+        elif self._forks and self._fewer < _MOST_FEWER:
             moves = fewer(self.choice, measures, self._limits)
         else:
             moves = []

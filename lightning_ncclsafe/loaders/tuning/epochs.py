@@ -63,7 +63,7 @@ class Epoch:
             assert pool is not None
             observer.asked(pool.iterator)
             try:
-                batch = next(pool.iterator)
+                batch = pool.next_batch()
             except StopIteration:
                 self._pool_ended(pool)
             except Exception as error:

@@ -9,7 +9,7 @@ from lightning_ncclsafe.loaders.tuning.choice import Choice
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.messages import Measured, Setting
 from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
+from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable, unsafe
 from lightning_ncclsafe.loaders.tuning.room import Room
 from lightning_ncclsafe.settings import TunerSettings
 
@@ -182,5 +182,5 @@ def kind_of(loader: Any, settings: TunerSettings) -> type[Fitted] | None:
     if settings.apply and not unresizable(loader):
         return FittedAtOnce
     if settings.apply and settings.apply_to_iterables and _torch.has_iterable_dataset(loader):
-        return FittedByEpoch
+        return Fitted if unsafe(loader) else FittedByEpoch
     return Fitted

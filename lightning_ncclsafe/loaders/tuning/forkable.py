@@ -27,6 +27,7 @@ _CHAINED = ("dataset", "datasets")
 
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, io.TextIOWrapper)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
+_ITEMED: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _ATOMS = (str, bytes, bytearray, int, float, complex, range, type, types.ModuleType, types.FunctionType, type(None))
 # Python makes its locks anew in a forked process.
 _SAFE_MODULES = frozenset({"logging", "numpy", "weakref"})
@@ -53,19 +54,18 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
     ("tarfile", "TarFile"): ("an open tar file", _has("closed", False)),
     ("lmdb", "Environment"): ("an open LMDB environment", _always),
     ("builtins", "Environment"): ("an open LMDB environment", _always),  # as lmdb's C extension names it
-    ("socket", "socket"): ("a socket", lambda found: bool(found.fileno() >= 0)),
-    ("_socket", "socket"): ("a socket", lambda found: bool(found.fileno() >= 0)),
+    ("socket", "socket"): ("a socket", _has("_closed", False)),
     ("pyarrow", "NativeFile"): ("an open Arrow file", lambda found: not found.closed),
     ("pyarrow", "ParquetFile"): ("an open Parquet file", _always),
     ("subprocess", "Popen"): ("a process of its own", _has("returncode", None)),
     ("queue", "Queue"): ("a queue between threads", _always),
     ("_queue", "SimpleQueue"): ("a queue between threads", _always),
-    ("torch", "Tensor"): ("a CUDA tensor", lambda found: bool(found.is_cuda)),
+    ("torch", "Tensor"): ("a CUDA tensor", lambda found: _module(type(found)) == "torch" and bool(found.is_cuda)),
 }
 
 
 def forks(loader: Any) -> bool:
-    """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and have copies of all there is.
+    """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and have copies of it all.
 
     Nothing is decided by asking: a process has a default start method only once somebody has wanted it.
     """
@@ -98,7 +98,7 @@ def _found(dataset: Any) -> Iterator[str]:
         holder, path, level = ahead.popleft()
         for name, value in _parts(holder):
             looked_at += 1
-            if isinstance(value, _ATOMS) or id(value) in seen:
+            if issubclass(type(value), _ATOMS) or id(value) in seen:
                 continue
             seen.add(id(value))
             what = _what(value)
@@ -111,18 +111,24 @@ def _found(dataset: Any) -> Iterator[str]:
 
 def _parts(holder: Any) -> Iterable[tuple[str, Any]]:
     """What there is in an object, with how it is reached from there."""
-    if isinstance(holder, dict):
-        # Not by a method that a subclass may have replaced.
-        return ((f"[{key!r}]" if type(key) in (str, int) else "[…]", value) for key, value in _first(dict.items(holder)))
-    attributes = ((f".{name}", value) for name, value in _attributes(holder).items())
-    for kind in (list, tuple):
-        if isinstance(holder, kind):
-            return chain(((f"[{index}]", value) for index, value in enumerate(_first(kind.__iter__(holder)))), attributes)
-    if isinstance(holder, (set, frozenset, deque)):
-        return (("[…]", value) for value in _first(holder))
-    if isinstance(holder, types.MethodType):
+    if issubclass(type(holder), dict):
+        # Not by a method that a subclass may have replaced; the same below.
+        return ((f"[{_key(key)}]", value) for key, value in _first(dict.items(holder)))
+    if issubclass(type(holder), types.MethodType):
         return ((".__self__", holder.__self__),)
-    return attributes
+    return chain(
+        ((f"[{index}]", value) for index, value in enumerate(_first(_items(holder)))),
+        ((f".{name}", value) for name, value in _attributes(holder).items()),
+    )
+
+
+def _key(key: Any) -> str:
+    return repr(key) if type(key) in (str, int) else "…"
+
+
+def _items(holder: Any) -> Iterable[Any]:
+    kind = next((kind for kind in _ITEMED if issubclass(type(holder), kind)), None)
+    return () if kind is None else kind.__iter__(holder)
 
 
 def _first(items: Iterable[Any]) -> Iterator[Any]:
@@ -141,19 +147,20 @@ def _attributes(holder: Any) -> dict[str, Any]:
 
 def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
     for name, slot in vars(kind).items():
-        if isinstance(slot, types.MemberDescriptorType):
+        if issubclass(type(slot), types.MemberDescriptorType):
             with suppress(AttributeError):  # it has not been set
                 yield name, slot.__get__(holder)
 
 
 def _what(value: Any) -> str:
-    if isinstance(value, _FILES):
+    # Not isinstance(), here and elsewhere: that asks the object for its __class__.
+    if issubclass(type(value), _FILES):
         return "an open file" if _is_open(value) else ""
-    if isinstance(value, _LOCKS):
+    if issubclass(type(value), _LOCKS):
         return "a lock between threads"
-    if isinstance(value, threading.Thread):
+    if issubclass(type(value), threading.Thread):
         return "a thread" if threading.Thread.is_alive(value) else ""
-    if isinstance(value, (Executor, Pool)):
+    if issubclass(type(value), (Executor, Pool)):
         return "" if _attributes(value).get("_shutdown") is True else "a pool of threads or processes"
     for kind in type(value).__mro__:
         what, check = _KINDS.get((_module(kind), kind.__name__), ("", _always))
@@ -164,9 +171,10 @@ def _what(value: Any) -> str:
 
 def _is_open(file: Any) -> bool:
     with suppress(Exception):  # one that is in memory has no number
-        return not file.closed and file.fileno() >= 0 and file not in (sys.stdin, sys.stdout, sys.stderr)
+        is_shared_anyway = any(file is stream for stream in (sys.stdin, sys.stdout, sys.stderr))
+        return not file.closed and file.fileno() >= 0 and not is_shared_anyway
     return False
 
 
 def _module(kind: type) -> str:
-    return kind.__module__.partition(".")[0] if isinstance(kind.__module__, str) else ""
+    return str(kind.__module__).partition(".")[0]

@@ -19,6 +19,8 @@ from lightning_ncclsafe.reporter import say_own_failure
 _LONGEST_GAP_S = 10.0
 # Where a look into the queue is not possible: a batch that is ready takes about 0.9 ms (torch 2.13, measured).
 _READY_WITHIN_S = 0.001
+# A window that has taken so many times as long as it would in one epoch is ended with what it has.
+_OLD_WINDOWS = 2
 
 
 class Observer:
@@ -57,7 +59,7 @@ class Observer:
     def starts(self, workers: int, prefetch: int, clock: WorkerClock | None) -> None:
         """Workers have been started, or an epoch: the first batch says nothing. Goes on with a window if it can."""
         if (workers, prefetch) == self._setting:
-            self.ends()
+            self._epoch_ended()
         else:
             self._setting = workers, prefetch
             self.worker_bytes = 0  # of others
@@ -71,7 +73,19 @@ class Observer:
         clock = self._clock() if self._clock is not None else None
         self._window.services += clock.take() if clock is not None else []
 
+    def _epoch_ended(self) -> None:
+        """Of epochs that are short beside what they take to begin, a window would have a hundred."""
+        self.ends()
+        is_old = time.perf_counter() - self._began_at > _OLD_WINDOWS * self._window_s
+        if is_old and self._window.batches >= self._least_batches and self._on_window is not None:
+            try:
+                self._end_window(self._window)
+            except Exception as error:
+                self._on_window = None
+                say_own_failure(error, what="the measuring of a loader")
+
     def _reset(self) -> None:
+        self._began_at = time.perf_counter()
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._window = Window()
         self._services: list[Service] = []
@@ -131,7 +145,7 @@ class Observer:
 
     def _end_window(self, window: Window) -> None:
         self.ends()
-        self._window = Window()
+        self._window, self._began_at = Window(), time.perf_counter()
         # None of a window of slow batches: what was before it still holds.
         self._services = window.services or self._services
         now_s = self._throttled_s() or 0.0

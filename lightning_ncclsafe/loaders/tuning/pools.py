@@ -15,7 +15,9 @@ from weakref import WeakSet
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.loaders import endings
+from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.epochs import Epoch
+from lightning_ncclsafe.loaders.tuning.forkable import forks, unforkable
 from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting, Wish
 from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.observing import Observer
@@ -24,6 +26,8 @@ from lightning_ncclsafe.loaders.tuning.worker_pool import WorkerPool
 
 # Any odd number with its bits well mixed: pools follow one another with seeds that have nothing in common.
 _SEED_STEP = 0x9E3779B97F4A7C15
+# From so many workers on, the user has shown that several processes can use his dataset.
+_SEVERAL = 2
 
 
 def unresizable(loader: Any) -> str:
@@ -35,7 +39,29 @@ def unresizable(loader: Any) -> str:
     own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != endings.__name__]
     if own:
         return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
-    return ""
+    return unsafe(loader)
+
+
+def unsafe(loader: Any) -> str:
+    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``, in words; empty if not."""
+    stateful = next((part for part in _parts(loader) if callable(getattr(type(part), "state_dict", None))), None)
+    if stateful is not None:
+        return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
+    return _unforkable(loader)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader and what it draws from, however samplers are wrapped: Lightning wraps that for several ranks."""
+    parts = [loader]
+    for part in parts:
+        own = (getattr(part, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler", "_sampler"))
+        parts.extend(each for each in own if each is not None and all(each is not known for known in parts))
+    return parts
+
+
+def _unforkable(loader: Any) -> str:
+    what = unforkable(loader.dataset) if loader.num_workers < _SEVERAL and forks(loader) else ""
+    return what and f"{what}, which several processes cannot use at once"
 
 
 class TunedLoader:
@@ -80,6 +106,7 @@ class TunedLoader:
         self._lock = threading.Lock()
         self.observer = Observer(on_window, least_batches=least_batches, window_s=window_s, throttled_s=throttled_s)
         self._memory = WorkerMemory()
+        self._deadlines = Deadlines(forks=forks(loader))
         self._epochs: WeakSet[Epoch] = WeakSet()
         self._kept: WorkerPool | None = None
         self._draws = False
@@ -233,6 +260,7 @@ class TunedLoader:
 
     def _start(self, indices: Indices) -> WorkerPool:
         draws, self._draws = self._draws, False
+        self._check(self._wish.setting)
         while True:
             setting = self._wish.setting
             self._make_room(setting.workers)
@@ -246,11 +274,18 @@ class TunedLoader:
                 self._step_down(setting, self._back_from(setting), error)
             draws = False
 
+    def _check(self, setting: Setting) -> None:
+        """Again: a dataset may have opened its files with its first samples, in this process."""
+        what = _unforkable(self._loader) if setting.workers > self._user.workers else ""
+        if what:
+            self._go_back(what, self._user)
+
     def _pool_of(self, setting: Setting, indices: Indices, *, draws: bool) -> WorkerPool:
         self._started += 1
         seed = None if draws else (self._seed + self._started * _SEED_STEP) % 2**63
         gate = Gate(indices, partial(self._wish.is_for, setting))
-        pool = WorkerPool(self._loader, setting, gate, seed=seed, is_extra=setting.workers > self._user.workers)
+        is_extra = setting.workers > self._user.workers
+        pool = WorkerPool(self._loader, setting, gate, seed=seed, is_extra=is_extra, deadlines=self._deadlines)
         if draws:
             self._seed = pool.seed
         return pool
@@ -261,8 +296,10 @@ class TunedLoader:
         return max(fewer, key=lambda known: known.workers, default=Setting(0, 0))
 
     def _step_down(self, setting: Setting, back: Setting, error: Exception) -> None:
+        self._go_back(f"{setting.workers} worker processes have failed ({_words(error)})", back)
+
+    def _go_back(self, reason: str, back: Setting) -> None:
         then = f"{back.workers} worker processes" if back.workers else "no worker processes"
-        reason = f"{setting.workers} worker processes have failed ({_words(error)})"
         self._freeze(reason, back)
         with suppress(Exception):
             self._say(f"{reason}; this loader goes on with {then}, from the batch that is due, and keeps that.")

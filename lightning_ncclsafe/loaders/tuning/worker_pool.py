@@ -1,10 +1,12 @@
 """One set of worker processes of a loader, or none: the loader as it is, but for that and what it draws from."""
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting
 from lightning_ncclsafe.loaders.tuning.worker_clock import WorkerClock
 
@@ -18,6 +20,7 @@ class WorkerPool:
         gate: What it draws from.
         seed: What its workers' random numbers follow from; None to draw it where torch does.
         is_extra: Whether it has more workers than the user has asked for.
+        deadlines: How long such workers may be silent.
 
     Attributes:
         iterator: Torch's iterator.
@@ -30,10 +33,15 @@ class WorkerPool:
             sampler raises.
     """
 
-    def __init__(self, loader: Any, setting: Setting, gate: Gate, *, seed: int | None, is_extra: bool) -> None:
+    def __init__(
+        self, loader: Any, setting: Setting, gate: Gate, *, seed: int | None, is_extra: bool, deadlines: Deadlines
+    ) -> None:
         self.setting = setting
         self.gate = gate
         self.is_extra = is_extra
+        self._deadlines = deadlines
+        self._is_first = True
+        self._is_silent = False
         self.clock = _clock(setting, loader.worker_init_fn)
         self._is_in_order = bool(getattr(loader, "in_order", True))
         generator = loader.generator if seed is None else _torch.generator_from(seed)
@@ -45,7 +53,36 @@ class WorkerPool:
     def renew(self, indices: Indices) -> None:
         """Begins another epoch with the same workers."""
         self.gate.renew(indices)
-        self.iterator._reset(self._loader)  # type: ignore[attr-defined]
+        self._is_first = False
+        with self._in_time():
+            self.iterator._reset(self._loader)  # type: ignore[attr-defined]
+
+    def next_batch(self) -> Any:
+        """The batch that is due.
+
+        Raises:
+            WorkersSilent: Workers that the user has not asked for have not answered in time.
+            Exception: What the iterator raises, ``StopIteration`` at its end.
+        """
+        began_s = time.monotonic()
+        try:
+            with self._in_time():
+                batch = next(self.iterator)
+        except _torch.WorkersSilent:
+            self._is_silent = True
+            raise
+        self._is_first = False
+        self._deadlines.note(time.monotonic() - began_s)
+        return batch
+
+    def _in_time(self) -> AbstractContextManager[None]:
+        self._note_clock()
+        within_s = self._deadlines.of_batch(is_first=self._is_first) if self.is_extra else None
+        return _torch.answered_within(self.iterator, within_s)
+
+    def _note_clock(self) -> None:
+        if self.clock is not None:
+            self._deadlines.note(self.clock.slowest_s)
 
     def handed(self) -> None:
         """It has handed out a batch."""
@@ -58,7 +95,8 @@ class WorkerPool:
         """Ends its workers; what it has not handed out is due again."""
         self.gate.take_back()
         # Not left to chance: no two pools have workers at the same time.
-        _torch.end_loading(self.iterator)
+        _torch.end_loading(self.iterator, at_once=self._is_silent)
+        self._note_clock()
         self.pids = ()
 
 

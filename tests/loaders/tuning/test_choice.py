@@ -23,7 +23,7 @@ def pair(choice: Choice) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("service_s", "gap_s", "workers"),
-    [(0.010, 0.011, 1), (0.010, 0.010, 2), (0.040, 0.010, 5), (0.1, 0.010, 11), (0.0005, 0.010, 1)],
+    [(0.010, 0.011, 1), (0.010, 0.010, 2), (0.040, 0.010, 5), (0.1, 0.010, 11), (0.0010, 0.010, 1)],
 )
 def test_workers_are_a_tenth_faster_than_the_step(service_s: float, gap_s: float, workers: int) -> None:
     choice = choose(measured(service_s, gap_s), ROOMY)
@@ -33,6 +33,13 @@ def test_workers_are_a_tenth_faster_than_the_step(service_s: float, gap_s: float
 def test_loading_that_costs_less_than_a_hundredth_of_the_step_needs_no_worker() -> None:
     assert pair(choose(measured(0.0009, 0.1), ROOMY)) == (0, 0)
     assert pair(choose(measured(0.0011, 0.1), ROOMY)) == (1, 2)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.0001, 0.001, 0.01])
+def test_a_batch_that_is_made_as_fast_as_it_is_handed_over_needs_no_worker(gap_s: float) -> None:
+    assert pair(choose(measured(0.0008, gap_s), ROOMY)) == (0, 0)
+    assert choose(measured(0.001, gap_s), ROOMY).workers >= 1
+    assert choose(measured(0.0, gap_s), ROOMY).workers >= 1  # not measured
 
 
 def test_slow_batches_are_covered_by_those_that_are_ready() -> None:

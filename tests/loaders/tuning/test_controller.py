@@ -312,3 +312,65 @@ def test_a_choice_that_nobody_sets_is_final_after_some_windows() -> None:
     assert [controller.add(window(8, 2, **STARVED)) for _ in range(3)] == [None] * 3
     assert controller.settled
     assert pair(controller.choice) == (3, 2)
+
+
+QUICK = {"service_s": 0.0006, "service_q97_s": 0.0006, "gap_s": 0.001, "batches": 500}
+INLINE = QUICK | {"starved": 1.0, "wait_s": 0.0006}
+
+
+def test_a_loader_of_tiny_batches_is_left_without_workers() -> None:
+    controller = Controller(ROOMY, START["one"])
+    assert pair(controller.add(window(1, 2, **QUICK)) or controller.choice) == (0, 0)
+    assert [controller.add(window(0, 0, **INLINE)) for _ in range(60)] == [None] * 60
+    assert controller.settled
+
+
+def test_batches_that_have_become_tiny_lose_their_workers_for_good() -> None:
+    controller = settled_with(3, 2)
+    later = [controller.add(window(3, 2, **QUICK)) for _ in range(30)]
+    assert [pair(choice) for choice in later if choice is not None] == [(0, 0)]
+    assert [controller.add(window(0, 0, **INLINE)) for _ in range(60)] == [None] * 60
+
+
+def test_no_workers_that_cost_throughput_are_taken_back() -> None:
+    controller = settled_with(3, 2)
+    for _ in range(30):
+        controller.add(window(*pair(controller.choice), **QUICK))
+        if controller.choice.workers == 0:
+            break
+    assert pair(controller.add(window(0, 0, **INLINE | {"batches": 300})) or controller.choice) == (3, 2)
+
+
+def slow_to_start(workers: int) -> Controller:
+    controller = Controller(ROOMY, Choice(workers=workers, prefetch=2), forks=False)
+    assert controller.add(window(workers, 2)) is None or workers != 3
+    return controller
+
+
+def test_workers_that_are_slow_to_start_are_chosen_once() -> None:
+    controller = slow_to_start(1)
+    assert pair(controller.choice) == (3, 2)
+    assert [controller.add(window(3, 2, **STARVED)) for _ in range(60)] == [None] * 60
+    assert controller.settled
+    ample = [controller.add(window(3, 2, gap_s=0.04, batches=25)) for _ in range(60)]
+    assert ample == [None] * 60
+
+
+def test_workers_that_are_slow_to_start_are_raised_where_a_fifth_of_the_time_is_waited_for() -> None:
+    controller = slow_to_start(3)
+    slow = {"service_s": 0.04, "service_q97_s": 0.04, "starved": 1.0, "wait_s": 0.004, "batches": 71}
+    later = [controller.add(window(*pair(controller.choice), **slow)) for _ in range(60)]
+    # No gain is seen, but going back would stop training as well.
+    assert [pair(choice) for choice in later if choice is not None][0] == (5, 2)
+    assert min(choice.workers for choice in later if choice is not None) == 5
+    assert len([choice for choice in later if choice is not None]) <= 3
+
+
+def test_workers_that_are_slow_to_start_and_cost_throughput_are_taken_back() -> None:
+    controller = slow_to_start(3)
+    slow = {"service_s": 0.04, "service_q97_s": 0.04, "starved": 1.0, "wait_s": 0.004, "batches": 71}
+    while controller.choice.workers == 3:
+        controller.add(window(3, 2, **slow))
+    for _ in range(2):
+        controller.add(window(*pair(controller.choice), **slow | {"batches": 50}))
+    assert pair(controller.choice) == (3, 2)

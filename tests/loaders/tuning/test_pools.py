@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from torch.utils.data import (
 )
 
 from lightning_ncclsafe.loaders.endings import Replaced
-from lightning_ncclsafe.loaders.tuning import worker_pool
+from lightning_ncclsafe.loaders.tuning import deadlines, worker_pool
+from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
 
 EPOCHS = 3
@@ -67,6 +69,35 @@ class Deadly(Items):
         if index == 7 and get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return index
+
+
+class Silent(Items):
+    """Its workers never answer from some item on, as those of a dataset that waits for its threads."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.since = since
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.since and get_worker_info() is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            threading.Event().wait()
+        return index
+
+
+class Opening(Items):
+    """Opens its file with the first sample."""
+
+    file: Any = None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        self.file = self.file or open(self.path, "rb", buffering=0)
+        self.file.seek(index)
+        return int(self.file.read(1)[0])
 
 
 class Unpicklable(Items):
@@ -607,3 +638,103 @@ def test_what_cannot_be_resized_is_said() -> None:
     assert "way of its own to be iterated" in unresizable(Own(Items()))
     assert "iterable dataset" in unresizable(DataLoader(Endless()))
     assert unresizable(OwnBatches(Items())) == ""
+
+
+class Counting(RandomSampler):
+    """Can be resumed in the midst of an epoch."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+class CountingBatches(BatchSampler):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+class CountingLoader(DataLoader[Any]):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def test_what_counts_batches_drawn_ahead_is_left_alone() -> None:
+    by_sampler: Loader = DataLoader(Items(), sampler=Counting(range(23)))
+    by_batches: Loader = DataLoader(Items(), batch_sampler=CountingBatches(range(23), 2, False))
+    within: Loader = DataLoader(Items(), batch_sampler=BatchSampler(Counting(range(23)), 2, False))
+    found = [unresizable(loader) for loader in (by_sampler, by_batches, within, CountingLoader(Items(), num_workers=4))]
+    names = ("Counting", "CountingBatches", "Counting", "CountingLoader")
+    assert found == [f"its {name} has a state_dict, which counts batches drawn ahead" for name in names]
+    assert [unresizable(kind()) for kind in KINDS.values()] == [""] * len(KINDS)
+
+
+def test_what_several_processes_cannot_use_is_left_alone_unless_the_user_has_shown_that_they_can(
+    tmp_path: Path,
+) -> None:
+    dataset = Opening(tmp_path)
+    assert unresizable(DataLoader(dataset)) == ""
+    dataset.file = threading.Lock()
+    found = [unresizable(DataLoader(dataset, num_workers=workers)) for workers in (0, 1, 2)]
+    why = "its dataset holds a lock between threads (Opening.file), which several processes cannot use at once"
+    assert found == [why, why, ""]
+    # Where it is not forked, it is the dataset's own affair what is sent.
+    assert unresizable(DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")) == ""
+
+
+def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(range(23)))
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Opening(tmp_path / "data")), 0, say=lines)
+    epoch = tuned.begin()
+    seen = [int(next(epoch))]
+    tuned.resize(3, 2)
+    assert seen + [int(batch) for batch in epoch] == list(range(23))
+    assert tuned.workers == 0 and tuned.frozen
+    assert len(lines) == 1 and "an open file (Opening.file)" in lines[0] and "no worker processes" in lines[0]
+
+
+@pytest.mark.parametrize(("since", "workers", "users"), [(0, 2, 0), (9, 2, 0), (0, 1, 0)])
+def test_workers_that_never_answer_are_ended(
+    since: int, workers: int, users: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FIRST_S", "_UNKNOWN_S", "_LATER_S"):
+        monkeypatch.setattr(deadlines, name, 0.3)
+    lines = Lines()
+    tuned = tuned_of(DataLoader(Silent(since), pin_memory=False), workers, say=lines)
+    began_s = time.monotonic()
+    assert [int(batch) for batch in tuned.begin()] == list(range(23))
+    assert time.monotonic() - began_s < 4.5  # torch waits 5 s for a worker that does not end
+    assert len(lines) == 1 and "WorkersSilent: no batch has come for" in lines[0]
+    assert tuned.workers == 0 and tuned.frozen
+
+
+def test_workers_that_the_user_has_asked_for_may_take_as_long_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: 0.0)
+    assert len([*tuned_of(DataLoader(Items(), num_workers=2), 2).begin()]) == 23
+    lines = Lines()
+    assert len([*tuned_of(DataLoader(Items(), num_workers=2), 3, say=lines).begin()]) == 23
+    assert len(lines) == 1
+
+
+def test_workers_may_be_silent_for_much_longer_than_batches_have_ever_taken() -> None:
+    known, unknown, slow = Deadlines(forks=True), Deadlines(forks=True), Deadlines(forks=False)
+    known.note(0.01)
+    assert [deadlines.of_batch(is_first=True) for deadlines in (known, unknown, slow)] == [5.0, 30.0, 60.0]
+    assert [deadlines.of_batch(is_first=False) for deadlines in (known, unknown, slow)] == [60.0] * 3
+    known.note(7.0)
+    known.note(0.01)
+    assert [known.of_batch(is_first=is_first) for is_first in (True, False)] == [140.0, 140.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_how_long_batches_take_is_noted_wherever_they_are_made(workers: int) -> None:
+    class Slow(Items):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.03)
+            return index
+
+    tuned = tuned_of(DataLoader(Slow(4)), workers)
+    for _ in tuned.begin():
+        time.sleep(0.05 * workers)  # what is waited for says nothing of a loader that is ahead
+    assert 0.6 <= tuned._deadlines.of_batch(is_first=True) - 5.0 + 5.0
+    tuned._deadlines._forks = True
+    assert tuned._deadlines._slowest_s >= 0.03
