@@ -140,6 +140,7 @@ PREFLIGHT = PreflightFacts(
         interfaces=("eth0 10000 Mbit/s 10.0.0.7",),
         default_interface="eth0",
         chosen_by="NCCL_SOCKET_IFNAME",
+        misnamed=("GLOO_SOCKET_IFNAME=eth9",),
         infiniband=("mlx5_0:1 ACTIVE 400 Gb/sec",),
         infiniband_active=1,
         infiniband_off="NCCL_IB_DISABLE=1",

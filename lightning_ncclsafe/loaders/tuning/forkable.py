@@ -79,7 +79,7 @@ def forks(loader: Any) -> bool:
 def unforkable(dataset: Any) -> str:
     """What a dataset holds that several processes cannot use at once, in words; empty if nothing was found.
 
-    Looks at attributes and at the items of containers, 5 levels deep and at 2,000 objects at most. Nothing of the
+    Looks at attributes, 5 levels deep, and at items of containers; at some 2,000 objects in all. Nothing of the
     user's is called.
 
     Args:
@@ -104,8 +104,8 @@ def _found(dataset: Any) -> Iterator[str]:
             what = _what(value)
             if what:
                 yield f"its dataset holds {what} ({path}{name})"
-            deeper = level + (name.lstrip(".") not in _CHAINED)
-            if deeper < MOST_LEVELS and _module(type(value)) not in _SAFE_MODULES:
+            deeper = level + (name.startswith(".") and name[1:] not in _CHAINED)
+            if what is None and deeper < MOST_LEVELS and _module(type(value)) not in _SAFE_MODULES:
                 ahead.append((value, path + name, deeper))
 
 
@@ -152,7 +152,8 @@ def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
                 yield name, slot.__get__(holder)
 
 
-def _what(value: Any) -> str:
+def _what(value: Any) -> str | None:
+    """What it is; empty for what does no harm, or none any more; None where that depends on what is in it."""
     # Not isinstance(), here and elsewhere: that asks the object for its __class__.
     if issubclass(type(value), _FILES):
         return "an open file" if _is_open(value) else ""
@@ -166,7 +167,7 @@ def _what(value: Any) -> str:
         what, check = _KINDS.get((_module(kind), kind.__name__), ("", _always))
         if what:
             return what if check(value) else ""
-    return ""
+    return None
 
 
 def _is_open(file: Any) -> bool:

@@ -19,8 +19,6 @@ from lightning_ncclsafe.reporter import say_own_failure
 _LONGEST_GAP_S = 10.0
 # Where a look into the queue is not possible: a batch that is ready takes about 0.9 ms (torch 2.13, measured).
 _READY_WITHIN_S = 0.001
-# A window that has taken so many times as long as it would in one epoch is ended with what it has.
-_OLD_WINDOWS = 2
 
 
 class Observer:
@@ -76,7 +74,7 @@ class Observer:
     def _epoch_ended(self) -> None:
         """Of epochs that are short beside what they take to begin, a window would have a hundred."""
         self.ends()
-        is_old = time.perf_counter() - self._began_at > _OLD_WINDOWS * self._window_s
+        is_old = time.perf_counter() - self._began_at >= self._window_s
         if is_old and self._window.batches >= self._least_batches and self._on_window is not None:
             try:
                 self._end_window(self._window)

@@ -62,6 +62,10 @@ class Refusing:
         pytest.fail("its property was called")
 
 
+def opened(folder: Path, *arguments: Any) -> Any:
+    return Path.open(folder / "a", *arguments)
+
+
 def zip_file(folder: Path) -> Any:
     return zipfile.ZipFile(folder / "a.zip", "w")
 
@@ -71,10 +75,10 @@ def tar_file(folder: Path) -> Any:
 
 
 HELD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "binary": (lambda folder: open(folder / "a", "wb"), "an open file (Digits.held)"),
-    "unbuffered": (lambda folder: open(folder / "a", "wb", buffering=0), "an open file (Digits.held)"),
-    "text": (lambda folder: open(folder / "a", "w"), "an open file (Digits.held)"),
-    "gzip": (lambda folder: gzip.open(folder / "a", "wb"), "an open file (Digits.held.myfileobj)"),
+    "binary": (lambda folder: opened(folder, "wb"), "an open file (Digits.held)"),
+    "unbuffered": (lambda folder: opened(folder, "wb", 0), "an open file (Digits.held)"),
+    "text": (lambda folder: opened(folder, "w"), "an open file (Digits.held)"),
+    "gzip": (lambda folder: gzip.GzipFile(folder / "a", "wb"), "an open file (Digits.held.myfileobj)"),
     "zip": (zip_file, "an open zip file (Digits.held)"),
     "tar": (tar_file, "an open tar file (Digits.held)"),
     "database": (lambda folder: sqlite3.connect(folder / "a.db"), "a database connection (Digits.held)"),

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 FORK = multiprocessing.get_context("fork")
 BATCH_BYTES = 4 << 20
 BATCHES, AHEAD = 100, 250
-# For threads' stacks (8 MiB each) and some 25 batches in each process.
-ROOM_BYTES = 120 << 20
-SLOW_EVERY, SLOW_S, STEP_S = 20, 0.25, 0.01
+# For threads' stacks (8 MiB each) and some 15 batches in each process.
+ROOM_BYTES = 80 << 20
+SLOW_EVERY, SLOW_S, STEP_S = 20, 0.15, 0.02
 
 
 class Scans(Dataset[Any]):
@@ -62,7 +62,7 @@ def loader_of(scans: Scans, **settings: Any) -> DataLoader[Any]:
 
 
 def in_little_memory(act: Callable[[], Any]) -> Any:
-    """What a function gives in a process that may have 120 MiB more than it has now."""
+    """What a function gives in a process that may have 80 MiB more than it has now."""
     receiver, sender = FORK.Pipe(duplex=False)
 
     def body() -> None:

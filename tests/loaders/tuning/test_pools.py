@@ -95,7 +95,7 @@ class Opening(Items):
         self.path = path
 
     def __getitem__(self, index: int) -> int:
-        self.file = self.file or open(self.path, "rb", buffering=0)
+        self.file = self.file or open(self.path, "rb", buffering=0)  # noqa: SIM115 - for as long as it lives
         self.file.seek(index)
         return int(self.file.read(1)[0])
 
@@ -661,7 +661,7 @@ def test_what_counts_batches_drawn_ahead_is_left_alone() -> None:
     by_sampler: Loader = DataLoader(Items(), sampler=Counting(range(23)))
     by_batches: Loader = DataLoader(Items(), batch_sampler=CountingBatches(range(23), 2, False))
     within: Loader = DataLoader(Items(), batch_sampler=BatchSampler(Counting(range(23)), 2, False))
-    found = [unresizable(loader) for loader in (by_sampler, by_batches, within, CountingLoader(Items(), num_workers=4))]
+    found = [unresizable(loader) for loader in (by_sampler, by_batches, within, CountingLoader(Items(), num_workers=2))]
     names = ("Counting", "CountingBatches", "Counting", "CountingLoader")
     assert found == [f"its {name} has a state_dict, which counts batches drawn ahead" for name in names]
     assert [unresizable(kind()) for kind in KINDS.values()] == [""] * len(KINDS)
@@ -683,23 +683,23 @@ def test_what_several_processes_cannot_use_is_left_alone_unless_the_user_has_sho
 def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(range(23)))
     lines = Lines()
-    tuned = tuned_of(DataLoader(Opening(tmp_path / "data")), 0, say=lines)
+    dataset = Opening(tmp_path / "data")
+    tuned = tuned_of(DataLoader(dataset), 0, say=lines)
     epoch = tuned.begin()
     seen = [int(next(epoch))]
     tuned.resize(3, 2)
     assert seen + [int(batch) for batch in epoch] == list(range(23))
+    dataset.file.close()
     assert tuned.workers == 0 and tuned.frozen
     assert len(lines) == 1 and "an open file (Opening.file)" in lines[0] and "no worker processes" in lines[0]
 
 
-@pytest.mark.parametrize(("since", "workers", "users"), [(0, 2, 0), (9, 2, 0), (0, 1, 0)])
-def test_workers_that_never_answer_are_ended(
-    since: int, workers: int, users: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("since", "workers"), [(0, 2), (9, 2), (0, 1)])
+def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_S", "_UNKNOWN_S", "_LATER_S"):
         monkeypatch.setattr(deadlines, name, 0.3)
     lines = Lines()
-    tuned = tuned_of(DataLoader(Silent(since), pin_memory=False), workers, say=lines)
+    tuned = tuned_of(DataLoader(Silent(since)), workers, say=lines)
     began_s = time.monotonic()
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
     assert time.monotonic() - began_s < 4.5  # torch waits 5 s for a worker that does not end
@@ -735,6 +735,4 @@ def test_how_long_batches_take_is_noted_wherever_they_are_made(workers: int) -> 
     tuned = tuned_of(DataLoader(Slow(4)), workers)
     for _ in tuned.begin():
         time.sleep(0.05 * workers)  # what is waited for says nothing of a loader that is ahead
-    assert 0.6 <= tuned._deadlines.of_batch(is_first=True) - 5.0 + 5.0
-    tuned._deadlines._forks = True
-    assert tuned._deadlines._slowest_s >= 0.03
+    assert tuned._deadlines.of_batch(is_first=True) == 5.0  # and not 30, as where nothing is known
