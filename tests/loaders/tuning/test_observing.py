@@ -122,6 +122,20 @@ def test_the_first_batch_of_workers_and_of_an_epoch_is_no_measure(clock: Time) -
     assert window.own_cores == 0.0
 
 
+def test_epochs_that_are_short_beside_what_they_take_to_begin_have_a_window_together(clock: Time) -> None:
+    run = Run(clock)
+    for _ in range(3):
+        for _ in range(4):
+            run.batch(0.001, 0.001)
+        clock.pass_s(0.45)  # workers end, others start
+        run.observer.starts(0, 0, None)
+        run.batch(0.0, 0.1)
+    (window,) = run.windows
+    assert (window.batches, window.wall_s) == (8, pytest.approx(0.016))
+    run.observer.starts(0, 0, None)
+    assert len(run.windows) == 1
+
+
 def test_another_setting_begins_another_window(clock: Time) -> None:
     run = Run(clock)
     for _ in range(3):
