@@ -54,7 +54,7 @@ class Net(pl.LightningModule):
         alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         self.workers.add(len(alive))
         if len(alive) > 1:
-            print("MANY", [(c.cmdline()[:6], c.status(), time.time()-c.create_time()) for c in alive], flush=True)
+            print("MANY", [(c.cmdline()[:6], c.status(), time.time() - c.create_time()) for c in alive], flush=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-9)

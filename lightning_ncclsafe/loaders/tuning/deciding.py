@@ -59,7 +59,7 @@ class Deciding:
         self._windows: dict[str, dict[int, Measured]] = {}
 
     def begin(
-        self, name: str, start: Choice, *, asked: str, group: str, fixed_workers: int | None, copies: int
+        self, name: str, start: Choice, *, asked: str, group: str, fixed_workers: int | None, copies: int, forks: bool
     ) -> Choice:
         """A loader is about to be used, for the first time or again.
 
@@ -70,6 +70,7 @@ class Deciding:
             group: Loaders with the same one have workers at the same time.
             fixed_workers: Workers that it has whatever is decided, as its setting is only advised; None otherwise.
             copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+            forks: Whether its workers are forked, and so started at once.
 
         Returns:
             What it begins with: what was found for it before, if it was used before.
@@ -79,7 +80,7 @@ class Deciding:
             known = _Loader(
                 group=group,
                 fixed_workers=fixed_workers,
-                controller=Controller(self._budget, start, copies=copies),
+                controller=Controller(self._budget, start, copies=copies, forks=forks),
                 asked=asked,
             )
             self._loaders[name] = known

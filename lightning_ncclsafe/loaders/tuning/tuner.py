@@ -22,7 +22,9 @@ from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.choice import Choice
 from lightning_ncclsafe.loaders.tuning.deciding import Deciding
 from lightning_ncclsafe.loaders.tuning.fitted import Fitted, kind_of
+from lightning_ncclsafe.loaders.tuning.forkable import forks
 from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
+from lightning_ncclsafe.loaders.tuning.pools import unsafe
 from lightning_ncclsafe.loaders.tuning.room import Room
 from lightning_ncclsafe.probes.cgroups import ControlGroups
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
@@ -135,6 +137,10 @@ class Tuner:
         kind = kind_of(loader, self._settings)
         if kind is None:
             return None
+        if kind.advises and (reason := unsafe(loader)):
+            if self._rank == 0:
+                self._say(words.left_alone(name, words.setting_words(loader.num_workers, 0), reason))
+            return None
         with self._lock:
             start = self._start(loader, kind, group)
             if self._deciding is not None:
@@ -145,6 +151,7 @@ class Tuner:
                     group=group,
                     fixed_workers=loader.num_workers if kind.advises else None,
                     copies=2 if getattr(loader, "pin_memory", False) else 1,
+                    forks=forks(loader),
                 )
             known = self._setting_of(name)
             if known is not None and not kind.iterable:

@@ -45,6 +45,17 @@ def changed(name: str, before: Choice, choice: Choice, reason: str) -> str:
     return f"{name}: {now} instead of {was}{f': {reason}' if reason else ''}"
 
 
+def left_alone(name: str, setting: str, reason: str) -> str:
+    """A loader that more workers would do harm to.
+
+    Args:
+        name: Name of the loader.
+        setting: What it has, in words.
+        reason: What stands against it: ``"its dataset holds an open file (Rows.file)"``.
+    """
+    return f"{name}: {setting} is left as it is: {reason}; other workers could lose or mix up samples"
+
+
 def over_budget(name: str, workers: int, budget: Budget) -> str:
     """A user's setting that breaks the budget, before anything is measured."""
     most = "no worker" if budget.workers == 0 else f"{budget.workers} worker{'s' * (budget.workers > 1)}"

@@ -41,7 +41,14 @@ class Job:
 
     def begin(self, name: str = "train_dataloader", **changes: Any) -> Choice:
         group = name.partition("[")[0]
-        options = {"asked": "num_workers=0", "group": group, "fixed_workers": None, "copies": 1, **changes}
+        options = {
+            "asked": "num_workers=0",
+            "group": group,
+            "fixed_workers": None,
+            "copies": 1,
+            "forks": True,
+            **changes,
+        }
         return self.deciding.begin(name, ONE, **options)
 
     def measure(self, *ranks: int, of: Measures = SLOW, name: str = "train_dataloader", frozen: bool = False) -> None:

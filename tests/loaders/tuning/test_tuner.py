@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -183,6 +184,19 @@ def test_iterable_datasets_are_set_where_that_is_asked_for_and_set_back(make: Ca
     assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 100
     ranks.close()
     assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
+
+
+def test_a_dataset_that_cannot_be_forked_is_left_alone_and_gets_no_advice(
+    make: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    ranks = make(1, Capacity(machine="a", cpus=tuple(range(8))))
+    (tmp_path / "rows").write_text("rows")
+    dataset = Numbers(40, 0)
+    with (tmp_path / "rows").open("rb") as dataset.file:  # type: ignore[attr-defined]
+        loader = DataLoader(dataset, batch_size=4)
+        assert ranks.tuners[0].take("train_dataloader", [loader]) == [None]
+    (line,) = ranks.said[0]
+    assert line.startswith("train_dataloader: num_workers=0 is left as it is: ") and "file" in line
 
 
 def test_advice_only_touches_nothing(make: Callable[..., Ranks]) -> None:
