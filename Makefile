@@ -34,7 +34,7 @@ hangs: $(INSTALLED)
 	done; done
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -335,6 +335,8 @@ window = recording.read(Clock())
 print([(window.groups[row["group"]].description, window.ops[row["op"]], int(row["seq"]), int(row["size_bytes"]))
        for row in window.calls])
 print([(group.name, group.ranks, group.backend) for group in window.groups], window.missing)
+# Gloo's threads now and then abort a process that ends with its groups.
+dist.destroy_process_group()
 """
 
 

@@ -280,11 +280,11 @@ class TestValues:
         others = found(other, content, items=False)
         assert [told.get(kind) for kind in ("values", "counts")] != [others.get(kind) for kind in ("values", "counts")]
 
-    @pytest.mark.parametrize("made", COUNTERS, ids=str)
+    @pytest.mark.parametrize("made", COUNTERS)
     def test_what_may_count_steps_is_told_apart(self, made: Any) -> None:
         assert set(found(made)) == {"counts"}
 
-    @pytest.mark.parametrize("made", CONTENTS, ids=str)
+    @pytest.mark.parametrize("made", CONTENTS)
     def test_what_is_more_than_a_counter_is_data(self, made: Any) -> None:
         assert set(found(made)) == {"values"}
 

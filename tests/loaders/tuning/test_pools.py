@@ -183,9 +183,14 @@ def stock(kind: Kind, **keywords: Any) -> Any:
     return read(loader, loader.__iter__)
 
 
+OTHERS: set[int] = set()
+"""Processes that were there before the test: other tests' programs are started by one."""
+
+
 def children() -> list[psutil.Process]:
-    """All that live, but for what multiprocessing starts once for itself."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    """All that live of the test, but for what multiprocessing starts once for itself."""
+    every = [child for child in psutil.Process().children() if child.pid not in OTHERS]
+    living = [child for child in every if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in living if not any("resource_tracker" in part for part in child.cmdline())]
 
 
@@ -193,10 +198,11 @@ def children() -> list[psutil.Process]:
 def nothing_left_behind() -> Iterator[None]:
     """No test leaves a process, and none needs the garbage collector for that."""
     gc.disable()
-    before = children()
+    OTHERS.clear()
+    OTHERS.update(child.pid for child in psutil.Process().children())
     yield
     gc.enable()
-    assert [child for child in children() if child not in before] == []
+    assert children() == []
 
 
 @pytest.mark.parametrize("users", [0, 2])
@@ -411,7 +417,7 @@ def test_each_worker_calls_the_users_function_once_and_old_and_new_workers_never
     def note(worker_id: int) -> None:
         with begun.get_lock():
             begun[worker_id] += 1
-            others = psutil.Process(os.getppid()).children()
+            others = [other for other in psutil.Process(os.getppid()).children() if other.pid not in OTHERS]
             most = sum(other.status() != psutil.STATUS_ZOMBIE for other in others)
             alive[worker_id] = max(alive[worker_id], most)
 
