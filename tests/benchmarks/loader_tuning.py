@@ -28,7 +28,7 @@ KINDS = {
     "computes and sleeps": {"cpu_ms": 5, "sleep_ms": 8, "spread": 0, "step_ms": 10},
     "sleeps, samples vary a thousandfold": {"cpu_ms": 0, "sleep_ms": 10, "spread": 1.6, "step_ms": 10},
 }
-PREFETCH = (1, 2, 4, 8, 16)
+PREFETCH = (1, 2, 4, 8)
 SETTLE_S = 10.0
 
 

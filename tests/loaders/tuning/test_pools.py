@@ -459,6 +459,9 @@ def test_nothing_is_left_behind(by: str) -> None:
     if by == "end":
         assert len([batch.shape for batch in epoch]) == 25
     del epoch
+    for thread in threading.enumerate():
+        if thread.name.startswith("QueueFeederThread"):
+            thread.join(10)  # which closes its end of the pipe last
     assert left_behind() == before
     assert by != "close" or tuned.frozen
 
