@@ -19,6 +19,7 @@ from lightning_ncclsafe.reporter import say_own_failure
 _LONGEST_GAP_S = 10.0
 # Where a look into the queue is not possible: a batch that is ready takes about 0.9 ms (torch 2.13, measured).
 _READY_WITHIN_S = 0.001
+_HANDED_OVER_WITHIN_S = 0.002
 
 
 class Observer:
@@ -139,7 +140,8 @@ class Observer:
         if before is None or after is None:
             return wait_s < _READY_WITHIN_S
         taken = after.received - before.received + 1
-        return before.is_due or taken <= before.queued
+        # A worker that computes in Python is slow to hand over what it has ready: then it is not there either.
+        return (before.is_due or taken <= before.queued) and wait_s < _HANDED_OVER_WITHIN_S
 
     def _end_window(self, window: Window) -> None:
         self.ends()
