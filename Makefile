@@ -34,7 +34,8 @@ hangs: $(INSTALLED)
 	done; done
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/trainers
+	$(BIN)/python -m pytest tests/trainers
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
