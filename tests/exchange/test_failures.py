@@ -51,13 +51,19 @@ def exchange_with(port: int) -> TcpStoreExchange:
     return TcpStoreExchange(store, deadline_s=0.5)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stops a process, and waits until it is: its threads may answer for a while after ``kill`` has returned."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
     store_host: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     exchange.set("key", b"value")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     began = time.monotonic()
     for _ in range(MISSES_ALLOWED):
         assert not exchange.lost
@@ -75,7 +81,7 @@ def test_a_store_that_misses_one_deadline_is_used_again(store_host: tuple[subpro
     exchange = exchange_with(port)
     exchange.set("key", b"value")
     for _ in range(MISSES_ALLOWED):
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process)
         with pytest.raises(ExchangeError, match="did not answer"):
             exchange.get_many(["key"])
         os.kill(process.pid, signal.SIGCONT)

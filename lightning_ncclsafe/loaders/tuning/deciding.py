@@ -104,6 +104,12 @@ class Deciding:
                 self._decide(name, loader, measures)
         return Decision(settings=tuple(self._settings()), settled=self._is_settled())
 
+    def close(self) -> None:
+        """Says what was in force where the data ended before anything was settled."""
+        for name, loader in self._loaders.items():
+            if loader.told is None and loader.last is not None and not loader.is_over:
+                self._tell(name, loader, loader.last, is_tried=True)
+
     def _is_settled(self) -> bool:
         return all(loader.is_over or loader.controller.settled for loader in self._loaders.values())
 
@@ -141,14 +147,14 @@ class Deciding:
         if loader.told is None or _differ(loader.told, controller.choice):
             self._tell(name, loader, measures)
 
-    def _tell(self, name: str, loader: _Loader, measures: Measures) -> None:
+    def _tell(self, name: str, loader: _Loader, measures: Measures, *, is_tried: bool = False) -> None:
         choice, before = loader.controller.choice, loader.told
         loader.told = choice
         budget = self._left_for(loader)
         if loader.fixed_workers is not None:
             self._say(words.advised(name, choice, measures, budget, asked=loader.asked))
         elif before is None:
-            self._say(words.chosen(name, choice, measures, budget, asked=loader.asked))
+            self._say(words.chosen(name, choice, measures, budget, asked=loader.asked, is_tried=is_tried))
         else:
             self._say(words.changed(name, before, choice, loader.controller.reason))
 

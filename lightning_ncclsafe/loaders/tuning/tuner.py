@@ -130,6 +130,8 @@ class Tuner:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
+        if self._deciding is not None:
+            self._deciding.close()
         while self._fitted:
             self.release(_stage_of([*self._fitted][-1]))
 

@@ -15,7 +15,7 @@ def setting_words(workers: int, prefetch: int) -> str:
     return f"num_workers={workers}, prefetch_factor={prefetch}" if workers else "num_workers=0"
 
 
-def chosen(name: str, choice: Choice, measures: Measures, budget: Budget, *, asked: str) -> str:
+def chosen(name: str, choice: Choice, measures: Measures, budget: Budget, *, asked: str, is_tried: bool = False) -> str:
     """The first setting that was found.
 
     Args:
@@ -24,10 +24,12 @@ def chosen(name: str, choice: Choice, measures: Measures, budget: Budget, *, ask
         measures: What it was chosen by.
         budget: What the loader may use.
         asked: What the user has set, in words.
+        is_tried: Whether the data ended while it was being tried.
     """
+    tried = "; this was being tried when the data ended" if is_tried else ""
     return (
         f"{name}: {setting_words(choice.workers, choice.prefetch)} (set: {asked}), {bound_words(choice, budget)};"
-        f" {_found(measures)}; {_expected(choice, measures)}"
+        f" {_found(measures)}; {_expected(choice, measures)}{tried}"
     )
 
 

@@ -81,6 +81,27 @@ def test_a_loader_begins_with_one_worker_and_gets_what_it_needs() -> None:
     assert "(set: num_workers=0)" in line and "expects no waiting" in line
 
 
+def test_data_that_ends_before_anything_is_settled_is_told_of_too() -> None:
+    job = Job()
+    job.begin()
+    job.begin("val_dataloader")  # of which nothing was measured
+    job.measure(0, 1)
+    tried = job.setting()
+    assert not job.said
+    job.deciding.close()
+    (line,) = job.said
+    assert line.startswith(f"train_dataloader: num_workers={tried.workers}, ") and "this was being tried" in line
+
+
+def test_what_was_told_is_not_said_again_at_the_end() -> None:
+    job = Job()
+    job.begin()
+    job.settle()
+    said = list(job.said)
+    job.deciding.close()
+    assert job.said == said
+
+
 def test_it_decides_once_all_ranks_have_measured() -> None:
     job = Job(ranks=3)
     job.begin()
