@@ -352,7 +352,9 @@ def fork_each(folder: Path, names: list[str]) -> str | None:
         pid = os.fork()
         if not pid:
             # Whatever hangs, the others are not to wait for it.
-            signal.alarm(30)
+            signal.alarm(50)
+            # A shell has programs in the background ignore it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return name
         cases[pid] = name
     ends: dict[str, dict[str, float]] = {}

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+# The first test waits for all programs.
+pytestmark = pytest.mark.timeout(120)
+
 SCENARIO = Path(__file__).with_name("logging_scenario.py")
 LOGGERS = ("tensorboard", "csv")
 TMPFS = ("mount", "-t", "tmpfs", "none", "/mnt")
@@ -68,7 +71,7 @@ def run(folder: Path, *names: str, prefix: tuple[str, ...] = ()) -> Cases:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=45)
+        output, _ = process.communicate(timeout=55)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -215,7 +218,7 @@ def test_what_a_stalled_storage_never_got_is_there_after_the_next_start(crashed:
 def test_a_program_whose_storage_never_answers_ends_and_says_where_everything_waits(crashed: Crashed) -> None:
     case, again = crashed.first["end-stalled"], crashed.again["end-stalled"]
     assert case.exit_code == 0, case.output
-    assert case.ended - max(case.logged.values()) < 6
+    assert case.ended - max(case.logged.values()) < 15
     said = re.findall(r"wait in (\S+);", case.output)
     assert len(said) == len(set(said)) == len(LOGGERS), case.output
     for logger in LOGGERS:
