@@ -12,17 +12,21 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+sys.path.append(str(Path(__file__).parents[1]))
+from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
 
 WIDTH = 128
 NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast")
+STOCK: dict[str, Callable[[], Any]] = {"ddp": DDPStrategy, "fsdp": StockFSDP, "model-parallel": ModelParallelStrategy}
 
 
 class Model(L.LightningModule):
@@ -33,6 +37,15 @@ class Model(L.LightningModule):
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()
         )
+
+    def configure_model(self) -> None:
+        if self._device_mesh is None or hasattr(self, "is_split"):
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        self.is_split = True
+        for module in (self.layers[0], self.layers[2], self.layers):
+            fully_shard(module, mesh=self._device_mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor | list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.layers(batch if isinstance(batch, torch.Tensor) else batch[0]).square().mean()
@@ -72,14 +85,15 @@ def _gaps_ms(times: list[float]) -> list[float]:
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
 
-def make_strategy(name: str) -> tuple[DDPStrategy, list[L.Callback]]:
+def make_strategy(name: str, parallel: str) -> tuple[Any, list[L.Callback]]:
     if name == "stock":
-        return DDPStrategy(), []
+        return STOCK[parallel](), []
     # Not at the top: a process that trains with stock alone, to compare memory, must not load the package.
-    from lightning_ncclsafe import CollectiveTimer, SafeDDP
+    from lightning_ncclsafe import CollectiveTimer, SafeDDP, SafeFSDP, SafeModelParallel
 
+    safe: dict[str, Any] = {"ddp": SafeDDP, "fsdp": SafeFSDP, "model-parallel": SafeModelParallel}
     timers: list[L.Callback] = [CollectiveTimer(table=False)] if name.startswith("timer") else []
-    return SafeDDP(sigterm_broadcast=name.endswith("broadcast")), timers
+    return safe[parallel](sigterm_broadcast=name.endswith("broadcast")), timers
 
 
 def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoader[Any]:
@@ -93,11 +107,11 @@ def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoa
 def train(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of each step of one training."""
     timer = StepTimer()
-    ddp, callbacks = make_strategy(strategy)
+    parallel, callbacks = make_strategy(strategy, options.strategy)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.ranks,
-        strategy=ddp,
+        strategy=parallel,
         max_epochs=1,
         default_root_dir=options.result.parent,
         callbacks=[timer, *callbacks],
@@ -123,14 +137,17 @@ def peak_mb() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("strategies", nargs="+", choices=NAMES, help="one for each training, in this order")
+    parser.add_argument("trainings", nargs="+", choices=NAMES, help="one for each training, in this order")
+    parser.add_argument("--strategy", choices=STOCK, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--data", choices=["known", "stream"], required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    steps_ms = [train(name, options) for name in options.strategies]
+    if options.strategy == "fsdp" and not torch.cuda.is_available():
+        let_fsdp_train_on_cpus()
+    steps_ms = [train(name, options) for name in options.trainings]
     options.result.write_text(json.dumps({"steps_ms": steps_ms, "peak_mb": peak_mb()}))
 
 

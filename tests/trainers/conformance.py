@@ -25,10 +25,11 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
-from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.append(str(Path(__file__).parents[1]))
+from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
 
 from lightning_ncclsafe import (
     CollectiveTimer,
@@ -45,26 +46,11 @@ from lightning_ncclsafe import (
 ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 
 
-class StockFSDP(FSDPStrategy):
-    """Lightning refuses FSDPStrategy itself, and no subclass of it, where there is no GPU."""
-
-
 STRATEGIES: dict[str, dict[str, Callable[..., Any]]] = {
     "ddp": {"stock": DDPStrategy, "safe": SafeDDP},
     "fsdp": {"stock": StockFSDP, "safe": SafeFSDP},
     "model-parallel": {"stock": ModelParallelStrategy, "safe": SafeModelParallel},
 }
-
-
-def let_fsdp_train_on_cpus() -> None:
-    """PyTorch looks for a GPU in one place, to know what it would synchronise with; all else works without."""
-
-    def find_device(state: Any, *_: object) -> Any:
-        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
-        return state
-
-    _init_utils._init_device_handle = find_device
-    fully_sharded_data_parallel._init_device_handle = find_device
 
 
 class Model(L.LightningModule):
