@@ -1,5 +1,6 @@
 # make demo   train on two ranks, then let a training hang and print why
 # make test   lint, types, and the whole test suite
+# make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -18,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test lint bench gpu install clean
+.PHONY: demo hangs test lint bench faults gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -44,6 +45,10 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/step_overhead.py
+
+# FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
+faults: $(INSTALLED)
+	$(BIN)/python tests/faults/scoreboard.py $(FAULTS)
 
 # See tests/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)

@@ -1,4 +1,8 @@
-"""Dataclasses to JSON and back, strictly: what is read is checked against the types, never trusted."""
+"""Dataclasses to JSON and back, strictly: what is read is checked against the types, never trusted.
+
+Of a large job one rank reads the facts of all: what can be worked out once for a type is, and equal small parts of
+what is read are one object in memory.
+"""
 
 import dataclasses
 import json
@@ -6,29 +10,52 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+Reader = Callable[[Any], Any]
+
+# In the metadata of a field of whole numbers: it is written as a range where it is long and goes in equal steps.
+_RANGES = "ranges"
+# Shorter lists stay as they are, for people who read them.
+_LEAST_RANGE = 64
+_LONGEST_RANGE = 1 << 20
+# Names, paths, shapes and frames are the same on most ranks; so many different ones are kept, each a short text or
+# tuple.
+_SHARED = 4096
+_SHORT = 200
+_ABSENT = object()
 
 
 class DecodeError(ValueError):
     """The data is not what its type says; the message names the place, what was found and what was expected."""
 
 
+class _Unfit(Exception):
+    """What was found, and the place, from the inside out."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.place: list[str] = []
+
+
 def encode(value: Any) -> bytes:
     """The JSON text of a dataclass (or of anything JSON holds), as UTF-8."""
-    return json.dumps(to_plain(value), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=_plain)
+    return text.encode("utf-8", "replace")
 
 
 def to_plain(value: Any) -> Any:
     """Dataclasses to dictionaries, enums to their values, tuples to lists; everything else unchanged."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _plain(value)
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -53,68 +80,212 @@ def decode(cls: type[T], data: bytes) -> T:
 
 def from_plain(cls: type[T], plain: Any) -> T:
     """Builds a dataclass from plain data; see :func:`decode`."""
-    return typing.cast(T, _build(cls, plain, cls.__name__))
+    try:
+        return typing.cast(T, _reader(cls)(plain))
+    except _Unfit as error:
+        place = "".join([cls.__name__, *reversed(error.place)])
+        raise DecodeError(f"{place}: {error.text}") from error
 
 
-def _build(kind: Any, value: Any, place: str) -> Any:
+class _Written(NamedTuple):
+    """How the instances of a dataclass are written: the names of its fields, what gets them, and which are ranges."""
+
+    names: tuple[str, ...]
+    values: Callable[[Any], Any]
+    ranges: tuple[str, ...]
+
+
+@cache
+def _written(cls: type) -> _Written:
+    fields = dataclasses.fields(cls)
+    names = tuple(field.name for field in fields)
+    # Of a single name it would give the value alone.
+    values = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
+    return _Written(names, values, tuple(field.name for field in fields if field.metadata.get(_RANGES)))
+
+
+def _plain(value: Any) -> Any:
+    """What ``json`` cannot write by itself, one level deep: it asks again for what is inside."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"{type(value).__name__} is neither a dataclass nor anything that JSON holds")
+    written = _written(type(value))
+    plain = dict(zip(written.names, written.values(value), strict=True))
+    for name in written.ranges:
+        plain[name] = _as_range(plain[name])
+    return plain
+
+
+def _as_range(numbers: tuple[int, ...]) -> tuple[int, ...] | dict[str, list[int]]:
+    """``{"range": [0, 1024, 1]}``, start, stop and step, for ranks that would fill pages; short lists as they are."""
+    if len(numbers) < _LEAST_RANGE or (step := numbers[1] - numbers[0]) == 0:
+        return numbers
+    stop = numbers[-1] + (1 if step > 0 else -1)
+    alike = range(numbers[0], stop, step)
+    return {"range": [numbers[0], stop, step]} if numbers == tuple(alike) else numbers
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    """What reads plain data as this type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _build(next(a for a in arguments if a is not type(None)), value, place)
+        inner = _reader(next(argument for argument in arguments if argument is not type(None)))
+        return lambda value: None if value is None else inner(value)
     if dataclasses.is_dataclass(kind):
-        return _build_dataclass(kind, value, place)
+        return _dataclass_reader(kind)
     if origin is tuple:
-        items = _expect(list, value, place)
-        return tuple(_build(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(items))
+        return _tuple_reader(arguments[0])
     if origin is dict:
-        pairs = _expect(dict, value, place)
-        return {key: _build(arguments[1], item, f"{place}[{key!r}]") for key, item in pairs.items()}
+        return _dict_reader(arguments[1])
+    return _value_reader(kind)
+
+
+def _value_reader(kind: Any) -> Reader:
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _build_enum(kind, value, place)
+        return _enum_reader(kind)
     if kind is float:
-        return _build_float(value, place)
-    return _expect(kind, value, place)
+        return _read_float
+    return _read_text if kind is str else lambda value: _expect(kind, value)
 
 
-def _build_dataclass(cls: Any, value: Any, place: str) -> Any:
-    plain = _expect(dict, value, place)
-    hints = _hints(cls)
-    known = {name: _build(hints[name], plain[name], f"{place}.{name}") for name in hints if name in plain}
+def _dataclass_reader(cls: Any) -> Reader:
+    fields: list[tuple[str, Any, Reader]] = []
+
+    def read(value: Any) -> Any:
+        plain = _expect(dict, value)
+        if not fields:  # now, as a type may hold others of its own
+            fields.extend(_field_readers(cls))
+        known = {}
+        for name, kind, read_field in fields:
+            found = plain.get(name, _ABSENT)
+            # Most are numbers; every call that is not made counts here.
+            if type(found) is kind:
+                known[name] = found
+            elif found is not _ABSENT:
+                known[name] = _inside(read_field, found, name)
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise _Unfit(f"{error}.") from error
+
+    return read
+
+
+def _field_readers(cls: Any) -> Iterator[tuple[str, Any, Reader]]:
+    """Name and reader of each field, and between them the type that needs no reading where it is found."""
+    ranges = _written(cls).ranges
+    for name, hint in typing.get_type_hints(cls).items():
+        yield name, hint if hint in (int, bool) else None, _read_ranks if name in ranges else _reader(hint)
+
+
+def _inside(read: Reader, value: Any, name: str) -> Any:
     try:
-        return cls(**known)
-    except TypeError as error:
-        raise DecodeError(f"{place}: {error}.") from error
+        return read(value)
+    except _Unfit as error:
+        error.place.append(f".{name}")
+        raise
 
 
-def _build_float(value: Any, place: str) -> float:
+def _tuple_reader(kind: Any) -> Reader:
+    read_item = _reader(kind)
+    # Shapes and names: what can be compared, and is small.
+    share = _sharing() if _is_small(kind) else None
+
+    def read(value: Any) -> Any:
+        given, items = _expect(list, value), []
+        try:
+            for item in given:
+                items.append(read_item(item))
+        except _Unfit as error:
+            error.place.append(f"[{len(items)}]")
+            raise
+        return share(tuple(items)) if share is not None and len(items) <= _SHORT else tuple(items)
+
+    return read
+
+
+def _is_small(kind: Any) -> bool:
+    """Whether this is a number, a text, or a tuple of such."""
+    return kind in (int, str) or (typing.get_origin(kind) is tuple and _is_small(typing.get_args(kind)[0]))
+
+
+def _dict_reader(kind: Any) -> Reader:
+    read_item = _reader(kind)
+
+    def read(value: Any) -> Any:
+        found = {}
+        for key, item in _expect(dict, value).items():
+            try:
+                found[_shared_text(key) if len(key) <= _SHORT else key] = read_item(item)
+            except _Unfit as error:
+                error.place.append(f"[{key!r}]")
+                raise
+        return found
+
+    return read
+
+
+def _enum_reader(kind: type[Enum]) -> Reader:
+    def read(value: Any) -> Enum:
+        try:
+            return kind(value)
+        except ValueError as error:
+            allowed = ", ".join(repr(member.value) for member in kind)
+            raise _Unfit(f"found {_shown(value)}, expected one of {allowed}.") from error
+
+    return read
+
+
+def _sharing() -> Callable[[Any], Any]:
+    """Gives for equal values the one that came first; each type has its own, as 1 equals True."""
+    return lru_cache(maxsize=_SHARED)(lambda value: value)
+
+
+_shared_text = _sharing()
+
+
+def _read_text(value: Any) -> str:
+    text: str = _expect(str, value)
+    return _shared_text(text) if len(text) <= _SHORT else text
+
+
+def _read_float(value: Any) -> float:
     """JSON writes 1.0 as 1, and Python's reads NaN, Infinity and 1e999, none of which is a measurement."""
-    number = value if isinstance(value, int) and not isinstance(value, bool) else _expect(float, value, place)
+    number = value if type(value) is int else _expect(float, value)
     try:
         if math.isfinite(number):
             return float(number)
     except OverflowError:
         pass
-    raise DecodeError(f"{place}: found {_shown(value)}, expected a finite float.")
+    raise _Unfit(f"found {_shown(value)}, expected a finite float.")
 
 
-def _build_enum(kind: type[Enum], value: Any, place: str) -> Enum:
-    try:
-        return kind(value)
-    except ValueError as error:
-        allowed = ", ".join(repr(member.value) for member in kind)
-        raise DecodeError(f"{place}: found {_shown(value)}, expected one of {allowed}.") from error
+def _read_ranks(value: Any) -> tuple[int, ...]:
+    if type(value) is not dict:
+        return _reader(tuple[int, ...])(value)  # type: ignore[no-any-return]
+    match value.get("range"):
+        case [int() as start, int() as stop, int() as step] if step and len(range(start, stop, step)) <= _LONGEST_RANGE:
+            return _numbers(int(start), int(stop), int(step))
+    raise _Unfit(f"found {_shown(value)}, expected list.")
 
 
-def _expect(kind: type, value: Any, place: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise DecodeError(f"{place}: found {_shown(value)}, expected {kind.__name__}.")
+@lru_cache(maxsize=256)
+def _numbers(start: int, stop: int, step: int) -> tuple[int, ...]:
+    """Of a group with a thousand ranks, each of them tells the members; in memory these are one tuple."""
+    return tuple(range(start, stop, step))
+
+
+def _expect(kind: type, value: Any) -> Any:
+    # What JSON gives has exactly these types; a bool is no int.
+    if type(value) is not kind:
+        raise _Unfit(f"found {_shown(value)}, expected {kind.__name__}.")
     return value
 
 
 def _shown(value: Any) -> str:
     """What was found, short whatever it is: ``repr`` of something nested deeply would overflow the stack."""
     return f"{reprlib.repr(value):.60}"
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, get_all
 
 EXIT_CODE = 124
 """Exit status of a process that had to be ended from outside its main thread; that of ``timeout(1)``."""
@@ -21,6 +21,8 @@ _OTHERS_LEAVE_S = 3.0
 _LOGS_S = 5.0
 _POLL_S = 0.02
 _FINISH_POLL_S = 0.01
+# The store serves about so many questions a second, from all ranks that wait for the last one.
+_POLLS_PER_S = 5000.0
 
 
 def end_run(
@@ -83,9 +85,9 @@ def stay_until_all_finished(exchange: Exchange, *, rank: int, world_size: int, m
     Rank 0 counts and tells, so that the store is not asked for every rank by every rank.
     """
     exchange.set(f"finished/{rank}", b"")
-    keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
-    while len(exchange.get_many(keys)) < len(keys) and not may_leave():
-        time.sleep(_FINISH_POLL_S)
+    keys = {"finished/all"} if rank else {f"finished/{other}" for other in range(world_size)}
+    while (keys := keys - get_all(exchange, keys).keys()) and not may_leave():
+        time.sleep(max(_FINISH_POLL_S, world_size / _POLLS_PER_S))
     if rank == 0:
         exchange.set("finished/all", b"")
 
@@ -98,8 +100,8 @@ def say_goodbye(exchange: Exchange, rank: int) -> None:
 
 def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks have said that they need the store no more."""
-    others = [f"left/{other}" for other in range(world_size) if other != rank]
+    others = {f"left/{other}" for other in range(world_size) if other != rank}
     deadline = time.monotonic() + _OTHERS_LEAVE_S
     with suppress(ExchangeError):
-        while time.monotonic() < deadline and len(exchange.get_many(others)) < len(others):
+        while time.monotonic() < deadline and (others := others - get_all(exchange, others).keys()):
             time.sleep(_POLL_S)

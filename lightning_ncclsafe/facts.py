@@ -9,7 +9,10 @@ from enum import Enum
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.machine_facts import MachineFacts
 from lightning_ncclsafe.preflight_facts import PreflightFacts
+from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.step_facts import StepFacts
 
 VOTE_GROUP = "ncclsafe votes"
 """Description of our own process group, on which ranks vote on whether all of them have a next batch."""
@@ -29,6 +32,8 @@ class Phase(str, Enum):
     """A checkpoint is being written, in whatever stage."""
     FINISHED = "finished"
     """The Trainer's function returned on this rank; the process waits for its peers before it leaves."""
+    UNKNOWN = "unknown"
+    """Nothing of the Trainer is known: the facts were read from a Flight Recorder's dump or a log."""
 
 
 class IncidentKind(str, Enum):
@@ -44,6 +49,8 @@ class IncidentKind(str, Enum):
     """All ranks have presented their dataloaders, and these were compared."""
     PREFLIGHT = "preflight"
     """What ranks have found on their hosts before training was compared."""
+    RECORDED = "recorded"
+    """Nobody was asked: dumps and logs of a run that is over were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,7 @@ class Collective:
         duration_ms: Duration on the device in milliseconds where the back end gives it, else None.
         timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
         is_p2p: Whether it is a point-to-point operation, which has its own numbering.
+        stack: Where it was called, outermost frame first; of dumps and logs only, and there where they say so.
     """
 
     group: str
@@ -101,6 +109,7 @@ class Collective:
     duration_ms: float | None = None
     timeout_ms: int = 0
     is_p2p: bool = False
+    stack: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +127,7 @@ class Group:
 
     name: str
     description: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = field(default=(), metadata={"ranges": True})
     last_enqueued: int = 0
     last_started: int = -1
     last_completed: int = 0
@@ -262,6 +271,8 @@ class ProcessFacts:
         swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
         stack: Its main thread's Python stack, outermost first, where it could be had from outside.
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
+        ran_share: Share of a core that its main thread got between two looks, 0 to 1.
+        queued_share: Share of the time between them in which it could have run and had to wait for a core.
     """
 
     pid: int
@@ -275,6 +286,8 @@ class ProcessFacts:
     swap_growth_bytes_per_s: int | None = None
     stack: tuple[Frame, ...] = ()
     gil_held: bool = False
+    ran_share: float | None = None
+    queued_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +366,7 @@ class RankFacts:
         collectives: The recorder's last entries, oldest first; all that have not completed are among them.
         units: What of the model the outstanding ones of these send, as far as their sizes tell.
         host_facts: Memory, swap and cores.
+        machine: What held it up besides its code: turns on a core, pressure, its GPU, its network.
         peers: Ranks of the same host as seen from this rank, itself excluded.
         workers: Child processes of this rank that run the loader's code.
         loaders: Dataloaders of the current loop.
@@ -362,6 +376,10 @@ class RankFacts:
         loggers: Loggers whose writes are off the training thread.
         stragglers: Ranks that kept others waiting before, as far as this rank has been told.
         exception: The exception that this rank raised, if any.
+        failed_save: What the last save of a checkpoint on this rank raised, also where that was caught; None where it
+            went well, or has not ended.
+        steps: What its training steps have left out, and what it logs on all ranks.
+        record: What was read of this rank; None where it answered itself.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
         missing: What could not be found out, one sentence each.
     """
@@ -377,6 +395,7 @@ class RankFacts:
     collectives: tuple[Collective, ...] = ()
     units: tuple[ModelUnit, ...] = ()
     host_facts: HostFacts = field(default_factory=HostFacts)
+    machine: MachineFacts = field(default_factory=MachineFacts)
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
@@ -386,6 +405,9 @@ class RankFacts:
     loggers: tuple[LoggerFacts, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     exception: ExceptionFacts | None = None
+    failed_save: ExceptionFacts | None = None
+    steps: StepFacts = field(default_factory=StepFacts)
+    record: RecordFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
@@ -447,6 +469,7 @@ class JobFacts:
         missing: What could not be shared or gathered, one sentence each.
         silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
         launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
+        unnamed: Exceptions in a log that does not say which rank raised them.
     """
 
     incident: Incident
@@ -456,6 +479,7 @@ class JobFacts:
     missing: tuple[str, ...] = ()
     silent_hosts: tuple[SilentHost, ...] = ()
     launch: str = ""
+    unnamed: tuple[ExceptionFacts, ...] = ()
 
     @property
     def silent(self) -> tuple[int, ...]:

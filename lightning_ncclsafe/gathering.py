@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe import codec
-from lightning_ncclsafe.exchange import Exchange
+from lightning_ncclsafe.exchange import Exchange, get_all, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.reporter import Verdict
@@ -22,8 +22,14 @@ REPORT_S = 6.0
 # How long the reporter waits for the others to have read the verdict.
 SEEN_S = 1.0
 _POLL_S = 0.02
-_ANSWERS_AT_ONCE = 64
+# The store serves about so many questions a second, from all ranks that wait for the verdict.
+_POLLS_PER_S = 2000.0
 _CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
+
+
+def report_deadline_s(world_size: int) -> float:
+    """How long the others wait for the reporter, which reads and judges the facts of a hundred ranks a second or more."""
+    return REPORT_S + world_size / 100
 
 
 class Gathering:
@@ -60,6 +66,10 @@ class Gathering:
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
+        self._report_s = report_deadline_s(world_size)
+        self._poll_s = max(_POLL_S, world_size / _POLLS_PER_S)
+        self._lower_has_answered = False
+        self._unread: dict[int, str] = {}
         self._answers: dict[int, RankFacts] = {}
         self._witnessed: dict[int, ProcessFacts] = {}
 
@@ -68,6 +78,7 @@ class Gathering:
         self._answers[self._rank] = facts
         encoded = codec.encode(facts)
         self._exchange.set(self._facts_key(self._rank), encoded)
+        self._exchange.set(self._here_key(self._rank), b"")
         if facts.exception is not None:
             self._exchange.set(f"last/{self._rank}", encoded)
 
@@ -82,7 +93,7 @@ class Gathering:
             The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
         """
         # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
-        while (waited_s := self._waited_s()) < self._answer_s + PATIENCE_S + REPORT_S and not self._is_dropped():
+        while (waited_s := self._waited_s()) < self._second_term_s + self._report_s / 2 and not self._is_dropped():
             verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
             if verdict is not None:
                 self._exchange.set(self._seen_key(self._rank), b"")
@@ -99,14 +110,14 @@ class Gathering:
                 self._wait_until_seen()
                 self._forget()
                 return verdict_of_mine
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return None
 
     def _wait_until_seen(self) -> None:
         """The reporter may be about to leave, and the store with it; the others must have heard by then."""
         others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
-        give_up = time.monotonic() + SEEN_S
-        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
+        give_up = time.monotonic() + SEEN_S + 2 * self._poll_s
+        while len(get_all(self._exchange, others)) < len(others) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
     def _forget(self) -> None:
@@ -120,8 +131,17 @@ class Gathering:
         return time.monotonic() - self._began
 
     @property
+    def _second_term_s(self) -> float:
+        """When another rank reports, as the first one may have died on the way."""
+        return self._answer_s + PATIENCE_S + self._report_s / 2
+
+    @property
     def _verdict_key(self) -> str:
         return f"{self._key}/verdict"
+
+    def _here_key(self, rank: int) -> str:
+        """That a rank has answered: its facts are many times as long."""
+        return f"{self._key}/here/{rank}"
 
     def _facts_key(self, rank: int) -> str:
         return f"{self._key}/facts/{rank}"
@@ -131,13 +151,17 @@ class Gathering:
             return True
         if waited_s < 2 * self._answer_s:
             return False
-        before_me = self._exchange.get_many(self._facts_key(rank) for rank in range(self._rank))
         # A lower rank that answered reports; unless it, too, fails to.
-        return not before_me or waited_s > self._answer_s + PATIENCE_S + REPORT_S / 2
+        return waited_s > self._second_term_s or not self._has_lower_answered()
+
+    def _has_lower_answered(self) -> bool:
+        if not self._lower_has_answered:
+            parts = in_parts(map(self._here_key, range(self._rank)))
+            self._lower_has_answered = any(self._exchange.get_many(part) for part in parts)
+        return self._lower_has_answered
 
     def _claim(self, waited_s: float) -> bool:
-        # A second term, for when the first reporter died on the way.
-        term = int(waited_s > self._answer_s + PATIENCE_S + REPORT_S / 2)
+        term = int(waited_s > self._second_term_s)
         mine = str(self._rank).encode()
         return self._exchange.set_if_absent(f"{self._key}/reporter/{term}", mine) == mine
 
@@ -145,8 +169,9 @@ class Gathering:
         while not self._is_complete():
             time.sleep(_POLL_S)
         self._read_answers(lambda rank: f"last/{rank}")
-        off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
+        off = get_all(self._exchange, (f"off/{rank}" for rank in self._silent()))
         missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
+        missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
         return JobFacts(
             incident=incident,
             world_size=self._world_size,
@@ -156,9 +181,10 @@ class Gathering:
         )
 
     def _is_complete(self) -> bool:
-        self._read_answers(self._facts_key)
-        silent = self._silent()
+        # Before they are read: those that have answered by the deadline are all read, however long it takes.
         waited_s = self._waited_s()
+        self._read_answers(self._facts_key)
+        silent = [rank for rank in self._silent() if rank not in self._unread]
         if not silent or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
             return True
         if waited_s < self._answer_s:
@@ -171,16 +197,21 @@ class Gathering:
         return [rank for rank in range(self._world_size) if rank not in self._answers]
 
     def _read_answers(self, key: Callable[[int], str]) -> None:
-        silent = self._silent()
-        # A few at a time: all of a large job's in one answer would miss the exchange's deadline.
-        for start in range(0, len(silent), _ANSWERS_AT_ONCE):
-            found = self._exchange.get_many(map(key, silent[start : start + _ANSWERS_AT_ONCE]))
-            for data in filter(None, found.values()):
-                facts = codec.decode(RankFacts, data)
-                self._answers[facts.rank] = facts
+        for part in in_parts(map(key, self._silent())):
+            for name, data in self._exchange.get_many(part).items():
+                if data:
+                    self._read_answer(int(name.rpartition("/")[2]), data)
+
+    def _read_answer(self, rank: int, data: bytes) -> None:
+        """One that cannot be read, of another version say, is no reason to go without those of the others."""
+        try:
+            self._answers[rank] = codec.decode(RankFacts, data)
+            self._unread.pop(rank, None)
+        except codec.DecodeError as error:
+            self._unread[rank] = str(error)
 
     def _read_witnesses(self, silent: Iterable[int]) -> None:
-        for data in self._exchange.get_many(self._witness_key(rank) for rank in silent).values():
+        for data in get_all(self._exchange, map(self._witness_key, silent)).values():
             seen = codec.decode(ProcessFacts, data)
             self._witnessed.setdefault(seen.rank, seen)
 
@@ -189,7 +220,7 @@ class Gathering:
         peers, self._peers = self._peers, {}
         if not peers:
             return
-        answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._facts_key, peers))}
+        answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
         if any(rank < self._rank for rank in answered):
             return
         for seen in self._witness(card for rank, card in peers.items() if rank not in answered):

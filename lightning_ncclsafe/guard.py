@@ -16,7 +16,7 @@ from lightning_ncclsafe.ending import end_run, say_goodbye, stay_until_all_finis
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.gathering import REPORT_S, Gathering
+from lightning_ncclsafe.gathering import Gathering, report_deadline_s
 from lightning_ncclsafe.moments import LONG_S, Moment
 from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
@@ -149,7 +149,7 @@ class Guard:
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
             self._main_thread_left.set()
             self._watchdog.wake()
-            self._exception_is_told.wait(2 * REPORT_S)
+            self._exception_is_told.wait(2 * report_deadline_s(self._place.world_size))
         self._main_thread_left.set()
         return self._timeout_error() if self._is_explained(is_consequence) else None
 
@@ -221,6 +221,7 @@ class Guard:
         self._patience.observe(idle_s, self._moment, batch_idx)
         if self._moment.phase is Phase.INIT:
             self._probe.note_memory()
+        self._probe.note_machine()
         if self._joined:
             self._neighbours.meet(self._exchange)
             self._whereabouts.meet(self._exchange)

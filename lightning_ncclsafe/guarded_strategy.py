@@ -119,6 +119,20 @@ class GuardedStrategy(ParallelStrategy):
         # Trainer._run_stage meets here once everything is set up.
         if watched is not None and name == "run-stage":
             watched.set_up()
+        if watched is not None and name == "Trainer.save_checkpoint":
+            watched.steps.saved()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Lightning's hook for each training batch; here it is seen whether the one before had a backward pass."""
+        if self._watched is not None:
+            self._watched.steps.begin_batch(batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each backward pass."""
+        if self._watched is not None:
+            self._watched.steps.backward()
+        return super().backward(*args, **kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Lightning's hook for each loader, before its workers start; here those of all ranks are compared."""

@@ -9,6 +9,9 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Action
 
+SAVE = "save_checkpoint"
+"""Lightning's name of the action in which the Trainer saves a checkpoint."""
+
 # Of a profiler that is listened to.
 _REPLACED = ("start", "stop", "profile")
 
@@ -28,6 +31,8 @@ class PhaseTracker:
         """Counts actions begun and ended: it moves as long as the Trainer does."""
         self.last_action = ""
         """Name of the action that ended last."""
+        self.on_failed_save: Callable[[BaseException], None] | None = None
+        """Called on the main thread with what the save of a checkpoint raises."""
         self.listeners: tuple[Callable[[str], None], ...] = ()
         """Called on the main thread, some 50 times a step, with the innermost action whenever that changes: its name,
         or an empty one between actions."""
@@ -58,6 +63,11 @@ class PhaseTracker:
             if self._open[index][0] == name:
                 del self._open[index:]
                 break
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """An action has ended with an exception, which may yet be caught."""
+        if name == SAVE and self.on_failed_save is not None and get_ident() == self._thread:
+            self.on_failed_save(error)
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:
@@ -144,8 +154,10 @@ class _Heard(ContextDecorator):
         self._tracker.enter(self._name)
         return self._name
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         self._tracker.leave(self._name)
+        if error is not None:
+            self._tracker.failed(self._name, error)
 
 
 class _Profiled(_Heard):
@@ -165,6 +177,6 @@ class _Profiled(_Heard):
         self._start(self._name)
         return self._name
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        super().__exit__(_type, error, _trace)
         self._stop(self._name)

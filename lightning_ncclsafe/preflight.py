@@ -13,7 +13,7 @@ from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
 from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
-from lightning_ncclsafe.report.folder import write_report
+from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.preflight_table import render_preflight
 from lightning_ncclsafe.rules import PREFLIGHT_RULES, judge
 from lightning_ncclsafe.settings import OnProblem
@@ -170,10 +170,13 @@ class Preflight:
         if self._report_dir is None:
             return ""
         try:
-            return str(write_report(diagnosis, self._report_dir))
+            folder = write_report(diagnosis, self._report_dir)
         except Exception as error:  # the verdict matters more than its report
             self._say(f"the report could not be written: {error}")
             return ""
+        if problem := write_page(diagnosis, folder):
+            self._say(problem)
+        return str(folder)
 
 
 def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:

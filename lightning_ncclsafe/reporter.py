@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.folder import write_report
+from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.rules.expected import expected_for_s
@@ -54,6 +54,7 @@ class Reporter:
         self._report_dir = report_dir
         self._limits = limits
         self._say = say
+        self._said_no_page = False
 
     def report(self, job: JobFacts) -> Verdict:
         """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know."""
@@ -67,6 +68,7 @@ class Reporter:
             folder, where = self._write(diagnosis)
             closing = "\nthe run cannot go on, it is ended" if ends_run else ""
             self._say(f"{render_short(diagnosis)}\n{where}{closing}")
+            self._write_page(diagnosis, folder)
         answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
         return Verdict(
             incident=job.incident,
@@ -83,6 +85,13 @@ class Reporter:
         except OSError as error:
             return "", f"the report could not be written: {error}"
         return folder, f"report: {folder}"
+
+    def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
+        """Last of all. Why there is none is said once; it is tried for every incident, as no two are alike."""
+        problem = write_page(diagnosis, Path(folder)) if folder else ""
+        if problem and not self._said_no_page:
+            self._said_no_page = True
+            self._say(problem)
 
 
 def say_on_stderr(text: str) -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, get_all
 from lightning_ncclsafe.rules.wording import ranks_words
 
 _POLL_S = 0.02
 # The store serves about so many questions a second, from all ranks.
 _POLLS_PER_S = 2000.0
-_AT_ONCE = 64
 
 
 def agree_on_start(
@@ -71,9 +70,7 @@ def _lead(exchange: Exchange, world_size: int, give_up: float, clear: Callable[[
 
 
 def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
-    found: dict[str, bytes] = {}
-    for start in range(0, len(waiting), _AT_ONCE):
-        found |= exchange.get_many([f"hello/{rank}" for rank in waiting[start : start + _AT_ONCE]])
+    found = get_all(exchange, [f"hello/{rank}" for rank in waiting])
     return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
 
 

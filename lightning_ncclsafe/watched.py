@@ -43,6 +43,7 @@ from lightning_ncclsafe.probes.capacity import capacity
 from lightning_ncclsafe.probes.load import loaders_load, model_load
 from lightning_ncclsafe.probes.preflight import preflight_facts
 from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.steps import StepRecord
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import (
@@ -86,6 +87,7 @@ class WatchedCall:
     Attributes:
         trainer_probe: Where the Trainer stands.
         tracker: What Lightning is doing.
+        steps: Which training steps had no backward pass, and what failed to be saved.
         timer: Times collectives; None where nobody asks for it.
     """
 
@@ -100,6 +102,8 @@ class WatchedCall:
     ) -> None:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = PhaseTracker()
+        self.steps = StepRecord(trainer, _torch.is_communication_error)
+        self.tracker.on_failed_save = lambda error: self._unharmed(lambda: self.steps.save_failed(error))
         self._trainer = trainer
         self._limits = limits
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
@@ -199,6 +203,7 @@ class WatchedCall:
                 trainer=self.trainer_probe,
                 loggers=live_facts,
                 stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
+                steps=self.steps,
             ),
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,

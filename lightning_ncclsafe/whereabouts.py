@@ -5,13 +5,15 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
 from lightning_ncclsafe.facts import JobFacts, SilentHost
 from lightning_ncclsafe.probes.reach import reach
 
-# The store answers a question about so many keys well within its deadline.
-_AT_ONCE = 64
 _KEY = "where"
+# In a larger job the list of all would take the store some seconds if every rank read it: of each host one does, and
+# the first ones, of which the lowest that answers will report.
+_ALL_KEEP = 2048
+_ONE_IN = 8
 
 
 class Whereabouts:
@@ -32,7 +34,8 @@ class Whereabouts:
         self._host = host
         self._launch = launch
         self._told: dict[int, tuple[str, str]] = {}
-        self._is_known = world_size == 1
+        keeps = world_size <= _ALL_KEEP or rank < _ONE_IN or rank % _ONE_IN == 0
+        self._is_known = world_size == 1 or not keeps
 
     def tell(self, exchange: Exchange, address: str) -> None:
         """Says where this rank runs.
@@ -74,10 +77,8 @@ class Whereabouts:
         return replace(job, silent_hosts=tuple(hosts), launch=self._launch)
 
     def _collect(self, exchange: Exchange) -> None:
-        missing = [rank for rank in range(self._world_size) if rank not in self._told]
-        for start in range(0, len(missing), _AT_ONCE):
-            asked = [f"{_KEY}/{rank}" for rank in missing[start : start + _AT_ONCE]]
-            for key, found in exchange.get_many(asked).items():
+        for part in in_parts(f"{_KEY}/{rank}" for rank in range(self._world_size) if rank not in self._told):
+            for key, found in exchange.get_many(part).items():
                 host, address = json.loads(found)
                 self._told[int(key.rpartition("/")[2])] = host, address
         if len(self._told) == self._world_size:

@@ -1,12 +1,13 @@
 """The command line, ``ncclsafe``: one module for each of its commands, none of which needs torch or Lightning."""
 
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from jsonargparse import ArgumentParser
 
-from lightning_ncclsafe.cli import logs, preflight
-
-_COMMANDS = {"logs": logs, "preflight": preflight}
+# Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
+_COMMANDS = ("diagnose", "explain", "logs", "preflight", "render")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,13 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if something is not, 2 if the command cannot be understood or done.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    # Each takes a while to import: all are only for who asks what there is.
+    names = [name for name in _COMMANDS if name in given[:1]] or _COMMANDS
+    modules = {name: import_module(f"{__name__}.{name}") for name in names}
     parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.")
     commands = parser.add_subcommands()
-    for command in _COMMANDS.values():
-        command.add_to(commands)
-    config = parser.parse_args(arguments)
-    command = _COMMANDS[config.subcommand]
+    for module in modules.values():
+        module.add_to(commands)
+    config = parser.parse_args(given)
     try:
-        return int(command.run(config[config.subcommand]))
+        return int(modules[config.subcommand].run(config[config.subcommand]))
     except KeyboardInterrupt:
         return 130

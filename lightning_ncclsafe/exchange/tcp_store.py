@@ -69,12 +69,15 @@ class TcpStoreExchange:
         self._store.check([key])
 
     def _get_many(self, keys: list[str]) -> dict[str, bytes]:
-        # The store can only say whether all of several keys are there. Mostly it is asked for one that is not.
-        if self._store.check(keys):
-            present = keys
-        else:
-            present = [key for key in keys if self._store.check([key])] if len(keys) > 1 else []
+        present = self._present(keys)
         return dict(zip(present, map(bytes, self._store.multi_get(present)), strict=True)) if present else {}
+
+    def _present(self, keys: list[str]) -> list[str]:
+        """The store can only say whether all of several keys are there: where they are not, each half is asked for."""
+        if not keys or self._store.check(keys):
+            return keys
+        half = len(keys) // 2
+        return [*self._present(keys[:half]), *self._present(keys[half:])] if half else []
 
     def _call(self, call: Callable[[], T]) -> T:
         if self.lost:

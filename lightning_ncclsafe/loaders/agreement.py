@@ -13,7 +13,7 @@ from lightning_ncclsafe.loaders.lockstep import Reading, Votes
 from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
 from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
 from lightning_ncclsafe.report.data_table import render_mismatch
-from lightning_ncclsafe.report.folder import write_report
+from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules import AGREEMENT_RULES, judge
 
@@ -166,10 +166,13 @@ class Agreement:
         if self._identity.rank != 0:
             return ""
         try:
-            return str(write_report(diagnosis, self._report_dir))
+            folder = write_report(diagnosis, self._report_dir)
         except Exception as error:  # the verdict matters more than its report
             self._say(f"the report could not be written: {error}")
             return ""
+        if problem := write_page(diagnosis, folder):
+            self._say(problem)
+        return str(folder)
 
 
 def _is_raised(finding: Finding, ranks: list[DataFacts]) -> bool:

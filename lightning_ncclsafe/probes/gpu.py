@@ -3,14 +3,17 @@
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+from lightning_ncclsafe.machine_facts import GpuStateFacts
 from lightning_ncclsafe.preflight_facts import GpuFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu_selection import as_text, own_gpu, physical_gpu
 from lightning_ncclsafe.probes.xids import KERNEL_LOGS, xids
+
+T = TypeVar("T")
 
 # From nvml.h, whose names the binding has changed; what power saving and the user's own settings do is left out.
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -53,12 +56,46 @@ def gpu_facts(
         environment: Of this process.
         kernel_logs: Where the kernel's log may be.
     """
+    own = {os.getpid(), *own_pids}
+    return _read(local_rank, nvml, environment, lambda nvml, handle: _facts(nvml, handle, local_rank, own, kernel_logs))
+
+
+def gpu_state(
+    local_rank: int,
+    *,
+    own_pids: Collection[int] = (),
+    nvml: Any = None,
+    environment: Mapping[str, str] = os.environ,
+    kernel_logs: Collection[str] = KERNEL_LOGS,
+) -> GpuStateFacts | None:
+    """The same with what the GPU does at this moment; None without a driver or a GPU.
+
+    Args:
+        local_rank: Rank on this host.
+        own_pids: Processes of this job, which are not foreign.
+        nvml: The module ``pynvml``; by default it is imported.
+        environment: Of this process.
+        kernel_logs: Where the kernel's log may be.
+    """
+    own = {os.getpid(), *own_pids}
+
+    def state(nvml: Any, handle: Any) -> GpuStateFacts:
+        return GpuStateFacts(
+            gpu=_facts(nvml, handle, local_rank, own, kernel_logs),
+            utilization=or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100),
+            power_w=or_none(lambda: int(nvml.nvmlDeviceGetPowerUsage(physical_gpu(nvml, handle))) / 1000),
+        )
+
+    return _read(local_rank, nvml, environment, state)
+
+
+def _read(local_rank: int, nvml: Any, environment: Mapping[str, str], facts: Callable[[Any, Any], T]) -> T | None:
     nvml = nvml or or_none(_binding)
     if nvml is None or or_none(lambda: (nvml.nvmlInit(),)) is None:
         return None
     try:
         handle = or_none(lambda: own_gpu(nvml, local_rank, environment.get("CUDA_VISIBLE_DEVICES")))
-        return None if handle is None else _facts(nvml, handle, local_rank, {os.getpid(), *own_pids}, kernel_logs)
+        return None if handle is None else facts(nvml, handle)
     finally:
         # Counted: torch's own use of it goes on.
         or_none(lambda: nvml.nvmlShutdown())

@@ -1,14 +1,17 @@
 """How other hosts are reached: network interfaces that are up, InfiniBand ports, and what keeps NCCL from them."""
 
 import ctypes.util
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from lightning_ncclsafe.machine_facts import InterfaceFacts
 from lightning_ncclsafe.preflight_facts import NetworkFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, misnamed, nccl_interface
@@ -59,6 +62,37 @@ def network_facts(
         infiniband_active=sum(port.state == "ACTIVE" for port in found),
         infiniband_off=infiniband_off(environment, devices) if found else "",
     )
+
+
+def taken_interface(*, is_cuda: bool, environment: Mapping[str, str] = os.environ) -> InterfaceFacts | None:
+    """The interface that the run's back end takes towards other hosts; None where the system does not tell of any.
+
+    The host's own name is looked up for gloo, which may take seconds.
+
+    Args:
+        is_cuda: Whether NCCL is used, or else gloo.
+        environment: Of this process.
+    """
+    up = or_none(interfaces)
+    if up is None:
+        return None
+    name, why = nccl_interface(up, environment) if is_cuda else gloo_interface(up, environment)
+    taken = next((interface for interface in up if interface.name == name), None)
+    address = taken.addresses[0] if taken else ""
+    return InterfaceFacts(
+        backend="nccl" if is_cuda else "gloo",
+        name=name,
+        address=address,
+        network=or_none(partial(_network, name, address)) or "",
+        chosen_by=why,
+        is_loopback=taken is not None and taken.is_loopback,
+        others=tuple(f"{other.name} {other.addresses[0]}" for other in up if other is not taken)[:_MOST],
+    )
+
+
+def _network(name: str, address: str) -> str:
+    masks = (entry.netmask for entry in psutil.net_if_addrs()[name] if entry.address == address)
+    return str(ipaddress.ip_network(f"{address}/{next(masks)}", strict=False))
 
 
 def interfaces() -> list[Interface]:

@@ -12,13 +12,19 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, HostFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
+from lightning_ncclsafe.probes.gpu import gpu_state
+from lightning_ncclsafe.probes.gpu_state import GpuWatch
 from lightning_ncclsafe.probes.growth import LEAST_S, Growth
 from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at, own_memory
+from lightning_ncclsafe.probes.machine_state import MachineProbe
+from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.network import taken_interface
+from lightning_ncclsafe.probes.steps import StepRecord
 from lightning_ncclsafe.probes.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 
@@ -29,6 +35,7 @@ _NOTE_S = 2.0
 _ASKED = ("running", "sleeping", "idle")
 # The clocks of two looks are not read where the looks are.
 _SLACK_S = 0.01
+_WATCHDOG = "/lightning_ncclsafe/watchdog.py"
 _NOT_ARMED = Armed(signum=0, fd=-1)
 
 
@@ -65,6 +72,7 @@ class RankProbe:
         trainer: Where the Trainer stands.
         loggers: Asks the loggers of this process that are off the training thread.
         stragglers: Which ranks have kept others waiting before, as far as this rank knows.
+        steps: What its training steps leave out; None where nobody notes that.
 
     Attributes:
         card: What this rank leaves with its peers.
@@ -81,6 +89,7 @@ class RankProbe:
         trainer: TrainerProbe,
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
         stragglers: Callable[[], tuple[Straggler, ...]] = tuple,
+        steps: StepRecord | None = None,
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
@@ -88,9 +97,12 @@ class RankProbe:
         self._trainer = trainer
         self._loggers = loggers
         self._stragglers = stragglers
+        self._steps = steps
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._growth = Growth()
+        self._machine = MachineProbe(interface=lambda: taken_interface(is_cuda=trainer.is_on_gpu()))
+        self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[card.pid for card in self.peers]))
         self._noted_s = -math.inf
         self._signal = traceback_signal.take_early()
         self._armed = self._signal.arm() or _NOT_ARMED
@@ -122,6 +134,7 @@ class RankProbe:
     def close(self) -> None:
         """Restores the signal and closes its file."""
         self._signal.close()
+        self._machine.close()
 
     def glance(self, idle_s: float) -> RankFacts:
         """What can be had at once from memory: stack, actions, groups and collectives. Takes some milliseconds."""
@@ -150,6 +163,8 @@ class RankProbe:
             deadline_s: Seconds that the slow part may take.
         """
         facts = self.glance(idle_s)
+        if self._trainer.is_on_gpu():
+            self._gpu.begin()
         parts: dict[str, Any] = {}
         missing = list(facts.missing)
         slow: dict[str, Callable[[], Any]] = {
@@ -160,18 +175,31 @@ class RankProbe:
             "workers": self._workers,
             "loaders": self._trainer.loaders,
             "loggers": self._loggers,
+            "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
+            "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             "storage": self._trainer.storage,
             "versions": _torch.versions,
+            # Last: for it the host's name may be looked up.
+            "interface": self._machine.interface,
         }
         if facts.exception is not None:
-            raised = facts.exception
-            slow["exception"] = lambda: replace(raised, stack=stacks.with_source(raised.stack))
+            slow["exception"] = lambda: _sourced(facts.exception)
+        # Not with the slow ones: a rank that is starved would miss the deadline just where this tells why.
+        machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
+        ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
         # A copy first: a probe that is late may yet answer, while this is read.
         done = dict(parts)
         late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
+        interface = done.pop("interface", None)
         found = {name: value for name, value in done.items() if value is not None}
+        gpu = self._gpu.read(ends_s - time.monotonic())
+        found["machine"] = replace(machine, interface=interface, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))
+
+    def note_machine(self) -> None:
+        """Notes what this process and its host have been held up by, at most every 2 s; cheap."""
+        self._machine.note()
 
     def note_memory(self) -> None:
         """Notes this process's memory, at most every 2 s, so that its growth can be told; cheap."""
@@ -188,19 +216,21 @@ class RankProbe:
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
         """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.
 
-        Takes 0.5 s where their growth is not known yet, and 0.15 s for each that does not give its stack.
+        Takes 0.5 s where their growth is not known yet, or they run, and 0.15 s for each that does not give its stack.
         """
         cards, began_s = list(silent), time.monotonic()
+        turns = [look_at_main_thread(card.pid) for card in cards]
         seen = [self._witness(card) for card in cards]
-        unknown = [facts for facts in seen if facts.rss_bytes is not None and facts.memory_growth_bytes_per_s is None]
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and _needs_time(facts)]
         if unknown:
             time.sleep(max(began_s + LEAST_S + _SLACK_S - time.monotonic(), 0))
         again = [
             self.look_at_peer(card) if facts in unknown else facts for card, facts in zip(cards, seen, strict=True)
         ]
+        span_s = time.monotonic() - began_s
         return [
-            replace(facts, stack=before.stack, gil_held=before.gil_held)
-            for facts, before in zip(again, seen, strict=True)
+            _with_shares(replace(facts, stack=before.stack, gil_held=before.gil_held), turn, span_s)
+            for facts, before, turn in zip(again, seen, turns, strict=True)
         ]
 
     def _witness(self, card: Card) -> ProcessFacts:
@@ -210,11 +240,13 @@ class RankProbe:
             armed = traceback_signal.armed_in(card.pid) or _NOT_ARMED
         if seen.state not in _ASKED or armed.signum == 0:
             return seen
-        stack = traceback_signal.ask(card.pid, armed)
-        # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL.
+        threads = traceback_signal.ask_threads(card.pid, armed)
+        # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL. So
+        # does what sleeps, if the guard's thread is not in something of its own.
         again = self.look_at_peer(card)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
-        gil_held = bool(stack) and is_busy and card.has_guard
+        stack = threads[0] if threads else ()
+        gil_held = bool(stack) and (is_busy or _guard_rests(threads)) and card.has_guard
         return replace(again, stack=stacks.with_source(stack), gil_held=gil_held)
 
     def _host_facts(self) -> HostFacts:
@@ -247,6 +279,44 @@ class RankProbe:
         self._slow_look = threading.Thread(target=run, name="ncclsafe-look", daemon=True)
         self._slow_look.start()
         self._slow_look.join(deadline_s)
+
+
+def _text_of(error: ExceptionFacts | None) -> str:
+    return error.message if error is not None else ""
+
+
+def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:
+    return replace(error, stack=stacks.with_source(error.stack)) if error is not None else None
+
+
+def _needs_time(seen: ProcessFacts) -> bool:
+    """Whether only what happens between two looks tells what keeps it from answering."""
+    return seen.memory_growth_bytes_per_s is None or (seen.state in _ASKED and bool(seen.stack))
+
+
+def _with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
+    """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
+    if span_s < LEAST_S:
+        return facts
+    now = look_at_main_thread(facts.pid)
+    ran, queued = _share(before.ran_s, now.ran_s, span_s), _share(before.queued_s, now.queued_s, span_s)
+    return replace(facts, ran_share=ran, queued_share=queued)
+
+
+def _share(before: float | None, now: float | None, span_s: float) -> float | None:
+    return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
+
+
+def _guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
+    """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
+    below = [_below_watchdog(stack) for stack in threads]
+    guards = [functions for functions in below if functions is not None]
+    return bool(guards) and all({*functions} == {"wait"} for functions in guards)
+
+
+def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
+    depths = [depth for depth, frame in enumerate(stack) if frame.file.replace("\\", "/").endswith(_WATCHDOG)]
+    return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None
 
 
 def _try(probe: Callable[[], Any], default: Any, name: str, missing: list[str]) -> Any:

@@ -22,6 +22,8 @@ _MAX_MESSAGE = 2000
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
+# torch.compile names its modules, and their folders, after a hash; a cache may be anywhere.
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{40,}\.py$|/\.triton/cache/")
 # A condition that only some ranks fulfil, in the words that Lightning, torch and common training scripts use.
 _RANK_WORDS = re.compile(
     r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
@@ -74,10 +76,12 @@ def is_user_code(file: str) -> bool:
     """Whether a source file is the user's own: neither the standard library, nor installed, nor ours.
 
     Code typed into a notebook (``<ipython-input-…>``) is; code that libraries generate (``<frozen …>``, ``<string>``)
-    is not.
+    is not, nor what torch.compile and Triton leave in their caches.
     """
     if file.startswith("<"):
         return file.startswith("<ipython-input")
+    if _GENERATED.search(file.replace("\\", "/")):
+        return False
     return not file.startswith((_PACKAGE, *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
 
 

@@ -71,7 +71,7 @@ class SwapProbe:
         swap = or_none(psutil.swap_memory)
         pressure = {}
         for resource, kind in (("memory", "full"), ("io", "full"), ("cpu", "some")):
-            total = or_none(partial(_pressure_us, self._proc / "pressure" / resource, kind))
+            total = or_none(partial(pressure_us, self._proc / "pressure" / resource, kind))
             if total is not None:
                 pressure[f"{resource} {kind}"] = total
         return _Counters(getattr(swap, "sout", None), getattr(swap, "sin", None), pressure)
@@ -101,8 +101,13 @@ class SwapProbe:
             yield f"{path} on {kind}" if kind else path, network
 
 
-def _pressure_us(file: Path, kind: str) -> int | None:
-    """From a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``."""
+def pressure_us(file: Path, kind: str) -> int | None:
+    """Microseconds of pressure, from a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``.
+
+    Args:
+        file: What the kernel tells of one resource.
+        kind: ``"some"`` or ``"full"``.
+    """
     for line in file.read_text(encoding="ascii").splitlines():
         if line.startswith(f"{kind} "):
             return int(line.rpartition("total=")[2])

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import IO
 
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.machine_facts import COLLECTOR
 from lightning_ncclsafe.probes.stacks import is_user_code
 
+# What faulthandler says above the frames of a thread that collects garbage.
+_COLLECTS = "  Garbage-collecting"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ANSWER_S = 0.15
 _NAME = "ncclsafe-traceback-"
@@ -117,7 +120,13 @@ def armed_in(pid: int) -> Armed | None:
 
 
 def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...]:
-    """The main thread's stack of another process of this user on this host, outermost frame first.
+    """The main thread's stack of another process of this user on this host, outermost frame first; see ask_threads."""
+    threads = ask_threads(pid, armed, owner=owner)
+    return threads[0] if threads else ()
+
+
+def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tuple[Frame, ...]]:
+    """The stacks of all Python threads of another process of this user on this host, outermost frame first.
 
     Args:
         pid: The process to ask.
@@ -126,38 +135,53 @@ def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...
             of the rank that forked it.
 
     Returns:
-        The stack, or nothing where the process does not handle the signal (it would die of it) or does not answer
-        within 0.15 s.
+        The stacks, that of the main thread first, or nothing where the process does not handle the signal (it would
+        die of it) or does not answer within 0.15 s.
     """
     path = Path(f"/proc/{owner or pid}/fd/{armed.fd}")
     try:
         if not _handles(pid, armed.signum):
-            return ()
+            return []
         before = path.stat().st_size
         os.kill(pid, armed.signum)
-        return parse(_read_answer(path, before))
+        return parse_threads(_read_answer(path, before))
     except OSError:
-        return ()
+        return []
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """The main thread's stack out of faulthandler's text, outermost frame first.
+    """The main thread's stack out of faulthandler's text, outermost frame first; see parse_threads."""
+    threads = parse_threads(text)
+    return threads[0] if threads else ()
 
-    The thread that handles the signal is called "Current thread"; without one, the main thread comes last.
+
+def parse_threads(text: str) -> list[tuple[Frame, ...]]:
+    """The threads' stacks out of faulthandler's text, outermost frame first, that of the main thread first.
+
+    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. A thread
+    that collects garbage has a frame of its own for that, the innermost.
     """
     threads: list[list[Frame]] = []
-    current: list[Frame] | None = None
+    current = -1
     for line in text.splitlines():
         if "(most recent call first)" in line:
+            current = len(threads) if line.startswith("Current thread") else current
             threads.append([])
-            if line.startswith("Current thread"):
-                current = threads[-1]
-        elif threads and (found := _FRAME.match(line)):
-            file = found["file"]
-            user = is_user_code(file)
-            threads[-1].append(Frame(file=file, line=int(found["line"]), function=found["function"], user=user))
-    chosen = current or (threads[-1] if threads else [])
-    return tuple(reversed(chosen))
+        elif threads and (frame := _frame(line)) is not None:
+            threads[-1].append(frame)
+    main = threads.pop(current) if threads else []
+    return [tuple(reversed(thread)) for thread in (main, *threads)]
+
+
+def _frame(line: str) -> Frame | None:
+    if line.startswith(_COLLECTS):
+        return Frame(file=COLLECTOR, line=0, function="collect")
+    found = _FRAME.match(line)
+    if found is None:
+        return None
+    return Frame(
+        file=found["file"], line=int(found["line"]), function=found["function"], user=is_user_code(found["file"])
+    )
 
 
 def _read_answer(path: Path, before: int) -> str:

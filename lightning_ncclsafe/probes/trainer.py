@@ -79,6 +79,13 @@ class TrainerProbe:
         """The model as the strategy has wrapped it; None before it is there."""
         return getattr(getattr(self._trainer, "strategy", None), "model", None)
 
+    def is_on_gpu(self) -> bool:
+        """Whether this rank trains on a CUDA device, and so communicates by NCCL."""
+        # A property that raises before the strategy knows its devices.
+        with suppress(Exception):
+            return bool(self._trainer.strategy.root_device.type == "cuda")
+        return False
+
     def loaders(self) -> tuple[LoaderFacts, ...]:
         """The dataloaders of the current loop."""
         combined = getattr(self._loop(), "_combined_loader", None)

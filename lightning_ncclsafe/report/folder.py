@@ -1,7 +1,11 @@
-"""Where a report is written: one folder an incident, private to the user."""
+"""Where a report is written: one folder an incident, private to the user.
+
+``report.json`` and ``report.txt`` come first. The page takes longer, and nothing else is lost with it.
+"""
 
 import os
 import tempfile
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -9,6 +13,10 @@ from lightning_ncclsafe.facts import Incident
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_text
+
+# Others wait for what is told after the page: it has a moment, and with more ranks it would take longer.
+_MOST_S = 2.0
+_MOST_RANKS = 2_048
 
 
 def write_report(diagnosis: Diagnosis, report_dir: Path) -> Path:
@@ -30,6 +38,32 @@ def write_report(diagnosis: Diagnosis, report_dir: Path) -> Path:
         return _write(diagnosis, report_dir / name)
     except OSError:
         return _write(diagnosis, Path(tempfile.mkdtemp(prefix="ncclsafe-")) / name)
+
+
+def write_page(diagnosis: Diagnosis, folder: Path) -> str:
+    """Writes ``report.html`` beside the report, if that can be done in a moment; it never raises.
+
+    Args:
+        diagnosis: What to write.
+        folder: What :func:`write_report` gave.
+
+    Returns:
+        Why there is no page, in words; empty where there is one.
+    """
+    path = folder / "report.html"
+    try:
+        if len(diagnosis.job.ranks) > _MOST_RANKS:
+            raise TimeoutError(f"there are more than {_MOST_RANKS:,} ranks")
+        # Jinja is needed for nothing else, and only if something is wrong.
+        from lightning_ncclsafe.report.html import render_html
+
+        _write_file(path, render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace"))
+    except Exception as error:  # of all that a report is, it can be done without
+        with suppress(OSError):
+            # Of an earlier report on the incident.
+            path.unlink(missing_ok=True)
+        return f"there is no report.html ({error}); to make it: ncclsafe render {folder} --format html"
+    return ""
 
 
 def folder_name(incident: Incident) -> str:

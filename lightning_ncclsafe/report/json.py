@@ -1,13 +1,18 @@
 """A diagnosis as ``report.json``, the public contract, and back."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe.codec import DecodeError, from_plain, to_plain
+from lightning_ncclsafe.codec import DecodeError, encode, from_plain, to_plain
+from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.findings import Diagnosis
 
 SCHEMA = 1
 _KEYS = ("findings", "unanswered", "job")
+# So many ranks can still be read by people, and are written in no time.
+_INDENTED = 16
 _ORDER = ("rule", "severity", "confidence", "summary", "ranks", "location", "evidence", "remedy")
 
 
@@ -16,11 +21,23 @@ class ReportError(ValueError):
 
 
 def report_json(diagnosis: Diagnosis) -> bytes:
-    """The diagnosis as indented JSON, the most probable finding first."""
-    plain = to_plain(diagnosis)
+    """The diagnosis as indented JSON, the most probable finding first; a line for each of many ranks."""
+    job = diagnosis.job
+    few = len(job.ranks) <= _INDENTED
+    plain = to_plain(replace(diagnosis, job=job if few else replace(job, ranks=())))
     findings = [{key: finding[key] for key in _ORDER} for finding in plain["findings"]]
     report = {"schema": SCHEMA, "findings": findings, "unanswered": plain["unanswered"], "job": plain["job"]}
-    return json.dumps(report, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    text = json.dumps(report, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    return text if few else _with_ranks(text, job.ranks)
+
+
+def _with_ranks(report: bytes, ranks: Sequence[RankFacts]) -> bytes:
+    """Indented by Python, those of a large job would take a minute."""
+    before, empty, after = report.rpartition(b'\n    "ranks": [],\n')
+    opening, _, closing = empty.partition(b"]")
+    lines = [b",\n      " + encode(facts) for facts in ranks]
+    lines[0] = lines[0][1:]
+    return b"".join([before, opening, *lines, b"\n    ]", closing, after])
 
 
 def read_report(data: bytes) -> Diagnosis:

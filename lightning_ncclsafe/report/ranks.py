@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.rules.sentences import batch_words, wait_words
+from lightning_ncclsafe.report.alike import Alike
+from lightning_ncclsafe.rules.sentences import batch_words
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import capitalised, duration_words, location_of, ranks_words
 
@@ -13,16 +14,13 @@ _MAX_LINES = 40
 _MAX_STACKS = 12
 _MAX_FRAMES = 60
 
-_Key = tuple[object, ...]
-
 
 def rank_table(job: JobFacts) -> Iterator[str]:
     """One line for all ranks that stand at the same place; the idle time is given as a range."""
     view = Timeline(job)
-    alike: dict[_Key, list[int]] = defaultdict(list)
-    for rank in sorted(view.facts):
-        alike[_place(view, rank)].append(rank)
-    yield from _limited((_line(view, ranks) for ranks in alike.values()), len(alike), _MAX_LINES)
+    alike = Alike(view)
+    groups = alike.groups()
+    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
     for rank in view.silent[:_MAX_LINES]:
         process = view.witnesses.get(rank)
         seen = f"its process {process.pid} is {process.state}" if process else "and nobody saw its process"
@@ -31,13 +29,8 @@ def rank_table(job: JobFacts) -> Iterator[str]:
         yield f"… {len(view.silent) - _MAX_LINES} more did not answer"
 
 
-def _place(view: Timeline, rank: int) -> _Key:
-    doing = view.activities[rank]
-    return batch_words(view.facts[rank].progress), doing.hook, doing.kind, location_of(doing.frame), _state(view, rank)
-
-
-def _line(view: Timeline, ranks: list[int]) -> str:
-    rank = ranks[0]
+def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
+    rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
     idle = sorted(view.facts[number].progress.idle_s for number in ranks)
     span = duration_words(idle[0])
@@ -45,15 +38,7 @@ def _line(view: Timeline, ranks: list[int]) -> str:
     hook = f", hook {doing.hook}" if doing.hook else ""
     line = f", line {location_of(doing.frame)}" if doing.frame else ""
     where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
-    return f"{ranks_words(ranks)}: {where}, no progress for {span}{line}; {_state(view, rank)}"
-
-
-def _state(view: Timeline, rank: int) -> str:
-    exception = view.facts[rank].exception
-    if exception is not None:
-        return f"raised {exception.type}"
-    doing = view.activities[rank]
-    return f"waits in {wait_words(view, rank)}" if doing.waits_for_peers else f"is in {doing.kind.value}"
+    return f"{ranks_words(ranks)}: {where}, no progress for {span}{line}; {alike.states[rank]}"
 
 
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:

@@ -3,7 +3,7 @@
 import re
 
 # Control characters (terminal escapes among them), line separators, surrogates, and marks that reorder what is read.
-_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _SPACES = re.compile(r"[\t\n\r\u2028\u2029]+[ \t]*")
 
 

@@ -2,30 +2,25 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Incident, IncidentKind
 from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.compared import compared_words, compares, nothing_words
+from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.data_table import data_table
 from lightning_ncclsafe.report.lines import cut, section, wrapped
+from lightning_ncclsafe.report.opening import answer_words, incident_words
 from lightning_ncclsafe.report.preflight_table import preflight_table
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
+from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.rules.sentences import batch_words
-from lightning_ncclsafe.rules.wording import duration_words, ranks_words
+from lightning_ncclsafe.rules.wording import ranks_words
 
 _SHORT_EVIDENCE = 3
-_OPENINGS = {
-    IncidentKind.SUSPECT: "made no progress for {idle}",
-    IncidentKind.EXCEPTION: "raised an exception",
-    IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
-}
 
 
 def render_text(diagnosis: Diagnosis) -> str:
     """The whole report. Its first line is the answer; its length does not grow with ranks that are alike."""
     parts = [
-        safe(_answer(diagnosis)),
-        _incident_words(diagnosis),
+        safe(answer_words(diagnosis)),
+        wrapped(incident_words(diagnosis)),
         *(_finding(number, finding) for number, finding in enumerate(diagnosis.findings, 1)),
         *_all_ranks(diagnosis),
     ]
@@ -36,7 +31,8 @@ def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
     """The sections on all ranks. Those that were compared do not hang: where they stand says nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
-        yield section("All ranks", rank_table(diagnosis.job))
+        table = recorded_table if is_recorded(diagnosis.job) else rank_table
+        yield section("All ranks", table(diagnosis.job))
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered))
@@ -46,7 +42,7 @@ def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
 
 def render_short(diagnosis: Diagnosis) -> str:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
-    lines = [cut(_answer(diagnosis))]
+    lines = [cut(answer_words(diagnosis))]
     for finding in diagnosis.findings[:1]:
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
@@ -59,44 +55,6 @@ def render_short(diagnosis: Diagnosis) -> str:
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
     return "\n".join(safe(cut(line)) for line in lines)
-
-
-def _answer(diagnosis: Diagnosis) -> str:
-    if diagnosis.findings:
-        first = diagnosis.findings[0]
-        return f"{first.rule}: {first.summary}"
-    return _no_finding(diagnosis)
-
-
-def _no_finding(diagnosis: Diagnosis) -> str:
-    ranks = diagnosis.job.ranks
-    if compares(diagnosis.job):
-        return nothing_words(diagnosis.job)
-    if not ranks:
-        return "Nothing found: no rank answered."
-    where = sorted({batch_words(facts.progress) for facts in ranks})
-    more = f" and {len(where) - 2} more places" if len(where) > 2 else ""
-    names = ranks_words(facts.rank for facts in ranks)
-    return f"Nothing found: no rank waits for another; {names} at work: {'; '.join(where[:2])}{more}."
-
-
-def _incident_words(diagnosis: Diagnosis) -> str:
-    incident, job = diagnosis.job.incident, diagnosis.job
-    if compares(diagnosis.job):
-        return wrapped(f"Incident {incident.number}: {compared_words(job)}.")
-    opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
-    text = (
-        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
-        f"answered.{_limits(incident)}"
-    )
-    return wrapped(text)
-
-
-def _limits(incident: Incident) -> str:
-    if not incident.timeout_s:
-        return ""
-    suspect, limit = duration_words(incident.suspect_after_s), duration_words(incident.timeout_s)
-    return f" A rank is suspect after {suspect}; the limit is {limit}."
 
 
 def _finding(number: int, finding: Finding) -> str:

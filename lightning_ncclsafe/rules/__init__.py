@@ -24,19 +24,40 @@ from lightning_ncclsafe.rules.agreement.unpresented_loader import unpresented_lo
 from lightning_ncclsafe.rules.agreement.unreadable_loader import unreadable_loader
 from lightning_ncclsafe.rules.agreement.validation_step import validation_step
 from lightning_ncclsafe.rules.hang.all_joined import all_joined
+from lightning_ncclsafe.rules.hang.blocked_on_disk import blocked_on_disk
+from lightning_ncclsafe.rules.hang.checkpoint_skipped_barrier import checkpoint_skipped_barrier
+from lightning_ncclsafe.rules.hang.compile_skew import compile_skew
+from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.hang.data_stall import data_stall
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
+from lightning_ncclsafe.rules.hang.diverged_log_keys import diverged_log_keys
+from lightning_ncclsafe.rules.hang.exception_during_save import exception_during_save
 from lightning_ncclsafe.rules.hang.failed_rank import failed_rank
 from lightning_ncclsafe.rules.hang.frozen_rank import frozen_rank
+from lightning_ncclsafe.rules.hang.gc_pause import gc_pause
+from lightning_ncclsafe.rules.hang.gil_held import gil_held
+from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
+from lightning_ncclsafe.rules.hang.gpu_stuck import gpu_stuck
+from lightning_ncclsafe.rules.hang.host_starved import host_starved
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
+from lightning_ncclsafe.rules.hang.mismatched_collective import mismatched_collective
+from lightning_ncclsafe.rules.hang.network_cut import network_cut
+from lightning_ncclsafe.rules.hang.p2p_blocked import p2p_blocked
 from lightning_ncclsafe.rules.hang.rank_behind import rank_behind
 from lightning_ncclsafe.rules.hang.rank_zero_only_work import rank_zero_only_work
+from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
+from lightning_ncclsafe.rules.hang.skipped_step import skipped_step
 from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
+from lightning_ncclsafe.rules.hang.stopped_process import stopped_process
+from lightning_ncclsafe.rules.hang.timeout_misuse import timeout_misuse
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
 from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
+from lightning_ncclsafe.rules.hang.unused_parameters import unused_parameters
+from lightning_ncclsafe.rules.hang.worker_died import worker_died
+from lightning_ncclsafe.rules.hang.wrong_interface import wrong_interface
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
 from lightning_ncclsafe.rules.places import with_places
 from lightning_ncclsafe.rules.preflight.clocks_apart import clocks_apart
@@ -61,6 +82,17 @@ from lightning_ncclsafe.rules.preflight.too_few_open_files import too_few_open_f
 from lightning_ncclsafe.rules.preflight.too_many_workers import too_many_workers
 from lightning_ncclsafe.rules.preflight.unreachable_interface import unreachable_interface
 from lightning_ncclsafe.rules.preflight.unusable_directory import unusable_directory
+from lightning_ncclsafe.rules.recorded.all_joined import all_joined as recorded_all_joined
+from lightning_ncclsafe.rules.recorded.dead_rank import dead_rank as recorded_dead_rank
+from lightning_ncclsafe.rules.recorded.diverged_collectives import diverged_collectives as recorded_divergence
+from lightning_ncclsafe.rules.recorded.failed_rank import failed_rank as recorded_failed_rank
+from lightning_ncclsafe.rules.recorded.host_stuck import host_stuck
+from lightning_ncclsafe.rules.recorded.late_at_init import late_at_init as recorded_late_at_init
+from lightning_ncclsafe.rules.recorded.mismatched_collective import mismatched_collective as recorded_mismatch
+from lightning_ncclsafe.rules.recorded.no_dump import no_dump
+from lightning_ncclsafe.rules.recorded.rank_behind import rank_behind as recorded_rank_behind
+from lightning_ncclsafe.rules.recorded.silent_rank import silent_rank
+from lightning_ncclsafe.rules.recorded.watchdog_stuck import watchdog_stuck
 from lightning_ncclsafe.rules.timeline import forget
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -68,19 +100,40 @@ Rule = Callable[[JobFacts], Iterable[Finding]]
 
 # Between findings of equal confidence the earlier rule comes first: what is known for sure, then what is most specific.
 HANG_RULES: tuple[Rule, ...] = (
+    gpu_memory_exhausted,
+    shm_exhausted,
+    worker_died,
+    exception_during_save,
+    skipped_step,
+    unused_parameters,
     failed_rank,
+    timeout_misuse,
+    mismatched_collective,
     unreachable_host,
+    network_cut,
     dead_rank,
+    stopped_process,
+    gc_pause,
+    gil_held,
     frozen_rank,
     unpresented_loader,
+    checkpoint_skipped_barrier,
+    compile_skew,
     rank_zero_only_work,
     slow_logger,
     slow_checkpoint,
     data_stall,
+    blocked_on_disk,
     late_at_init,
     uneven_batches,
+    crossed_groups,
+    diverged_log_keys,
     diverged_collectives,
+    wrong_interface,
+    gpu_stuck,
+    p2p_blocked,
     all_joined,
+    host_starved,
     rank_behind,
 )
 
@@ -129,6 +182,47 @@ PREFLIGHT_RULES: tuple[Rule, ...] = (
     clocks_apart,
 )
 
+# Causes that are read from an exception, so that it need not be told twice.
+_OF_EXCEPTIONS = (
+    "gpu-memory-exhausted",
+    "shm-exhausted",
+    "worker-died",
+    "exception-during-save",
+    "skipped-step",
+    "unused-parameters",
+)
+# What follows from a cause that is known by its own name; where that is only possible, both are told.
+_FOLLOWS_FROM = {
+    "diverged-collectives": (
+        "checkpoint-skipped-barrier",
+        "crossed-groups",
+        "diverged-log-keys",
+        "mismatched-collective",
+        "skipped-step",
+        "unused-parameters",
+    ),
+    "uneven-batches": ("skipped-step", "unused-parameters"),
+}
+# Of dumps and logs that a run has left behind.
+RECORDED_RULES: tuple[Rule, ...] = (
+    gpu_memory_exhausted,
+    shm_exhausted,
+    worker_died,
+    recorded_failed_rank,
+    recorded_dead_rank,
+    recorded_mismatch,
+    recorded_divergence,
+    recorded_late_at_init,
+    watchdog_stuck,
+    host_stuck,
+    crossed_groups,
+    gpu_stuck,
+    no_dump,
+    silent_rank,
+    recorded_all_joined,
+    recorded_rank_behind,
+)
+
 _CONFIDENCES = tuple(Confidence)
 
 
@@ -164,8 +258,20 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)))
 
 
+def _names_cause(finding: Finding, of: str) -> bool:
+    return finding.rule in _FOLLOWS_FROM[of] and finding.confidence is not Confidence.POSSIBLE
+
+
 def _superseded(finding: Finding, findings: list[Finding]) -> bool:
-    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out."""
+    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out.
+
+    Nor is an exception, once it has been told what it says.
+    """
+    if finding.rule == "failed-rank":
+        told = {rank for other in findings if other.rule in _OF_EXCEPTIONS for rank in other.ranks}
+        return bool(finding.ranks) and told.issuperset(finding.ranks)
+    if finding.rule in _FOLLOWS_FROM:
+        return any(_names_cause(other, finding.rule) for other in findings)
     better = [other for other in findings if other.rule != "rank-behind"]
     if finding.rule != "rank-behind" or not better:
         return False

@@ -17,6 +17,7 @@ _COMPILES = re.compile(
     r"|autotune_process|autotuning_process)\.py$"
     r"|/torch/_inductor/(?:codegen|fx_passes|kernel|compile_worker)/"
     r"|/triton/(?:compiler/|backends/|runtime/build\.py$)"
+    r"|/torch/utils/cpp_extension\.py$|/numba/core/(?:dispatcher|compiler)"
 )
 _TUNES = re.compile(r"/torch/_inductor/runtime/|/triton/runtime/(?:autotuner|jit)\.py$")
 _TUNING = re.compile(r"_?(?:precompile|benchmark|autotune|coordinate_descent|do_compile|do_bench|_bench|warmup).*")

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.wording import numel
 # So many elements fit a bucket or unit of the model by their number alone, whatever line the main thread has come to.
 _TELLING = 1024
 _METRIC = "a torchmetrics sync (gather_all_tensors)"
+_LOGGED = "the reduction of a logged value (self.log with sync_dist=True)"
 
 # Part of the file's path, function ("" for any), operations ("" for any), and what it is for.
 _BY_FRAME = (
@@ -20,7 +21,7 @@ _BY_FRAME = (
     ("model_checkpoint.py", "", "", "ModelCheckpoint's agreement between ranks"),
     ("torchmetrics/", "gather_all_tensors", "", _METRIC),
     ("", "_gather_all_tensors", "", "Lightning's gather of tensors"),
-    ("logger_connector/result.py", "", "", "the reduction of a logged value (self.log with sync_dist=True)"),
+    ("logger_connector/result.py", "", "", _LOGGED),
     ("distributed/fsdp/_state_dict_utils.py", "", "", "FSDP's gathering of the state for a checkpoint"),
     ("distributed/fsdp/_optim_utils.py", "", "", "FSDP's gathering of the optimizer's state for a checkpoint"),
     ("torch/distributed/_state_dict_utils.py", "", "", "the gathering of the state for a checkpoint"),
@@ -51,6 +52,8 @@ def meaning(collective: Collective | None, facts: RankFacts) -> str:
     found = _of_stack(facts, op, _BY_FRAME)
     if found == _METRIC:
         return metric_words(facts) or found
+    if found == _LOGGED and facts.steps.reducing:
+        return f"the reduction of the logged value {facts.steps.reducing!r} (self.log with sync_dist=True)"
     known = found or unit or _of_stack(facts, op, _BY_FRAME_IN_GENERAL)
     return known or (_of_collective(collective, facts) if collective is not None else "")
 

@@ -8,15 +8,33 @@ from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.memory import memory_clause, memory_remedy, memory_words, used_up_words
 from lightning_ncclsafe.rules.sentences import place_words, severity
 from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY_NOT_STARTED = "Check also that every rank's process has been started, and its own output."
 _LISTED = 8
+_ALIVE = ("running", "sleeping", "disk-sleep")
 
 
 def waits_in_init(facts: RankFacts) -> bool:
     """Whether a rank waits for all others to join."""
     return any(action.name == "init_process_group" for action in facts.progress.actions)
+
+
+def is_unborn(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank has not come to its Trainer yet, as far as is known, and is at work.
+
+    The others wait in ``init_process_group``, which no rank leaves before all have come.
+    """
+    process = view.witnesses.get(rank)
+    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
+    return may_work and any(waits_in_init(facts) for facts in view.facts.values())
+
+
+def _is_held(process: ProcessFacts) -> bool:
+    """Its control group is frozen, or it waits for storage on a network, where that is not what it swaps to."""
+    wait = wait_of(process.wait_channel)
+    return wait is Wait.FREEZER or (wait is Wait.NETWORK_STORAGE and not process.swap_bytes)
 
 
 def not_joined(view: Timeline, ranks: tuple[int, ...], remedy: str) -> Finding:

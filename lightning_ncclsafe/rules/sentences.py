@@ -32,12 +32,15 @@ _LISTED = 8
 
 def severity(job: JobFacts) -> Severity:
     """A hold-up is a warning as long as the run may go on, and an error once its time is up."""
-    return Severity.ERROR if job.incident.kind is IncidentKind.TIMEOUT else Severity.WARNING
+    is_over = job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
+    return Severity.ERROR if is_over else Severity.WARNING
 
 
 def batch_words(progress: Progress) -> str:
     """``"batch 118 of epoch 2"``, with the stage where it is not training; Lightning's own numbers, from 0."""
     stage = _STAGES.get(progress.phase, "")
+    if progress.phase is Phase.UNKNOWN:
+        return "at an unknown batch"
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
         return stage or f"before the first batch of epoch {progress.epoch}"
     batch = f"batch {progress.batch_idx} of epoch {progress.epoch}"
@@ -54,7 +57,8 @@ def standing(timeline: Timeline, rank: int) -> str:
     doing, progress = timeline.activities[rank], timeline.facts[rank].progress
     span = duration_words(doing.hook_for_s)
     if doing.kind is Kind.FINISHED:
-        return f"past the end of the Trainer, after {batch_words(progress)}, for {span}"
+        after = f", after {batch_words(progress)}" if progress.batch_idx >= 0 else ""
+        return f"past the end of the Trainer{after}, for {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
     where = " ".join(part for part in (hook, place_words(doing.place)) if part)
     return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {span}"
@@ -71,6 +75,14 @@ def wait_words(timeline: Timeline, rank: int) -> str:
 
 def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits."""
+    # Of many silent ranks each may be a finding of its own, and for all of them the same ranks wait.
+    besides = frozenset(rank for rank in ranks if rank in timeline.facts)
+    if besides not in timeline.others_said:
+        timeline.others_said[besides] = _others_wait(timeline, besides)
+    return timeline.others_said[besides]
+
+
+def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     variants: dict[str, list[int]] = defaultdict(list)
     lost: list[int] = []
     for rank in timeline.held_up(ranks):
@@ -127,7 +139,8 @@ def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
 
 def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
-    listed = list(ranks)[:_LISTED]
+    known = (rank for rank in ranks if timeline.facts[rank].progress.phase is not Phase.UNKNOWN)
+    listed = list(known)[:_LISTED]
     return [Evidence(source="phase", rank=rank, text=f"Stands {standing(timeline, rank)}.") for rank in listed]
 
 

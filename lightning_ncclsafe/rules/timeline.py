@@ -85,6 +85,8 @@ class Timeline:
         self.job = job
         self.facts: dict[int, RankFacts] = {facts.rank: facts for facts in job.ranks}
         self.silent: tuple[int, ...] = job.silent
+        self.others_said: dict[frozenset[int], str] = {}
+        """What is said of those that wait, by the ranks that are left out of it."""
         self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
 
     @cached_property
@@ -185,8 +187,16 @@ class Timeline:
     @cached_property
     def divergence(self) -> Divergence | None:
         """The earliest difference between what ranks called under the same group and sequence number."""
-        found = [split for group in self.groups if group.seq is not None and (split := self._diverged(group))]
+        found = [split for group in self.groups if self._stands(group) and (split := self._diverged(group))]
         return min(found, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
+
+    def _stands(self, group: GroupView) -> bool:
+        """Whether something is outstanding in a group, or was until the connection to a member broke."""
+        return group.seq is not None or any(self._is_cut_off(rank) for rank in group.enqueued)
+
+    def _is_cut_off(self, rank: int) -> bool:
+        exception = self.facts[rank].exception
+        return exception is not None and exception.is_consequence
 
     def _diverged(self, group: GroupView) -> Divergence | None:
         calls = self._calls(group)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
+from lightning_ncclsafe.rules.recorded.unknowns import recorded_unknowns
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -14,6 +15,8 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
     if job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
         # Nobody waits yet: there is no recorder to ask, and a rank that did not take part is a finding.
         return (*job.missing, *_missing(view))
+    if job.incident.kind is IncidentKind.RECORDED:
+        return (*job.missing, *recorded_unknowns(job), *_device_state(view))
     return (
         *_silence(view),
         *_recorder(view),

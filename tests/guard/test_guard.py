@@ -159,7 +159,7 @@ def test_a_silent_rank_is_looked_at_by_its_neighbour(make_job: Callable[..., Job
     job.start(without=1)
     job.wait_for(lambda: len(job.said) == 1)
     (report,) = job.reports()
-    assert report["findings"][0]["rule"] == "frozen-rank"  # type: ignore[index]
+    assert report["findings"][0]["rule"] == "stopped-process"  # type: ignore[index]
     assert report["findings"][0]["ranks"] == [1]  # type: ignore[index]
 
 

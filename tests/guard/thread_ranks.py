@@ -74,6 +74,9 @@ class HandMadeProbe:
     def note_memory(self) -> None:
         pass
 
+    def note_machine(self) -> None:
+        pass
+
     def look_at_peer(self, card: Card) -> ProcessFacts:
         return ProcessFacts(pid=card.pid, rank=card.rank, state="running")
 

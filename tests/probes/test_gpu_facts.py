@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.preflight_facts import GpuFacts
-from lightning_ncclsafe.probes.gpu import gpu_facts
+from lightning_ncclsafe.probes.gpu import gpu_facts, gpu_state
 from lightning_ncclsafe.probes.xids import xids
 
 GB = 10**9
@@ -104,6 +104,13 @@ class Nvml:
         # Where the field is not supported its value means nothing.
         told = SimpleNamespace(uiVal=abs(self.recovery))
         return [SimpleNamespace(nvmlReturn=3 if self.recovery < 0 else 0, value=told)]
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(gpu=100, memory=12)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:
+        assert not gpu.is_mig
+        return 71_500
 
     def nvmlDeviceGetPciInfo(self, gpu: Gpu) -> Any:
         return SimpleNamespace(busId=b"00000000:3B:00.0" if gpu.index == 0 else b"00000000:5E:00.0")
@@ -324,3 +331,20 @@ def test_records_that_were_overwritten_meanwhile_are_passed_over(log: str, monke
 
     monkeypatch.setattr(os, "read", torn)
     assert xids("00000000:5E:00.0", (log,)) == ("48 (double-bit ECC error)",)
+
+
+def test_what_a_gpu_does_at_this_moment() -> None:
+    nvml = Nvml()
+    state = gpu_state(1, nvml=nvml, environment={}, kernel_logs=())
+    assert state is not None and state.gpu is not None
+    assert (state.utilization, state.power_w, state.no_answer_s) == (1.0, 71.5, 0.0)
+    assert state.gpu == gpu_facts(1, nvml=nvml, environment={}, kernel_logs=())
+    assert nvml.open == 0
+
+
+def test_what_it_does_not_tell_of_itself_is_not_known() -> None:
+    nvml = Nvml("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")
+    state = gpu_state(0, nvml=nvml, environment={}, kernel_logs=())
+    assert state is not None and state.gpu is not None
+    assert (state.utilization, state.power_w) == (None, None)
+    assert gpu_state(0, nvml=Nvml("nvmlInit"), environment={}) is None

@@ -9,12 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_ncclsafe.machine_facts import InterfaceFacts
 from lightning_ncclsafe.preflight_facts import NetworkFacts
 from lightning_ncclsafe.probes import interfaces as module
 from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, is_meant, nccl_interface
-from lightning_ncclsafe.probes.network import infiniband_off, interfaces, network_facts
+from lightning_ncclsafe.probes.network import infiniband_off, interfaces, network_facts, taken_interface
 
-Address = namedtuple("Address", "family address")
+Address = namedtuple("Address", "family address netmask", defaults=("255.255.255.0",))
 Stats = namedtuple("Stats", "isup speed")
 V4, V6, LINK = socket.AF_INET, socket.AF_INET6, 17
 
@@ -138,6 +139,23 @@ def test_each_back_end_has_its_own_variable(host: dict[str, Stats], tmp_path: Pa
         for is_cuda in (True, False)
     ]
     assert chosen == ["odd0", "eth0"]
+
+
+def test_the_interface_that_is_taken_and_its_network(host: dict[str, Stats]) -> None:
+    assert taken_interface(is_cuda=True, environment={"NCCL_SOCKET_IFNAME": "eth"}) == InterfaceFacts(
+        backend="nccl",
+        name="eth0",
+        address="10.0.0.7",
+        network="10.0.0.0/24",
+        chosen_by="NCCL_SOCKET_IFNAME=eth",
+        others=("lo 127.0.0.1", "odd0 10.0.0.8"),
+    )
+    loopback = taken_interface(is_cuda=False, environment={"GLOO_SOCKET_IFNAME": "lo"})
+    assert loopback is not None
+    assert (loopback.backend, loopback.address, loopback.is_loopback) == ("gloo", "127.0.0.1", True)
+    missing = taken_interface(is_cuda=False, environment={"GLOO_SOCKET_IFNAME": "nope"})
+    assert missing is not None
+    assert (missing.name, missing.address, missing.network) == ("", "", "")
 
 
 @pytest.mark.parametrize(

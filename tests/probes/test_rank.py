@@ -21,7 +21,10 @@ from lightning_ncclsafe.probes.trainer import TrainerProbe
 
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
-AFTER_HOST_FACTS = ["peers", "workers", "loaders", "loggers", "storage", "versions"]
+AFTER_HOST_FACTS = [
+    *("peers", "workers", "loaders", "loggers"),
+    *("steps", "failed_save", "storage", "versions", "interface"),
+]
 
 
 @pytest.fixture
@@ -140,7 +143,7 @@ def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
 ) -> None:
     frame = stacks.main_thread_stack()[-1]
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (frame,))
+    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: [(frame,)])
     (seen,) = probe.witness([Card(rank=1, host="h", pid=77, signum=62, fd=5)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
     assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
@@ -191,7 +194,7 @@ def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
         rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="running", cpu_s=1.0)
     )
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: armed if pid == 77 else None)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: asked.append(armed) or (frame,))
+    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: asked.append(armed) or [(frame,)])
     cards = [Card(rank=1, host="h", pid=77, has_guard=False), Card(rank=2, host="h", pid=78, has_guard=False)]
     first, second = probe.witness(cards)
     assert asked == [armed]
@@ -217,7 +220,7 @@ def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeyp
 
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "LEAST_S", 0.0)
-    monkeypatch.setattr(traceback_signal, "ask", lambda *_: pytest.fail("it would die of signal 0 or worse"))
+    monkeypatch.setattr(traceback_signal, "ask_threads", lambda *_: pytest.fail("it would die of signal 0 or worse"))
     (seen,) = probe.witness([Card(rank=1, host="h", pid=os.getpid())])
     assert (seen.state, seen.gil_held) == ("running", False)
 

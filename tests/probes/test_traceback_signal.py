@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.machine_facts import COLLECTOR
 from lightning_ncclsafe.probes import traceback_signal
 from lightning_ncclsafe.probes.traceback_signal import (
     Armed,
@@ -24,6 +25,7 @@ from lightning_ncclsafe.probes.traceback_signal import (
     armed_in,
     ask,
     parse,
+    parse_threads,
     take_early,
 )
 
@@ -370,3 +372,15 @@ def test_odd_names_are_read() -> None:
 )
 def test_garbage_has_no_frames(text: str) -> None:
     assert parse(text) == ()
+
+
+def test_a_thread_that_collects_garbage_has_a_frame_for_that() -> None:
+    text = ONE_THREAD.replace("(most recent call first):\n", "(most recent call first):\n  Garbage-collecting\n")
+    assert places(parse(text)[:-1]) == EXPECTED
+    assert (parse(text)[-1].file, parse(text)[-1].user) == (COLLECTOR, False)
+
+
+def test_all_threads_are_told_the_main_one_first() -> None:
+    main, *others = parse_threads(TWO_THREADS)
+    assert places(main) == EXPECTED
+    assert [stack[-1].function for stack in others] == ["wait", "run"]

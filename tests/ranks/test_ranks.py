@@ -67,7 +67,7 @@ def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
         all_reduce()
 
     (diagnosis, *_) = run_ranks(2, body, tmp_path).diagnoses
-    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (1,))
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("stopped-process", (1,))
     assert "stopped" in diagnosis.findings[0].summary
 
 
@@ -81,7 +81,7 @@ def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: 
     # Each call to a store whose host is stopped costs a deadline, until it is given up.
     ranks = run_ranks(3, body, tmp_path, timeout_s=8, patience_s=15)
     (diagnosis, *_) = ranks.diagnoses
-    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (0,))
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("stopped-process", (0,))
     assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
     assert ranks.exit_codes[1:] == [EXIT_CODE] * 2
 
@@ -94,7 +94,7 @@ def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path)
         all_reduce()
 
     (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6, patience_s=2).diagnoses
-    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("frozen-rank", (1,))
+    assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("gil-held", (1,))
     assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
 
 

@@ -16,7 +16,9 @@ from diagnoses import diagnosis, with_first
 
 from lightning_ncclsafe.facts import Incident, IncidentKind
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.report.folder import folder_name, write_report
+from lightning_ncclsafe.report import folder as report_folder
+from lightning_ncclsafe.report import html
+from lightning_ncclsafe.report.folder import folder_name, write_page, write_report
 from lightning_ncclsafe.report.json import read_report
 
 # 2026-03-04T05:06:07Z
@@ -180,3 +182,45 @@ def test_if_nothing_can_be_written_at_all_it_is_an_oserror(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         write_report(at(incident()), tmp_path / "reports")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_page_is_put_beside_the_report_for_the_user_alone(tmp_path: Path) -> None:
+    folder = write_report(at(incident()), tmp_path / "reports")
+    assert write_page(at(incident()), folder) == ""
+    assert names(folder) == FILES | {"report.html"}
+    assert (folder / "report.html").read_text() == html.render_html(at(incident()))
+    assert mode(folder / "report.html") == 0o600
+
+
+def broken(*_: object, **__: object) -> str:
+    raise KeyError("in the page")
+
+
+def test_a_page_that_cannot_be_made_takes_nothing_with_it_and_leaves_no_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_report(at(incident()), tmp_path / "reports")
+    assert write_page(at(incident()), folder) == ""
+    monkeypatch.setattr(html, "render_html", broken)
+    problem = f"there is no report.html ('in the page'); to make it: ncclsafe render {folder} --format html"
+    assert write_page(at(incident()), folder) == problem
+    assert names(folder) == FILES
+
+
+def test_a_page_for_which_there_is_no_room_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_report(at(incident()), tmp_path / "reports")
+    fill(monkeypatch, tmp_path / "reports")
+    assert "No space left on device" in write_page(at(incident()), folder)
+    assert names(folder) == FILES
+
+
+def test_a_page_that_would_take_long_is_left_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_report(at(incident()), tmp_path / "reports")
+    with monkeypatch.context() as few:
+        few.setattr(report_folder, "_MOST_RANKS", 2)
+        assert "there are more than 2 ranks" in write_page(at(incident()), folder)
+    monkeypatch.setattr(report_folder, "_MOST_S", 0.0)
+    assert "it took too long" in write_page(at(incident()), folder)
+    assert names(folder) == FILES

@@ -41,7 +41,7 @@ GB = 1_000_000_000
         (scenes.one_rank_was_killed, ("The process of rank 1 is gone", "out-of-memory killer has struck")),
         (scenes.one_rank_skips_a_step, ("rank 1 called broadcast (1 element", "as number 61 of the default group")),
         (scenes.stopped_by_a_signal, ("stopped by a signal (SIGSTOP)",)),
-        (scenes.holds_the_gil, ("global interpreter lock held at train.py:41 in training_step",)),
+        (scenes.holds_the_gil, ("global interpreter lock held by native code called at train.py:41 in training_step",)),
         (scenes.host_does_not_answer, ("cannot be told whether the host, the network or the process",)),
         (
             scenes.slow_step,

@@ -2,12 +2,16 @@
 
 import pytest
 from builders import GLOO, NCCL, Backend
-from scenes import SCENES, Scene
+from call_scenes import CALL_SCENES
+from machine_scenes import MACHINE_SCENES
+from scenes import SCENES as OTHER_SCENES
+from scenes import Scene
 
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
 
 BACKENDS = (GLOO, NCCL)
+SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)
 
 
 def all_scenes() -> list[object]:

@@ -1,32 +1,22 @@
 """The cause diverged-collectives: ranks called different collectives under the same number."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.divergences import (
+    call_evidence,
+    calls_words,
+    condition_of,
+    culprits,
+    where_evidence,
+)
 from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import (
-    location,
-    others_wait,
-    phase_evidence,
-    severity,
-    stack_evidence,
-    standing,
-)
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.units import unit_words
-from lightning_ncclsafe.rules.wording import (
-    call_words,
-    capitalised,
-    collective_words,
-    condition_words,
-    group_words,
-    joined,
-    ranks_words,
-    verb,
-)
+from lightning_ncclsafe.rules.sentences import location, others_wait, severity, standing
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, condition_words, group_words, joined, ranks_words, verb
 
 _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
@@ -63,9 +53,9 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
-    ranks = _culprits(view, split)
-    text = f"{_calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    condition = _condition(view, ranks[0])
+    ranks = culprits(view, split)
+    text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    condition = condition_of(view, ranks[0])
     under = f", under {condition_words(condition)}" if condition else ""
     stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
     return Finding(
@@ -75,49 +65,9 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
         summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
         ranks=ranks,
         location=location(view, ranks),
-        evidence=(*_call_evidence(split), *_where(view, split.calls)),
+        evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=_REMEDY,
     )
-
-
-def _culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority; between equals those whose line stands under a condition on the rank."""
-    ranks = split.deviating
-    conditioned = tuple(rank for rank in ranks if _condition(view, rank))
-    return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
-
-
-def _condition(view: Timeline, rank: int) -> str:
-    return view.activities[rank].rank_condition
-
-
-def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
-    alike: dict[object, list[int]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        alike[signature(call)].append(rank)
-    return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
-
-
-def _calls_words(view: Timeline, split: Divergence) -> str:
-    variants = _variants(split.calls)
-    listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in variants[:3]]
-    return " and ".join(listed) + (f" and {len(variants) - 3} other variants" if len(variants) > 3 else "")
-
-
-def _call_words(view: Timeline, call: Collective, rank: int) -> str:
-    return joined((call_words(call), f"for {words}" if (words := unit_words(call, view.facts[rank])) else ""))
-
-
-def _call_evidence(split: Divergence) -> Iterator[Evidence]:
-    for call, who in _variants(split.calls)[:8]:
-        text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
-        yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
-
-
-def _where(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
-    listed = sorted(ranks)[:4]
-    yield from stack_evidence(view, listed)
-    yield from phase_evidence(view, listed)
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:
@@ -136,7 +86,7 @@ def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         summary=f"{capitalised(text)}: {others_wait(view, ())}.",
         ranks=ranks,
         location=location(view, ranks),
-        evidence=tuple(_where(view, view.facts)),
+        evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY,
     )
 
@@ -171,6 +121,6 @@ def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         summary=f"{capitalised(text)}, {standing(view, ranks[0])}: {others_wait(view, ())}.",
         ranks=ranks,
         location=location(view, ranks),
-        evidence=tuple(_where(view, view.facts)),
+        evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY,
     )

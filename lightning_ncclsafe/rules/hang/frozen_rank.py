@@ -1,4 +1,4 @@
-"""The cause frozen-rank: a rank's process exists and does not answer."""
+"""The cause frozen-rank: a rank does not answer, and nothing tells what keeps it from answering."""
 
 from collections.abc import Iterable
 
@@ -9,80 +9,56 @@ from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.sentences import place_words, severity, while_others_wait
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
-_STOPPED = "Send SIGCONT to process {pid} on its host, or let the debugger go on."
-_DISK = "Look at the storage that process {pid} waits for on its host: a network mount that hangs, or heavy swapping."
-_GIL = "Call the native code at that line so that it releases Python's global interpreter lock, or in another process."
 _ALIVE = "Look at process {pid} on its host, e.g. with py-spy dump --native --pid {pid}."
 _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own output."
 
 
 def frozen_rank(job: JobFacts) -> Iterable[Finding]:
-    """A rank exists, as far as can be seen, and does not answer.
+    """A rank exists, as far as can be seen, and does not answer; nothing tells why.
 
     Symptom:
         All other ranks wait; one prints nothing and answers nothing.
 
     Cause:
-        The process is stopped (SIGSTOP, a debugger), in uninterruptible sleep (storage, swap), or native code holds
-        Python's global interpreter lock.
+        The process is alive and none of the known reasons is seen: it is not stopped (stopped-process), not blocked
+        on storage (blocked-on-disk), keeps no lock (gil-held) and gets its turns on a core (host-starved). Or it is
+        on a host on which no rank answers, and it cannot be told whether the host, the network or the process is to
+        blame.
 
     Remedy:
-        By state: continue the process, repair the storage, release the lock in native code.
+        Look at the process on its host, with py-spy for instance.
 
     Cannot see:
-        A process on another host: whether the host, the network or the process does not answer.
+        A process on another host.
     """
     view = timeline(job)
     if not view.facts and not view.witnesses:
         return
+    for rank, process in silent_processes(view, Reason.UNKNOWN):
+        yield silent_finding(
+            view,
+            rank,
+            process,
+            rule="frozen-rank",
+            words=_words(process),
+            remedy=_ALIVE.format(pid=process.pid),
+            confidence=Confidence.LIKELY,
+        )
     known = (unreachable_host, dead_rank, late_at_init)
     explained = {rank for rule in known for finding in rule(job) for rank in finding.ranks}
-    unseen = []
-    for rank in view.silent:
-        if rank in explained:
-            continue
-        if process := view.witnesses.get(rank):
-            yield _seen(view, rank, process)
-        else:
-            unseen.append(rank)
+    unseen = tuple(rank for rank in view.silent if rank not in explained and rank not in view.witnesses)
     if unseen:
-        yield _unseen(view, tuple(unseen))
+        yield _unseen(view, unseen)
 
 
-def _state(process: ProcessFacts) -> tuple[str, str, Confidence]:
-    """The state in words, what to do, and how sure it makes us."""
+def _words(process: ProcessFacts) -> str:
     frame = deepest_user_frame(process.stack)
-    if process.state in ("stopped", "tracing-stop"):
-        by = "stopped by a signal (SIGSTOP)" if process.state == "stopped" else "stopped by a debugger"
-        return by, _STOPPED, Confidence.CERTAIN
-    if process.state == "disk-sleep":
-        where = f" in {process.wait_channel}" if process.wait_channel else ""
-        return f"in uninterruptible sleep{where}", _DISK, Confidence.CERTAIN
-    if process.gil_held:
-        where = f" {place_words(frame)}" if frame else ""
-        return f"running with Python's global interpreter lock held{where}", _GIL, Confidence.CERTAIN
     where = f", {place_words(frame)}" if frame else ""
-    return f"{process.state or 'alive'}{where} and does not answer", _ALIVE, Confidence.LIKELY
-
-
-def _seen(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
-    words, remedy, confidence = _state(process)
-    observed = [f"Process {process.pid} is {process.state or 'alive'}"]
-    observed += [f"kernel function {process.wait_channel}"] if process.wait_channel else []
-    observed += [f"{process.cpu_s:.1f} s of processor time used"] if process.cpu_s is not None else []
-    return Finding(
-        rule="frozen-rank",
-        severity=severity(view.job),
-        confidence=confidence,
-        summary=f"Rank {rank} is {words}{while_others_wait(view, (rank,))}.",
-        ranks=(rank,),
-        location=location_of(deepest_user_frame(process.stack)),
-        evidence=(Evidence(source="process", rank=rank, text=", ".join(observed) + "."),),
-        remedy=remedy.format(pid=process.pid),
-    )
+    return f"{process.state or 'alive'}{where} and does not answer"
 
 
 def _unseen(view: Timeline, ranks: tuple[int, ...]) -> Finding:

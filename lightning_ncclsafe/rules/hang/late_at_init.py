@@ -13,7 +13,7 @@ from lightning_ncclsafe.rules.memory import (
     swaps,
     used_up_words,
 )
-from lightning_ncclsafe.rules.not_joined import not_joined, waits_in_init
+from lightning_ncclsafe.rules.not_joined import is_unborn, not_joined
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
     location,
@@ -25,7 +25,6 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
-_ALIVE = ("running", "sleeping", "disk-sleep")
 _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
     "for which Lightning lets the other ranks wait without limit."
@@ -52,20 +51,13 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
     late = tuple(rank for rank in view.working(view.stragglers) if _is_late(view, rank))
     if late and view.waiting:
         yield _finding(view, late)
-    unborn = tuple(rank for rank in view.silent if _is_unborn(view, rank))
+    unborn = tuple(rank for rank in view.silent if is_unborn(view, rank))
     if unborn:
         yield not_joined(view, unborn, _REMEDY)
 
 
 def _is_late(view: Timeline, rank: int) -> bool:
     return view.facts[rank].progress.phase is Phase.INIT and view.activities[rank].kind not in _OTHER_RULES
-
-
-def _is_unborn(view: Timeline, rank: int) -> bool:
-    """The others wait in ``init_process_group``, which no rank leaves before all have come."""
-    process = view.witnesses.get(rank)
-    alive = process is None or (process.state in _ALIVE and not process.gil_held)
-    return alive and any(waits_in_init(facts) for facts in view.facts.values())
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -1,0 +1,95 @@
+"""``ncclsafe diagnose``: what dumps, logs and reports of a run that is over say about why it hung."""
+
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TextIO
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+_DIAGNOSE = "says why a run hung, from what it has left behind"
+_DESCRIPTION = (
+    "Reads Flight Recorder dumps of PyTorch (pickle or JSON), logs of any launcher (also .gz), and reports of this"
+    " package, and says which rank the others waited for, and why. Dumps and logs that are named together are of one"
+    " run. Nothing in them is run. Exit code: 0 if there is an explanation, 1 if there is none, 2 if nothing could be"
+    " read."
+)
+_PATHS = "files, or folders of them; - is a log from the standard input"
+_FORMAT = "text, or json as in report.json (default: text)"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("diagnose", parser, help=_DIAGNOSE)
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=str, help=_PATHS)
+    parser.add_argument("--format", choices=["text", "json"], default="text", help=_FORMAT)
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe diagnose``; returns the exit code."""
+    return diagnose(config.paths, config.format)
+
+
+def diagnose(paths: Iterable[str], format: str) -> int:
+    """Reads what there is, and prints what it comes to.
+
+    Args:
+        paths: Files and folders.
+        format: ``"text"`` or ``"json"``.
+
+    Returns:
+        The exit code.
+    """
+    evidence = Evidence()
+    for path in dict.fromkeys(paths):
+        evidence.read(path)
+    for error in evidence.errors:
+        _say(f"error: {safe(error)}", sys.stderr)
+    diagnoses = [diagnosis for _, diagnosis in evidence.reports]
+    job = evidence.job()
+    if job is not None:
+        diagnoses.append(judge(job, RECORDED_RULES))
+    if not diagnoses:
+        return _nothing(evidence)
+    for number, diagnosis in enumerate(diagnoses):
+        _say(_rendered(diagnosis, format, is_first=number == 0), sys.stdout)
+    return 0 if any(diagnosis.findings for diagnosis in diagnoses) else 1
+
+
+def _rendered(diagnosis: Diagnosis, format: str, *, is_first: bool) -> str:
+    if format == "json":
+        return report_json(diagnosis).decode("utf-8", "replace").rstrip("\n")
+    return ("" if is_first else "\n") + render_text(diagnosis).rstrip("\n")
+
+
+def _nothing(evidence: Evidence) -> int:
+    if not evidence.files:
+        if not evidence.errors:
+            _say("error: there is neither a dump, nor a report, nor a log among these files", sys.stderr)
+        return 2
+    files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
+    _say(f"nothing to explain: {files} read, in which no rank waits for another, fails or dies", sys.stdout)
+    return 1
+
+
+def _say(text: str, stream: TextIO | None) -> None:
+    """Prints it. That nobody reads to the end is no error; nor may Python say so when it ends."""
+    if stream is None:
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:
+        pass

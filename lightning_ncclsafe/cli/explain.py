@@ -1,0 +1,127 @@
+"""``ncclsafe explain``: what a cause means, how it shows, what to do about it, and what cannot be seen of it."""
+
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from inspect import cleandoc
+from typing import Any, TextIO
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lightning_ncclsafe import rules
+from lightning_ncclsafe.rules import Rule, name_of
+
+_EXPLAIN = "what a cause means, and what to do about it"
+_DESCRIPTION = (
+    "Explains a cause that a report names: how it shows, what brings it about, what to do, and what cannot be seen of"
+    " it. Exit code: 0, or 2 if there is no cause of that name."
+)
+_NAME = "name of a cause, as reports have it: rank-zero-only-work; without one, all causes are listed"
+SECTIONS = ("Symptom", "Cause", "Remedy", "Cannot see")
+_KINDS = {
+    "HANG_RULES": "Why ranks wait",
+    "RECORDED_RULES": "What recordings show",
+    "AGREEMENT_RULES": "What ranks disagree about before they train",
+    "PREFLIGHT_RULES": "What is wrong with hosts before training",
+}
+_WIDEST = 100
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("explain", parser, help=_EXPLAIN)
+    parser.add_argument("name", nargs="?", metavar="NAME", type=str, default=None, help=_NAME)
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe explain``; returns the exit code."""
+    if config.name is None:
+        _print(_list(), sys.stdout)
+        return 0
+    wanted = config.name.strip().lower().replace("_", "-")
+    found: dict[Rule, list[str]] = {}
+    for kind, group in all_rules().items():
+        for rule in group:
+            if name_of(rule) == wanted:
+                found.setdefault(rule, []).append(kind)
+    if not found:
+        print(f"error: {_unknown(config.name, wanted)}", file=sys.stderr)
+        return 2
+    _print((line for rule, kinds in found.items() for line in _explained(rule, kinds)), sys.stdout)
+    return 0
+
+
+def all_rules() -> dict[str, tuple[Rule, ...]]:
+    """The rules that there are, by what they are about."""
+    return {words: getattr(rules, name) for name, words in _KINDS.items() if getattr(rules, name, ())}
+
+
+def explanation(rule: Rule) -> tuple[str, dict[str, str]]:
+    """What the rule's docstring says in one sentence, and its sections, each as one paragraph."""
+    first, *rest = cleandoc(rule.__doc__ or "").split("\n\n")
+    parts: dict[str, list[str]] = {}
+    for paragraph in rest:
+        title, colon, text = paragraph.partition(":\n")
+        if colon and title in SECTIONS:
+            parts[title] = [text]
+        elif parts:
+            # A section of more than one paragraph.
+            parts[next(reversed(parts))].append(paragraph)
+    return " ".join(first.split()), {title: " ".join(" ".join(texts).split()) for title, texts in parts.items()}
+
+
+def _list() -> Iterator[RenderableType]:
+    for kind, group in all_rules().items():
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for rule in group:
+            table.add_row(Text(f"  {name_of(rule)}"), Text(explanation(rule)[0], "dim"))
+        yield Text(kind, "bold")
+        yield table
+        yield Text()
+    yield Text("ncclsafe explain NAME says more about one of them.")
+
+
+def _explained(rule: Rule, kinds: Iterable[str]) -> Iterator[RenderableType]:
+    summary, sections = explanation(rule)
+    about = "; ".join(f"{kind[:1].lower()}{kind[1:]}" for kind in kinds)
+    yield Text.assemble((name_of(rule), "bold"), (f"  {about}", "dim"))
+    yield Text()
+    yield Text(summary)
+    for title, text in sections.items():
+        yield Text()
+        yield Text(title, "bold")
+        yield Padding(text, (0, 0, 0, 2))
+    yield Text()
+
+
+def _unknown(given: str, wanted: str) -> str:
+    names = list(dict.fromkeys(name_of(rule) for group in all_rules().values() for rule in group))
+    near = [name for name in names if wanted and wanted in name]
+    near = list(dict.fromkeys([*near, *get_close_matches(wanted, names)]))[:5]
+    hint = f"did you mean {', '.join(near)}?" if near else "ncclsafe explain lists all causes."
+    return f"there is no cause {given!r:.80}: {hint}"
+
+
+def _print(lines: Iterable[RenderableType], stream: TextIO | None) -> None:
+    """Rich only makes the text: where it prints itself, it ends a program whose output is a broken pipe."""
+    if stream is None:
+        return
+    made = io.StringIO()
+    console = Console(file=made, force_terminal=stream.isatty(), legacy_windows=False, highlight=False, markup=False)
+    console.width = min(console.width, _WIDEST)
+    for line in lines:
+        console.print(line)
+    text = "".join(f"{line.rstrip()}\n" for line in made.getvalue().splitlines())
+    encoding = stream.encoding or "utf-8"
+    with suppress(OSError):
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()

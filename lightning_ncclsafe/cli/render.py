@@ -1,0 +1,128 @@
+"""``ncclsafe render``: a saved report as text, as a page for a browser, or as a trace."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.report.json import ReportError, read_report
+from lightning_ncclsafe.report.safe import safe
+
+_RENDER = "a saved report as text, as a page for a browser, or as a trace"
+_DESCRIPTION = (
+    "Writes a saved report again: as text, as one HTML page that needs no network, or as a trace for ui.perfetto.dev"
+    " and chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
+)
+_REPORT = "a report.json, or the folder of an incident"
+_FORMAT = "text, html or trace (default: text)"
+_OUTPUT = "file to write to (default: the standard output)"
+
+# A report of 16,384 ranks has about a quarter of it.
+_LARGEST_BYTES = 2_000_000_000
+# More ranks than anybody has: a damaged number, for which nothing is to be reserved.
+_MOST_RANKS = 1_000_000
+
+
+class Format(str, Enum):
+    """What a report is written as."""
+
+    TEXT = "text"
+    HTML = "html"
+    TRACE = "trace"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("render", parser, help=_RENDER)
+    parser.add_argument("report", metavar="REPORT", type=str, help=_REPORT)
+    parser.add_argument("--format", choices=[format.value for format in Format], default="text", help=_FORMAT)
+    parser.add_argument("--output", type=str, default=None, metavar="FILE", help=_OUTPUT)
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe render``; returns the exit code."""
+    path = Path(config.report)
+    try:
+        text = _rendered(_read(_file(path)), Format(config.format))
+        _write(text, config.output)
+    except ReportError as error:
+        return _failed(f"{config.report}: {error}")
+    except OSError as error:
+        return _failed(f"{error.filename or config.output}: {error.strerror or error}")
+    except Exception as error:  # of a file that nobody vouches for
+        return _failed(f"{config.report}: the report cannot be rendered ({type(error).__name__}: {error!s:.200})")
+    return 0
+
+
+def _file(path: Path) -> Path:
+    """The report that is meant."""
+    if not path.is_dir() or (path / "report.json").exists():
+        return path / "report.json" if path.is_dir() else path
+    # Their names sort in the order of events.
+    incidents = sorted(found.parent for found in path.glob("*/report.json"))
+    if incidents:
+        several = "1 incident" if len(incidents) == 1 else f"{len(incidents):,} incidents"
+        raise ReportError(f"it has the folders of {several}; the last one is {incidents[-1]}")
+    return path / "report.json"
+
+
+def _read(path: Path) -> Diagnosis:
+    if not path.is_file() and path.exists():
+        raise ReportError("Not a report: it is no file.")
+    with path.open("rb") as file:
+        data = file.read(_LARGEST_BYTES + 1)
+    if len(data) > _LARGEST_BYTES:
+        raise ReportError(f"Not a report: it has more than {_LARGEST_BYTES:,} bytes.")
+    diagnosis = read_report(data)
+    if not 0 <= diagnosis.job.world_size <= _MOST_RANKS:
+        raise ReportError(f"The report is damaged: it is about {diagnosis.job.world_size} ranks.")
+    return diagnosis
+
+
+def _rendered(diagnosis: Diagnosis, format: Format) -> str:
+    return _renderer(format)(diagnosis)
+
+
+def _renderer(format: Format) -> Callable[[Diagnosis], str]:
+    """Imported when it is known which: each needs others, which take their time."""
+    if format is Format.HTML:
+        from lightning_ncclsafe.report.html import render_html
+
+        return render_html
+    if format is Format.TRACE:
+        from lightning_ncclsafe.report.incident_trace import render_trace
+
+        return render_trace
+    from lightning_ncclsafe.report.text import render_text
+
+    return render_text
+
+
+def _write(text: str, output: str | None) -> None:
+    if output is not None:
+        Path(output).write_text(text, encoding="utf-8", errors="replace")
+    elif sys.stdout is not None:
+        _print(text, sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """That nobody reads to the end is no error; nor may Python say so when it ends."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _failed(text: str) -> int:
+    print(f"error: {safe(text)}", file=sys.stderr)
+    return 2

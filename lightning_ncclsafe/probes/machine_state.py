@@ -1,0 +1,125 @@
+"""What holds this rank up besides its code, over the last seconds: watched at the guard's pace, read at an incident."""
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts, MainThreadFacts, PressureFacts
+from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.cgroups import ControlGroups
+from lightning_ncclsafe.probes.ended_children import ended_children
+from lightning_ncclsafe.probes.garbage import GarbageWatch
+from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.pressure import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.settings_seen import settings_seen
+
+# How often it is looked; a look takes some 0.3 ms.
+_EVERY_S = 2.0
+# What is counted is what happened while the rank stood still, within these limits.
+_LEAST_S, _MOST_S = 4.0, 20.0
+_SHORTEST_S = 0.5
+_LOOKS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at_s: float
+    thread: ThreadLook
+    pressure: PressureLook
+
+
+class MachineProbe:
+    """Watches this process and its host. May be asked from any thread.
+
+    Args:
+        interface: Finds the interface towards other hosts; None where there is none to look for. It is asked once.
+        shm: Where workers put what they hand over.
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        interface: Callable[[], InterfaceFacts | None] = lambda: None,
+        shm: str = "/dev/shm",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._shm = shm
+        self._groups = ControlGroups()
+        self._find_interface = interface
+        self._interface: list[InterfaceFacts | None] = []
+        self._looks: deque[_Look] = deque(maxlen=_LOOKS)
+        self._next_s = -math.inf
+        self._garbage = GarbageWatch()
+        self._garbage.start()
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        self._garbage.close()
+
+    def note(self) -> None:
+        """Looks, at most every 2 s; cheap enough for every tick of the guard."""
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + _EVERY_S
+            self._looks.append(self._look())
+
+    def read(self, idle_s: float = _MOST_S) -> MachineFacts:
+        """All but the interface and the GPU; takes about a millisecond, and waits for nothing.
+
+        Args:
+            idle_s: Seconds since this rank last made progress: what was before that is left out.
+        """
+        now, looks = self._look(), [*self._looks]
+        span_s = min(max(idle_s, _LEAST_S), _MOST_S)
+        recent = [look for look in looks if _SHORTEST_S <= now.at_s - look.at_s <= span_s]
+        shm = or_none(partial(os.statvfs, self._shm))
+        return MachineFacts(
+            main_thread=_main_thread([*recent, now]) if recent else None,
+            pressure=_pressure(recent[0], now) if recent else None,
+            garbage=self._garbage.read(),
+            ended=ended_children(),
+            shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
+            shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
+            settings=settings_seen(),
+        )
+
+    def interface(self) -> InterfaceFacts | None:
+        """The interface towards other hosts; names of hosts are looked up the first time, which may take seconds."""
+        if not self._interface:
+            self._interface.append(self._find_interface())
+        return self._interface[0]
+
+    def _look(self) -> _Look:
+        return _Look(self._clock(), look_at_main_thread(), look_at_pressure(self._groups))
+
+
+def _main_thread(looks: list[_Look]) -> MainThreadFacts:
+    before, now = looks[0].thread, looks[-1].thread
+    return MainThreadFacts(
+        over_s=round(looks[-1].at_s - looks[0].at_s, 1),
+        state=now.state,
+        wait_channel=now.wait_channel,
+        looks=len(looks),
+        blocked_looks=sum(look.thread.is_blocked for look in looks),
+        ran_s=_seconds(now.ran_s, before.ran_s),
+        queued_s=_seconds(now.queued_s, before.queued_s),
+        preempted=_count(now.preempted, before.preempted),
+        major_faults=_count(now.major_faults, before.major_faults),
+    )
+
+
+def _pressure(before: _Look, now: _Look) -> PressureFacts:
+    return pressure_between(before.pressure, now.pressure, now.at_s - before.at_s)
+
+
+def _seconds(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else round(now - before, 3)
+
+
+def _count(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before

@@ -1,0 +1,81 @@
+"""Lines in the source of a hook of the user's: where it returns nothing, where it logs a key."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_ncclsafe.probes.stacks import is_user_code
+
+
+class HookSource:
+    """The source of one hook; empty where it cannot be read, or is not the user's.
+
+    Args:
+        hook: The method. Its source file is read, so not on the training's thread.
+    """
+
+    def __init__(self, hook: Callable[..., Any] | None) -> None:
+        self.file, self._name, self._body = "", "", []
+        code = getattr(inspect.unwrap(hook), "__code__", None) if hook is not None else None
+        if code is not None and is_user_code(code.co_filename):
+            self.file, self._name = code.co_filename, code.co_name
+            self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
+
+    def returns_nothing(self) -> tuple[str, ...]:
+        """Where it returns ``None``: ``"file:line in training_step"``."""
+        returns = (node for node in _inside(self._body) if isinstance(node, ast.Return) and _is_none(node.value))
+        return tuple(self._place(node.lineno) for node in returns)
+
+    def logs(self, key: str) -> int:
+        """The line of the call of ``log`` or ``log_dict`` in which a key is written out; 0 if there is none."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        return next((call.lineno for call in calls if key in _texts(call)), 0)
+
+    def uses(self, attribute: str) -> int:
+        """The first line that names ``self.attribute``; 0 if there is none."""
+        named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
+        return next((node.lineno for node in named if isinstance(node.value, ast.Name)), 0)
+
+    def _place(self, line: int) -> str:
+        return f"{self.file}:{line} in {self._name}"
+
+    def place(self, line: int) -> str:
+        """``"file:line in hook"``; empty for line 0."""
+        return self._place(line) if line else ""
+
+
+def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return next((function.body for function in functions if line in _first_lines(function)), [])
+
+
+def _first_lines(function: ast.FunctionDef) -> list[int]:
+    return [function.lineno, *(decorator.lineno for decorator in function.decorator_list)]
+
+
+def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Every node of a function in the order of its lines, those of functions defined within aside."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        yield statement
+        for child in ast.iter_child_nodes(statement):
+            yield from _inside([child])  # type: ignore[list-item]
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _is_log(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr in ("log", "log_dict")
+
+
+def _texts(call: ast.Call) -> set[object]:
+    return {node.value for node in ast.walk(call) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

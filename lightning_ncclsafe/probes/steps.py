@@ -1,0 +1,185 @@
+"""Steps without a backward pass, saves that failed and what is logged on all ranks; Lightning is not imported.
+
+On the training's thread only a flag is set and looked at, twice a batch; everything else is read when ranks are asked.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.probes.source_lines import HookSource
+from lightning_ncclsafe.probes.stacks import exception_facts, main_thread_stack, rank_condition
+from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
+
+_MAX_NAMES = 8
+_MAX_KEYS = 64
+# Where Lightning keeps what was logged, by the loops that have it.
+_LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
+# From here on the stack is the guard's own.
+_HEARD = "/lightning_ncclsafe/phases.py"
+_RESULT_FILE = "logger_connector/result.py"
+_C10D = "torch/distributed/distributed_c10d.py"
+_TO_PEER = {"send": "dst", "recv": "src"}
+# Lightning refuses a skipped step where there are several ranks, with this.
+_REFUSED = "Skipping the `training_step`"
+
+
+class StepRecord:
+    """Notes training batches without a backward pass, and a save that failed.
+
+    Args:
+        trainer: The ``Trainer``.
+        is_consequence: Whether an exception only says that a collective failed.
+
+    Attributes:
+        failed_save: What the last save of a checkpoint raised; None where it went well.
+    """
+
+    def __init__(self, trainer: Any, is_consequence: Callable[[BaseException], bool] = lambda error: False) -> None:
+        self._trainer = trainer
+        self._is_consequence = is_consequence
+        self.failed_save: ExceptionFacts | None = None
+        self._has_backward = True
+        self._with_backward = 0
+        self._skipped = 0
+        self._last = (-1, -1)
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """The next training batch begins, on the main thread."""
+        if not self._has_backward:
+            epoch = self._trainer.current_epoch
+            self._skipped += 1
+            self._last = (epoch, batch_idx - 1) if batch_idx > 0 else (epoch - 1, -1)
+        self._has_backward = False
+
+    def backward(self) -> None:
+        """A backward pass begins, on the main thread."""
+        if not self._has_backward:
+            self._has_backward = True
+            self._with_backward += 1
+
+    def save_failed(self, error: BaseException) -> None:
+        """The save of a checkpoint has raised, on the main thread; whoever called it may catch that."""
+        raised = exception_facts(error, is_consequence=self._is_consequence(error))
+        self.failed_save = replace(raised, stack=(*_callers(), *raised.stack))
+
+    def saved(self) -> None:
+        """All ranks are past the save of a checkpoint."""
+        self.failed_save = None
+
+    def facts(self, *, error: str = "") -> StepFacts:
+        """What is known now; for another thread, as source files are read.
+
+        Args:
+            error: Text of the exception that this rank raised, if any.
+        """
+        skipped, (epoch, batch) = self._skipped, self._last
+        if not self._has_backward and (error.startswith(_REFUSED) or _batch_is_over(self._trainer)):
+            skipped, epoch, batch = skipped + 1, self._trainer.current_epoch, _batch_idx(self._trainer)
+        module = getattr(self._trainer, "lightning_module", None)
+        missing = _without_gradient(module)
+        return StepFacts(
+            with_backward=self._with_backward,
+            skipped=skipped,
+            skipped_epoch=epoch,
+            skipped_batch=batch,
+            returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
+            without_gradient=tuple(missing[:_MAX_NAMES]),
+            without_gradient_count=len(missing),
+            unused_at=_use_of(module, missing[0].partition(".")[0]) if missing else "",
+            logged=tuple(_logged(self._trainer, module)),
+            reducing=_reducing(),
+            peer=_peer(),
+        )
+
+
+def _callers() -> list[Frame]:
+    """Those of the save; the frame with the save itself is the first of the exception's."""
+    stack = main_thread_stack()
+    heard = next((i for i, frame in enumerate(stack) if frame.file.replace("\\", "/").endswith(_HEARD)), 0)
+    return list(stack[: max(heard - 1, 0)])
+
+
+def _batches(trainer: Any) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress.current
+
+
+def _batch_idx(trainer: Any) -> int:
+    return int(_batches(trainer).ready) - 1
+
+
+def _batch_is_over(trainer: Any) -> bool:
+    with suppress(AttributeError):
+        return bool(_batches(trainer).processed >= _batches(trainer).ready > 0)
+    return False
+
+
+def _without_gradient(module: Any) -> list[str]:
+    """Only where some have one: all have none before the first backward pass, and after ``zero_grad``."""
+    if module is None:
+        return []
+    wanted = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    missing = [name for name, parameter in wanted if parameter.grad is None]
+    return missing if len(missing) < len(wanted) else []
+
+
+def _source(module: Any, hook: str) -> HookSource:
+    """That of the class: while a strategy runs a step, the module's own ``forward`` is another function."""
+    return HookSource(getattr(type(module), hook, None))
+
+
+def _use_of(module: Any, part: str) -> str:
+    sources = (_source(module, name) for name in ("forward", "training_step"))
+    return next((source.place(line) for source in sources if (line := source.uses(part))), "")
+
+
+def _logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+    sources: dict[str, HookSource] = {}
+    for meta in list(_synced(trainer))[:_MAX_KEYS]:
+        hook = str(meta.fx)
+        source = sources.get(hook) or sources.setdefault(hook, _source(module, hook))
+        line = source.logs(str(meta.name))
+        yield LoggedKey(
+            name=str(meta.name),
+            hook=hook,
+            place=source.place(line),
+            rank_condition=rank_condition(source.file, line) if line else "",
+        )
+
+
+def _synced(trainer: Any) -> Iterable[Any]:
+    """What Lightning knows of each key that ranks reduce together."""
+    for path in _LOOPS:
+        owner = trainer
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        for metric in list((getattr(owner, "_results", None) or {}).values()):
+            meta = metric.meta
+            if not metric.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only):
+                yield meta
+
+
+def _main_frames(*files: str) -> Iterator[Any]:
+    """The main thread's frames in these files, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for inner, _ in traceback.walk_stack(frame):
+        if inner.f_code.co_filename.replace("\\", "/").endswith(files):
+            yield inner
+
+
+def _reducing() -> str:
+    """The key that Lightning's frame on the main thread holds; nothing but that frame's own variables is looked at."""
+    metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in _main_frames(_RESULT_FILE))
+    return next((str(meta.name) for meta in metas if meta is not None), "")
+
+
+def _peer() -> int:
+    """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
+    frames = (frame for frame in _main_frames(_C10D) if frame.f_code.co_name in _TO_PEER)
+    peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in frames)
+    return next((peer for peer in peers if isinstance(peer, int)), -1)

@@ -1,0 +1,65 @@
+"""A file with a Flight Recorder's dump, as pickle or as JSON, and the rank that wrote it, which its name tells."""
+
+import json
+import os
+import re
+from typing import Any
+
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.reading.entries import is_dump, parsed
+from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.unpickling import MOST_BYTES, MOST_CONTAINERS, unpickled
+from lightning_ncclsafe.reading.values import MOST_RANKS
+from lightning_ncclsafe.recorded_facts import RecordFacts
+
+__all__ = ["MOST_BYTES", "dump_facts", "from_json", "from_pickle", "rank_of"]
+
+_SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
+_RANK = re.compile(r"rank[-_=.]?(\d{1,7})", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,7})(?!.*\d)")
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that a file's name ends with, ``3`` of ``nccl_trace_rank_3``; None if there is no number in it."""
+    stem = _SUFFIXES.sub("", os.path.basename(path))
+    found = _RANK.findall(stem)[-1:] or _LAST_NUMBER.findall(stem)[-1:]
+    return int(found[0]) if found and int(found[0]) < MOST_RANKS else None
+
+
+def from_pickle(data: bytes) -> dict[Any, Any]:
+    """The dump in a pickle.
+
+    Raises:
+        ReadingError: If it is damaged, no dump, or anything but plain data.
+    """
+    plain = unpickled(data)
+    if not is_dump(plain):
+        raise ReadingError("it is a pickle, but no dump of PyTorch's Flight Recorder")
+    found: dict[Any, Any] = plain
+    return found
+
+
+def from_json(data: bytes) -> object:
+    """Plain data of JSON text, whatever it is.
+
+    Raises:
+        ReadingError: If it is damaged.
+    """
+    if data.count(b"[") + data.count(b"{") > MOST_CONTAINERS:
+        raise ReadingError(f"it holds more than {MOST_CONTAINERS:,} lists or dictionaries")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ReadingError(f"it is no whole JSON ({str(error)[:100]})") from error
+
+
+def dump_facts(dump: dict[Any, Any], rank: int) -> RankFacts:
+    """What a dump says of the rank that wrote it."""
+    groups, collectives = parsed(dump)
+    return RankFacts(
+        rank=rank,
+        progress=Progress(phase=Phase.UNKNOWN),
+        groups=groups,
+        collectives=collectives,
+        record=RecordFacts(has_dump=True),
+    )

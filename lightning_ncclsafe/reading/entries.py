@@ -1,0 +1,144 @@
+"""Groups and collectives in a Flight Recorder's dump, whatever version of PyTorch wrote it.
+
+Read by what is there, not by the version: 2.3 (torch 2.5) to 2.10 (torch 2.13) differ in keys that were added. JSON has
+numbers as text where a pickle has numbers, and a single process group whose name is not known yet under ``""``.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.reading.frames import stack_of
+from lightning_ncclsafe.reading.values import items, mapping, ranks, shapes, text, whole
+
+# A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
+_NEWEST = 64
+_OUTSTANDING = 32
+_MOST_ENTRIES = 1_000_000
+_MOST_GROUPS = 4096
+DEFAULT_GROUP = ("0", "default_pg")
+_KEYS = ("entries", "pg_status", "pg_config")
+
+
+def is_dump(plain: object) -> bool:
+    """Whether plain data is what a Flight Recorder dumps."""
+    return isinstance(plain, dict) and any(key in plain for key in _KEYS)
+
+
+def parsed(dump: dict[Any, Any]) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
+    """Groups, and the last collectives of each, oldest first.
+
+    Args:
+        dump: The dump; see :func:`is_dump`.
+    """
+    by_group: dict[str, list[dict[Any, Any]]] = defaultdict(list)
+    names: dict[str, tuple[str, str]] = {}
+    for item in items(dump.get("entries"))[-_MOST_ENTRIES:]:
+        entry = mapping(item)
+        name, description = _name(entry)
+        if name or entry:
+            by_group[name].append(entry)
+            names[str(whole(entry.get("pg_id"), -1))] = (name, description)
+    groups = _groups(dump, names, by_group)
+    last_completed = {group.name: group.last_completed for group in groups}
+    calls = [
+        _collective(entry, name, last_completed.get(name, 0))
+        for name, entries in list(by_group.items())[:_MOST_GROUPS]
+        for entry in _kept(_without_parts(entries))
+    ]
+    return groups, tuple(sorted(calls, key=lambda call: call.created_ns))
+
+
+def _name(entry: dict[Any, Any]) -> tuple[str, str]:
+    """Name and description of the entry's group; before torch 2.3 there was the name alone."""
+    group = entry.get("process_group")
+    if isinstance(group, str):
+        return text(group), ""
+    pair = (*items(group)[:2], "", "")
+    return text(pair[0]), text(pair[1])
+
+
+def _groups(
+    dump: dict[Any, Any], names: dict[str, tuple[str, str]], by_group: dict[str, list[dict[Any, Any]]]
+) -> tuple[Group, ...]:
+    if "0" in mapping(dump.get("pg_status")):
+        # The first group that a process makes, of which a dump of active entries may have none, is the default one.
+        names.setdefault("0", DEFAULT_GROUP)
+    members = {str(key): ranks(mapping(config).get("ranks")) for key, config in mapping(dump.get("pg_config")).items()}
+    only = members.get("", ()) if len(by_group) == 1 else ()
+    status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
+    groups = {}
+    for pg_id, (name, description) in list(names.items())[:_MOST_GROUPS]:
+        seqs = [_seq(entry) for entry in by_group[name] if not entry.get("is_p2p")]
+        enqueued = max(whole(status.get(pg_id, {}).get("last_enqueued_collective")), *seqs, 0)
+        groups[name] = Group(
+            name=name,
+            description=description,
+            ranks=members.get(name) or only,
+            last_enqueued=enqueued,
+            last_started=min(whole(status.get(pg_id, {}).get("last_started_collective"), -1), enqueued),
+            last_completed=_completed(whole(status.get(pg_id, {}).get("last_completed_collective")), enqueued),
+        )
+    # Groups without an entry have a number that means another one on another rank: without a name they are no use.
+    for name, there in members.items():
+        if name and name not in groups and len(groups) < _MOST_GROUPS:
+            groups[name] = Group(name=name, ranks=there)
+    return tuple(groups.values())
+
+
+def _completed(said: int, enqueued: int) -> int:
+    """Some versions give what was in memory there before anything completed."""
+    return said if 0 < said <= enqueued else 0
+
+
+def _seq(entry: dict[Any, Any]) -> int:
+    key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
+    return max(whole(entry.get(key, entry.get("seq_id"))), 0)
+
+
+def _without_parts(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """What is coalesced is recorded one by one, and then as a whole; only of the whole its end is recorded."""
+    wholes = {_seq(entry) for entry in entries if _is_whole(entry)}
+    if not wholes:
+        return entries
+    return [entry for entry in entries if entry.get("is_p2p") or _is_whole(entry) or _seq(entry) not in wholes]
+
+
+def _is_whole(entry: dict[Any, Any]) -> bool:
+    return text(entry.get("profiling_name")).endswith("coalesced") and entry.get("is_p2p") is not True
+
+
+def _kept(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """The newest, and the oldest of those that have not completed."""
+    older = entries[:-_NEWEST]
+    outstanding = [entry for entry in older if not _has_ended(entry)][:_OUTSTANDING]
+    return outstanding + entries[-_NEWEST:]
+
+
+def _has_ended(entry: dict[Any, Any]) -> bool:
+    """Gloo's entries stay "scheduled" and are "retired" at their end; NCCL's are retired when they time out as well."""
+    is_gloo = text(entry.get("profiling_name")).startswith("gloo")
+    return entry.get("state") == "completed" or (is_gloo and entry.get("retired") is True)
+
+
+def _collective(entry: dict[Any, Any], group: str, last_completed: int) -> Collective:
+    backend, _, op = text(entry.get("profiling_name")).partition(":")
+    is_p2p, seq = entry.get("is_p2p") is True, _seq(entry)
+    duration = entry.get("duration_ms")
+    completed = _has_ended(entry) or (not is_p2p and 0 < seq <= last_completed)
+    return Collective(
+        group=group,
+        seq=seq,
+        op=op or backend,
+        backend=backend if op else "",
+        completed=completed,
+        started=entry.get("state") in ("started", "completed"),
+        input_sizes=shapes(entry.get("input_sizes")),
+        output_sizes=shapes(entry.get("output_sizes")),
+        dtypes=tuple(map(text, items(entry.get("input_dtypes"))[:64])),
+        created_ns=max(whole(entry.get("time_created_ns")), 0),
+        duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
+        timeout_ms=max(whole(entry.get("timeout_ms")), 0),
+        is_p2p=is_p2p,
+        stack=stack_of(entry.get("frames")),
+    )

@@ -1,0 +1,126 @@
+"""All that paths hold: one job of the dumps and logs in them, each report by itself, and one error a bad file."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.reading.dumps import MOST_BYTES, dump_facts, from_json, from_pickle, rank_of
+from lightning_ncclsafe.reading.entries import is_dump
+from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
+from lightning_ncclsafe.reading.logs import Log
+from lightning_ncclsafe.reading.merging import job_of, later
+from lightning_ncclsafe.reading.reports import from_report, is_report
+
+STANDARD_INPUT = "-"
+# Beside a report.json they say the same in words.
+_IN_WORDS = ("report.txt", "report.html")
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What was read.
+
+    Attributes:
+        dumps: What dumps say, by rank.
+        log: What logs say.
+        reports: Path and content of each report.
+        errors: One sentence for each file that could not be read.
+        missing: What was read in part only, one sentence each.
+        files: Files of which something was read.
+    """
+
+    dumps: dict[int, RankFacts] = field(default_factory=dict)
+    log: Log = field(default_factory=Log)
+    reports: list[tuple[str, Diagnosis]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    files: int = 0
+    _paths: dict[int, str] = field(default_factory=dict)
+
+    def read(self, path: str) -> None:
+        """Reads a file, all that is in a folder, or with ``"-"`` a log from standard input."""
+        try:
+            if path == STANDARD_INPUT:
+                self._read_log(Source(path=path, kind=Kind.TEXT))
+                return
+            for source in found(path):
+                self._try(source)
+        except (ReadingError, OSError) as error:
+            self.errors.append(f"{path}: {_words(error)}")
+
+    def job(self) -> JobFacts | None:
+        """The job that dumps and logs tell of; None where they tell of none."""
+        said = self.log.said()
+        if not self.dumps and not said and not self.log.unnamed:
+            return None
+        return job_of(self.dumps, said, self.log.world_size, unnamed=self.log.unnamed, missing=self.missing)
+
+    def _try(self, source: Source) -> None:
+        try:
+            self._read(source)
+        except (ReadingError, OSError) as error:
+            self.errors.append(f"{source.path}: {_words(error)}")
+
+    def _read(self, source: Source) -> None:
+        if source.kind is Kind.PICKLE:
+            self._add_dump(source, from_pickle(content(source, MOST_BYTES)))
+        elif source.kind is Kind.JSON:
+            self._read_json(source)
+        elif source.kind is Kind.TEXT:
+            self._read_log(source)
+        else:
+            raise ReadingError("it is neither a dump, nor a report, nor a log")
+
+    def _read_json(self, source: Source) -> None:
+        data = content(source, MOST_BYTES)
+        try:
+            plain = from_json(data)
+        except ReadingError:
+            # A log whose first line is a dictionary.
+            if ".json" in os.path.basename(source.path):
+                raise
+            self._read_log(source)
+            return
+        if is_report(plain):
+            self.reports.append((source.path, from_report(data)))
+            self.files += 1
+        elif isinstance(plain, dict) and is_dump(plain):
+            self._add_dump(source, plain)
+        elif source.named:
+            raise ReadingError("it is JSON, but neither a dump of PyTorch's Flight Recorder nor a report")
+
+    def _add_dump(self, source: Source, dump: dict[object, object]) -> None:
+        rank = rank_of(source.path)
+        if rank is None:
+            raise ReadingError("its name does not say which rank wrote it: let it end with the rank, trace_3")
+        facts = dump_facts(dump, rank)
+        self.files += 1
+        if rank in self.dumps:
+            facts, both = later(self.dumps[rank], facts)
+            if both:
+                text = f"There are two dumps of rank {rank}, {self._paths[rank]} and {source.path}: the later is used."
+                self.missing.append(text)
+        self.dumps[rank] = facts
+        self._paths[rank] = source.path
+
+    def _read_log(self, source: Source) -> None:
+        if not source.named and os.path.basename(source.path) in _IN_WORDS:
+            return
+        if source.path == STANDARD_INPUT:
+            self.log.read(sys.stdin.buffer, MOST_UNPACKED)
+        else:
+            with opened(source) as stream:
+                self.log.read(stream, MOST_UNPACKED if source.packed else sys.maxsize, _rank_in_name(source.path))
+        self.files += 1
+
+
+def _rank_in_name(path: str) -> int | None:
+    """A log's name says which rank it is of where it has the word in it."""
+    return rank_of(path) if "rank" in os.path.basename(path).lower() else None
+
+
+def _words(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

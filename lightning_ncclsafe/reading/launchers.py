@@ -1,0 +1,62 @@
+"""What torchrun and srun say of a rank's end."""
+
+import re
+from typing import NamedTuple
+
+from lightning_ncclsafe.reading.values import MOST_RANKS, whole
+
+_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
+_HOST = re.compile(r"^\s*host\s*:\s*(\S{1,100})")
+_EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
+_SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Za-z ]+)")
+# What srun's words mean as an exit code; "Killed" and "Aborted" are what becomes of all others.
+_SRUN_SIGNALS = {"Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7}
+
+
+class Ended(NamedTuple):
+    """How the process of a rank ended."""
+
+    rank: int
+    exit_code: int
+    host: str = ""
+
+
+class Summary:
+    """torchrun's summary, which has a line for each of host, rank and exit code."""
+
+    def __init__(self) -> None:
+        self._host = ""
+        self._rank: int | None = None
+
+    def add(self, text: str) -> Ended | None:
+        """Reads the next line; an end where this line completes one."""
+        if host := _HOST.match(text):
+            self._host, self._rank = host[1], None
+        elif rank := _RANK.match(text):
+            self._rank = whole(rank[1], MOST_RANKS)
+        elif (code := _EXIT.match(text)) and self._rank is not None and self._rank < MOST_RANKS:
+            ended = Ended(self._rank, whole(code[1]), self._host)
+            self._host, self._rank = "", None
+            return ended
+        return None
+
+
+def srun_ended(text: str) -> list[Ended]:
+    """The ends of ranks in a line of srun's: ``"srun: error: node-7: task 13: Out Of Memory"``."""
+    found = _SRUN.search(text)
+    code = _SRUN_SIGNALS.get(found["how"].strip()) if found else None
+    if found is None or code is None:
+        return []
+    return [Ended(task, code, found["host"][:100]) for task in _tasks(found["tasks"])]
+
+
+def _tasks(words: str) -> list[int]:
+    """``[3, 8, 9]`` of ``"3,8-9"``."""
+    tasks: list[int] = []
+    for part in words.split(",")[:1000]:
+        first, _, last = part.partition("-")
+        low = whole(first, -1)
+        high = whole(last, low) if last else low
+        if 0 <= low <= high < MOST_RANKS:
+            tasks += range(low, min(high, low + 1024) + 1)
+    return tasks

@@ -1,0 +1,98 @@
+"""A log's lines in bounded memory, without the colours, and what launchers put before each of them."""
+
+import re
+from collections.abc import Iterator
+from typing import IO, NamedTuple
+
+from lightning_ncclsafe.reading.values import MOST_RANKS
+
+LONGEST_LINE = 16_384
+_BLOCK = 1024 * 1024
+_ENDS = re.compile(rb"[\r\n]+")
+# Whatever tells a terminal something; where the escape itself was lost in copying, colours.
+_COLOURS = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
+)
+# Everything below begins with one of these words; most lines of a log have none.
+_TELLING = re.compile(
+    rb"NCCL|[Mm]onitoredBarrier|Traceback \(most|lagging ranks|join collective|finish collective|store based barrier"
+    rb"|exitcode|local_rank: |srun: error|(?:[Ww]orld_?[Ss]ize|WORLD_SIZE)\W|MEMBER: |distributed processes"
+    rb"|  host  *: |Starting with \d+ processes"
+)
+
+# One after the other, any of these may stand before what a rank says.
+_PREFIXES = (
+    re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
+    re.compile(r"\[(?P<stream>[a-z_]\w*?(?P<local>\d+))\]:\s?"),  # torchrun: role and local rank
+    re.compile(r"(?P<stream>(?P<task>\d{1,6})): "),  # srun --label
+    re.compile(r"\[(?P<stream>pod/[^\]]+)\] "),  # kubectl logs --prefix
+    re.compile(r"\((?P<stream>[\w.:-]+(?:\[rank=(?P<ray>\d+)\])? (?:pid|ip)=[^)]*)\)\s?"),  # Ray
+    re.compile(r"(?P<stream>\S+) \[std(?:err|out)\] "),  # milabench and others
+    re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
+    re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
+    re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
+    re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-)"),
+)
+_MOST_PREFIXES = 6
+
+
+class Line(NamedTuple):
+    """A line.
+
+    Attributes:
+        rank: Global rank that says it, by what stands before it; None where nothing does.
+        stream: What else stands before it and is the same for all lines of one process; may be empty.
+        text: The line without that.
+    """
+
+    rank: int | None
+    stream: str
+    text: str
+
+
+def lines(stream: IO[bytes], most: int) -> Iterator[bytes]:
+    """The lines of a stream, also of one without any ends of lines; those of progress bars end where these go back.
+
+    Args:
+        stream: The stream.
+        most: After how many bytes to stop.
+    """
+    rest, read = b"", 0
+    while read < most and (block := stream.read(_BLOCK)):
+        read += len(block)
+        *whole, rest = _ENDS.split(rest + block)
+        for line in whole:
+            yield line[:LONGEST_LINE]
+        while len(rest) > LONGEST_LINE:
+            # What follows a progress bar is its last part, so nothing is thrown away.
+            yield rest[:LONGEST_LINE]
+            rest = rest[LONGEST_LINE:]
+    if rest:
+        yield rest[:LONGEST_LINE]
+
+
+def may_tell(line: bytes) -> bool:
+    """Whether a line may say something about ranks; made to be quick for the many that do not."""
+    return _TELLING.search(line) is not None
+
+
+def taken_apart(line: bytes) -> Line:
+    """A line without colours, and without what a launcher has put before it."""
+    text = _COLOURS.sub("", line.decode("utf-8", "replace"))
+    rank: int | None = None
+    stream, position = "", 0
+    for _ in range(_MOST_PREFIXES):
+        match = next((found for prefix in _PREFIXES if (found := prefix.match(text, position))), None)
+        if match is None or not match.group():
+            break
+        position = match.end()
+        said = match.groupdict()
+        stream = stream or said.get("stream") or ""
+        rank = _rank(said.get("rank") or said.get("ray"), rank)
+        if said.get("rank"):
+            break
+    return Line(rank, stream, text[position:])
+
+
+def _rank(said: str | None, otherwise: int | None) -> int | None:
+    return int(said) if said and len(said) < 8 and int(said) < MOST_RANKS else otherwise

@@ -1,0 +1,176 @@
+"""Logs of any launcher, of one rank or of all: what they say of each rank becomes its facts."""
+
+import zlib
+from typing import IO
+
+from lightning_ncclsafe.facts import ExceptionFacts
+from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
+from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
+from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.frames import frame
+from lightning_ncclsafe.reading.lines import Line, lines, may_tell, taken_apart
+from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.values import MOST_RANKS
+
+_Key = tuple[int | None, str]
+_MOST_SAID = 100_000
+_MOST_OPEN = 4096
+_MOST_BROKEN = 3
+_FAILED_AT = "Stack trace of the failed collective"
+
+
+class Log:
+    """All logs of a job, read line by line.
+
+    Attributes:
+        world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
+        unnamed: Exceptions of which no rank is known.
+    """
+
+    def __init__(self) -> None:
+        self.world_size = 0
+        self.unnamed: list[ExceptionFacts] = []
+        self._said: dict[int, Said] = {}
+        self._open: dict[_Key, tracebacks.Traceback] = {}
+        self._rank_of: dict[str, int] = {}
+        self._default_rank: int | None = None
+        self._broken: list[str] = []
+        self._failed: Said | None = None
+        self._last: Said | None = None
+        self._summary = launchers.Summary()
+
+    def read(self, stream: IO[bytes], most: int, rank: int | None = None) -> None:
+        """Reads a log.
+
+        Args:
+            stream: Its bytes.
+            most: After how many bytes to stop.
+            rank: The rank that wrote it, if its name says so.
+
+        Raises:
+            ReadingError: If it is compressed, and damaged; what comes before that has been read.
+        """
+        self._default_rank = rank
+        self._open.clear()
+        try:
+            for line in lines(stream, most):
+                if self._open or self._broken or self._failed is not None or may_tell(line):
+                    self._add(taken_apart(line))
+        except (EOFError, zlib.error, OSError) as error:
+            raise ReadingError(f"it could be read in part only ({error})") from error
+
+    def said(self) -> tuple[Said, ...]:
+        """What was said of each rank, by rank; ranks of which it is only known that they live are left out."""
+        return tuple(said for _, said in sorted(self._said.items()) if said.tells)
+
+    def _of(self, rank: int | None) -> Said | None:
+        if rank is None or not 0 <= rank < MOST_RANKS:
+            return None
+        if rank not in self._said and len(self._said) >= _MOST_SAID:
+            return None
+        return self._said.setdefault(rank, Said(rank))
+
+    def _add(self, line: Line) -> None:
+        text = self._whole_line(line)
+        if text is None:
+            return
+        rank = self._speaker(line)
+        self._traceback(line, rank, text)
+        self._frame_of_failed(text)
+        self.world_size = max(self.world_size, watchdog.world_size(text))
+        self._ends(text)
+        if "NCCL" in text or "arrier" in text or "collective" in text:
+            self._collective(rank, line, text)
+
+    def _whole_line(self, line: Line) -> str | None:
+        """The text, with what a terminal has broken off; None where more is to come."""
+        if self._broken and (line.rank is not None or len(self._broken) > _MOST_BROKEN):
+            self._broken.clear()
+        text = "".join([*self._broken, line.text.rstrip("\n")])
+        if watchdog.is_broken(text) and len(self._broken) < _MOST_BROKEN:
+            # The first part is told at once: what follows it may be another line.
+            if not self._broken:
+                self._broken.append(text)
+                return text
+            self._broken.append(line.text)
+            return text
+        self._broken.clear()
+        return text
+
+    def _speaker(self, line: Line) -> int | None:
+        if line.rank is not None:
+            if line.stream:
+                self._rank_of.setdefault(line.stream, line.rank)
+            return line.rank
+        return self._rank_of.get(line.stream) if line.stream else self._default_rank
+
+    def _traceback(self, line: Line, rank: int | None, text: str) -> None:
+        key = (line.rank, line.stream)
+        reading = self._open.get(key)
+        if reading is not None and not reading.goes_on(text):
+            del self._open[key]
+            if reading.exception is not None:
+                self._raised(rank, reading.exception)
+        if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
+            self._open[key] = tracebacks.Traceback()
+
+    def _raised(self, rank: int | None, exception: ExceptionFacts) -> None:
+        said = self._of(rank)
+        if said is not None:
+            said.raised(exception)
+        elif not exception.is_consequence and len(self.unnamed) < 16 and exception not in self.unnamed:
+            self.unnamed.append(exception)
+
+    def _frame_of_failed(self, text: str) -> None:
+        """The stack of a failed collective stands below the line that announces it, without anything before it."""
+        if self._failed is None:
+            return
+        found = watchdog.failed_frame(text)
+        if found is None:
+            self._failed = None
+        elif len(self._failed.stacks) < 60:
+            self._failed.stacks.append(frame(*found))
+
+    def _ends(self, text: str) -> None:
+        ended = self._summary.add(text)
+        for end in [*([ended] if ended else []), *launchers.srun_ended(text)]:
+            said = self._of(end.rank)
+            if said is not None:
+                said.exit_code = said.exit_code or end.exit_code
+                said.host = said.host or end.host
+
+    def _collective(self, rank: int | None, line: Line, text: str) -> None:
+        call, standing = watchdog.timed_out(text), watchdog.standing(text)
+        if rank is None:
+            rank = self._rank_within(call, standing)
+        said = self._of(rank)
+        for awaited in watchdog.awaited(text):
+            self._awaits(awaited, said, text)
+        if said is None:
+            return
+        self._last = said
+        if _FAILED_AT in text:
+            self._failed = said if not said.stacks else None
+        if call is not None:
+            said.has_timed_out(call)
+            said.quote(text)
+        if standing is not None:
+            said.stands(standing)
+            said.quote(text)
+        if stuck := watchdog.stuck_s(text):
+            said.stuck_s = max(said.stuck_s, stuck)
+            said.quote(text)
+
+    def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None) -> int | None:
+        """Before torch 2.2 nothing but the rank within the group is said; of the default group that is the rank."""
+        if standing is not None:
+            return standing.rank if standing.group == DEFAULT_GROUP[0] else None
+        return call.rank if call is not None else None
+
+    def _awaits(self, awaited: watchdog.Awaited, said: Said | None, text: str) -> None:
+        # A desync report is some lines below the one that says whose it is; a monitored barrier fails on rank 0.
+        speaker = self._of(awaited.by) or said or self._last or self._of(0)
+        if speaker is not None:
+            speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
+            speaker.awaited_in = speaker.awaited_in or awaited.where
+            speaker.quote(text)

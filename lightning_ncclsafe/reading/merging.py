@@ -1,0 +1,152 @@
+"""What several files say, made one job: of a rank that has a dump and a log, of groups that ranks name alike."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, Group, Incident, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
+from lightning_ncclsafe.reading.membership import Membership
+from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.rules.wording import ranks_words
+
+_UNSIZED = (
+    "Nothing that was read says how many ranks the job has: {size} are the fewest that it can have had. Ranks of which "
+    "nothing was read may be missing from this report."
+)
+
+
+def job_of(
+    dumps: Mapping[int, RankFacts],
+    said: Collection[Said],
+    size: int,
+    *,
+    unnamed: Iterable[ExceptionFacts] = (),
+    missing: Iterable[str] = (),
+) -> JobFacts:
+    """One job of all that was read.
+
+    Args:
+        dumps: What dumps say, by rank.
+        said: What logs say, of each rank.
+        size: The number of ranks by a log's own word; 0 where it says nothing of that.
+        unnamed: Exceptions of which no rank is known.
+        missing: What could not be read, one sentence each.
+    """
+    membership = Membership(said, size)
+    logs = {one.rank: one.facts(membership.members) for one in said}
+    told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
+    ranks = _distinct(told)
+    counted = max([membership.size, *_sizes(ranks)], default=0)
+    seen = max((facts.rank + 1 for facts in ranks), default=0)
+    world_size = max(counted, seen)
+    unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if counted == 0 and world_size else ()
+    # One copy for all: at thousands of ranks each of them is long.
+    members = ranks_by_group(ranks) | {DEFAULT_GROUP[0]: tuple(range(world_size)) if counted else ()}
+    return JobFacts(
+        incident=_incident(ranks),
+        world_size=world_size,
+        ranks=tuple(_with_members(facts, members) for facts in ranks),
+        missing=(*missing, *unsized),
+        unnamed=tuple(unnamed),
+    )
+
+
+def ranks_count(count: int) -> str:
+    """``"1 rank"``, ``"8 ranks"``."""
+    return f"{count:,} rank{'s' * (count != 1)}"
+
+
+def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]:
+    """Two dumps of a rank as one: of each group what is later, and the groups that both have."""
+    first = {group.name: group for group in one.groups}
+    taken = {group.name: group for group in other.groups if _is_later(group, first.get(group.name))}
+    both = tuple(group.name for group in other.groups if group.name in first)
+    calls = [call for call in one.collectives if call.group not in taken]
+    calls += [call for call in other.collectives if call.group in taken]
+    groups = (*(group for group in one.groups if group.name not in taken), *taken.values())
+    return replace(one, groups=groups, collectives=_in_order(calls)), both
+
+
+def _is_later(group: Group, before: Group | None) -> bool:
+    return before is None or group.last_enqueued > before.last_enqueued
+
+
+def _in_order(calls: Iterable[Collective]) -> tuple[Collective, ...]:
+    return tuple(sorted(calls, key=lambda call: call.created_ns))
+
+
+def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
+    """A dump knows all of its groups; a log knows what became of the rank."""
+    if dump is None or log is None:
+        return log or dump or _nothing()
+    known = {group.name for group in dump.groups if group.last_enqueued}
+    record = log.record or RecordFacts()
+    return replace(
+        dump,
+        host=log.host,
+        groups=(
+            *(group for group in dump.groups if group.name in known),
+            *(group for group in log.groups if group.name not in known),
+        ),
+        collectives=(*dump.collectives, *(call for call in log.collectives if call.group not in known)),
+        exception=log.exception,
+        record=replace(record, has_dump=True, group_known=True),
+    )
+
+
+def _nothing() -> RankFacts:
+    raise LookupError("neither a dump nor a log")
+
+
+def _sizes(ranks: Iterable[RankFacts]) -> list[int]:
+    """Numbers of ranks that the default group's members imply."""
+    return [group.ranks[-1] + 1 for facts in ranks for group in facts.groups if group.ranks]
+
+
+def _distinct(told: list[RankFacts]) -> list[RankFacts]:
+    """Groups of one name and different members are different groups, and get different names."""
+    # By identity first: equal ones are mostly the same, and long.
+    members: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for facts in told:
+        for group in facts.groups:
+            if group.ranks:
+                members[group.name][id(group.ranks)] = group.ranks
+    shared = {name for name, variants in members.items() if len(set(variants.values())) > 1}
+    return [_renamed(facts, shared) for facts in told] if shared else told
+
+
+def _renamed(facts: RankFacts, shared: set[str]) -> RankFacts:
+    names = {g.name: f"{g.name} of {ranks_words(g.ranks)}" for g in facts.groups if g.name in shared and g.ranks}
+    return replace(
+        facts,
+        groups=tuple(replace(group, name=names.get(group.name, group.name)) for group in facts.groups),
+        collectives=tuple(replace(call, group=names.get(call.group, call.group)) for call in facts.collectives),
+    )
+
+
+def ranks_by_group(ranks: Iterable[RankFacts]) -> dict[str, tuple[int, ...]]:
+    """The ranks that have each group, by its name."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for facts in ranks:
+        for group in facts.groups:
+            found[group.name].append(facts.rank)
+    return {name: tuple(who) for name, who in found.items()}
+
+
+def _with_members(facts: RankFacts, members: Mapping[str, tuple[int, ...]]) -> RankFacts:
+    """The default group is all ranks, where their number is known; of any other, those that have it are known."""
+    groups = (group if group.ranks else replace(group, ranks=members[group.name]) for group in facts.groups)
+    return replace(facts, groups=tuple(groups))
+
+
+def _incident(ranks: Collection[RankFacts]) -> Incident:
+    calls = [call for facts in ranks for call in facts.collectives]
+    return Incident(
+        number=1,
+        kind=IncidentKind.RECORDED,
+        opened_by=min((facts.rank for facts in ranks), default=0),
+        opened_ns=max((call.created_ns for call in calls), default=0),
+        timeout_s=max((call.timeout_ms for call in calls if not call.completed), default=0) / 1e3,
+    )

@@ -1,0 +1,62 @@
+"""Values of which nobody vouches for the type: what is not as it should be is taken for absent."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+MOST_RANKS = 1_000_000
+"""Whoever names a rank beyond that has not counted."""
+_LONGEST_RANKS = 2_000_000
+_LONGEST_TEXT = 400
+_LARGEST = 2**63
+_MOST_SHAPES = 4096
+
+
+def whole(value: object, default: int = 0) -> int:
+    """A whole number of 64 bits, also where it is written as text."""
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            value = int(value)
+        except ValueError:
+            return default
+    if type(value) is not int or not -_LARGEST <= value < _LARGEST:
+        return default
+    return value
+
+
+def text(value: object) -> str:
+    """A text, cut to 400 characters."""
+    return value[:_LONGEST_TEXT] if isinstance(value, str) else ""
+
+
+def items(value: object) -> list[Any] | tuple[Any, ...]:
+    """A list or tuple."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def mapping(value: object) -> dict[Any, Any]:
+    """A dictionary."""
+    return value if isinstance(value, dict) else {}
+
+
+def shapes(value: object) -> tuple[tuple[int, ...], ...]:
+    """Shapes of tensors, which must be whole numbers and no less than 0."""
+    return tuple(tuple(max(whole(length), 0) for length in items(shape)[:64]) for shape in items(value)[:_MOST_SHAPES])
+
+
+def ranks(value: object) -> tuple[int, ...]:
+    """Ranks in ascending order, of a list or of text such as ``"[0, 1, 2]"``, as the recorder writes it."""
+    if isinstance(value, str):
+        return _ranks_in_text(value) if len(value) < _LONGEST_RANKS else ()
+    return _in_order(items(value))
+
+
+@lru_cache(maxsize=1024)
+def _ranks_in_text(value: str) -> tuple[int, ...]:
+    """All ranks of a group write the same, and at thousands of ranks it is long: it is read once and kept once."""
+    return _in_order([number.strip() for number in value.strip("[] ").split(",")])
+
+
+def _in_order(numbers: Sequence[object]) -> tuple[int, ...]:
+    found = {whole(number, -1) for number in numbers[:MOST_RANKS]}
+    return tuple(sorted(rank for rank in found if 0 <= rank < MOST_RANKS))

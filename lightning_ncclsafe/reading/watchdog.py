@@ -1,0 +1,182 @@
+"""What PyTorch prints when a collective does not end: patterns of torch 2.0 to 2.13, each as a small record.
+
+The wording has changed often; the numbers in it mean the same. A line that a terminal has broken may lack spaces.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_ncclsafe.reading.values import MOST_RANKS, ranks, whole
+
+
+class TimedOut(NamedTuple):
+    """A collective that NCCL's watchdog has given up: ``WorkNCCL(SeqNum=14217, OpType=ALLGATHER, …)``."""
+
+    seq: int
+    op: str
+    takes: tuple[int, ...] | None
+    gives: int | None
+    timeout_ms: int
+    ran_ms: int
+    rank: int | None
+    """Within its process group, which is not said here."""
+
+
+class Standing(NamedTuple):
+    """How far a rank has come in a group: ``[PG ID 0 PG GUID 0(default_pg) Rank 3] … last enqueued work: 61, …``."""
+
+    group: str
+    description: str
+    rank: int
+    """Within the group."""
+    seq: int | None
+    enqueued: int
+    started: int
+    completed: int
+
+
+class Awaited(NamedTuple):
+    """Ranks that PyTorch itself names as those that it has waited for."""
+
+    by: int | None
+    ranks: tuple[int, ...]
+    where: str
+
+
+# Where one of these goes on in the next line, a terminal has broken it.
+_BROKEN = re.compile(
+    r"Watchdog caught collective operation timeout(?!.*before timing out)"
+    r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
+)
+_WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
+_WORK_RANK = re.compile(r"\[Rank (\d+)\] (?:Watchdog caught|Work WorkNCCL|Found key)")
+_SEQ = re.compile(r"SeqNum=(\d+)")
+_OP = re.compile(r"OpType=(\w+)")
+_TAKES = re.compile(r"NumelI\s*n=(\d+)")
+_GIVES = re.compile(r"NumelOu\s*t=(\d+)")
+_SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
+_LIMIT = re.compile(r"Timeout\(ms\)=(\d+)")
+_RAN = re.compile(r"ran for (\d+) milliseconds")
+
+_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(?P<name>[^\s()\]]+)\s?(?:\((?P<about>[^)]*)\))?\s?Rank (?P<rank>\d+)\]")
+_AT = re.compile(r"(?:detected\s*by\s*watchdog\s*at\s*work(?:\s*sequence\s*id)?:|Timeout at NCCL work:)\s*(\d+)")
+_ENQUEUED = re.compile(r"last\s*enqueued?\s*(?:NCCL\s*)?(?:d\s*)?work:\s*(-?\d+)", re.IGNORECASE)
+_STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
+_COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IGNORECASE)
+
+_STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds")
+_UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
+_MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
+_NOT_JOINED = re.compile(r"\[([\d, ]+)\] finished collective #\d+, but didn't join collective #(\d+)")
+_NEVER_JOINED = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
+_SIZES = re.compile(
+    r"\bworld_?size\"?[=:]\s?(\d+)|\bMEMBER: \d+/(\d+)|\bnranks (\d+)|Starting with (\d+) processes", re.IGNORECASE
+)
+_FRAME = re.compile(r"\s*#\d+ (?P<function>.+?) from (?P<file>.+?):(?P<line>\d+)\s*$")
+
+_OPS = {
+    "ALLREDUCE": "all_reduce",
+    "ALLREDUCE_COALESCED": "allreduce_coalesced",
+    "ALLREDUCE_SPARSE": "all_reduce_sparse",
+    "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "_all_gather_base",
+    "ALLGATHER_COALESCED": "all_gather_into_tensor_coalesced",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "_reduce_scatter_base",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+}
+# The recorder's word for "no number" where what is coalesced has none.
+_NO_NUMBER = 2**63
+
+
+def is_broken(text: str) -> bool:
+    """Whether the line goes on in the next."""
+    return _BROKEN.search(text) is not None
+
+
+def timed_out(text: str) -> TimedOut | None:
+    """The collective that this line says has timed out."""
+    work = _WORK.search(text)
+    seq = _SEQ.search(work["body"]) if work else None
+    if work is None or seq is None:
+        return None
+    body = work["body"]
+    op = _OP.search(body)
+    name = op[1] if op else ""
+    shape = _SHAPE.search(body)
+    takes = ranks_or_lengths(shape[1]) if shape else _lengths(_number(_TAKES, body))
+    rank = _WORK_RANK.search(text)
+    return TimedOut(
+        seq=whole(seq[1]),
+        op=_OPS.get(name, name.lower()),
+        takes=takes,
+        gives=_number(_GIVES, body),
+        timeout_ms=_number(_LIMIT, body) or 0,
+        ran_ms=_number(_RAN, body) or 0,
+        rank=whole(rank[1], -1) if rank else None,
+    )
+
+
+def ranks_or_lengths(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them, in their order."""
+    return tuple(max(whole(number.strip()), 0) for number in text.split(",") if number.strip())
+
+
+def _lengths(count: int | None) -> tuple[int, ...] | None:
+    return None if count is None else (count,)
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    number = whole(found[1], -1) if found else -1
+    return number if 0 <= number < _NO_NUMBER else None
+
+
+def standing(text: str) -> Standing | None:
+    """How far this line says that a rank has come in a group."""
+    enqueued, completed = _ENQUEUED.search(text), _COMPLETED.search(text)
+    group = _GROUP.search(text)
+    if group is None or enqueued is None or completed is None or int(group["rank"]) >= MOST_RANKS:
+        return None
+    at, started = _AT.search(text), _STARTED.search(text)
+    return Standing(
+        group=group["name"],
+        description=group["about"] or "",
+        rank=int(group["rank"]),
+        seq=whole(at[1]) if at else None,
+        enqueued=max(whole(enqueued[1]), 0),
+        started=whole(started[1], -1) if started else -1,
+        completed=max(whole(completed[1]), 0),
+    )
+
+
+def awaited(text: str) -> Iterator[Awaited]:
+    """Ranks that this line says were waited for."""
+    if unique := _UNIQUE_ID.search(text):
+        yield Awaited(whole(unique[1]), ranks([unique[2]]), "the set-up of the NCCL communicator")
+    if barrier := _MONITORED.search(text):
+        yield Awaited(None, ranks(barrier[1]), "monitored_barrier")
+    if late := _NOT_JOINED.search(text):
+        yield Awaited(None, ranks(late[1]), f"collective {late[2]}")
+    if never := _NEVER_JOINED.search(text):
+        yield Awaited(None, ranks(never[1]), "the first collective")
+
+
+def stuck_s(text: str) -> int:
+    """For how many seconds the watchdog's own thread did not move, by this line; 0 if it says nothing of that."""
+    found = _STUCK.search(text)
+    return whole(found[1]) if found else 0
+
+
+def world_size(text: str) -> int:
+    """How many ranks there are, by this line; 0 if it says nothing of that."""
+    found = (whole(size) for sizes in _SIZES.findall(text) for size in sizes if size)
+    return max((size for size in found if size <= MOST_RANKS), default=0)
+
+
+def failed_frame(text: str) -> tuple[str, int, str] | None:
+    """File, line and function in a line of "Stack trace of the failed collective", innermost first."""
+    found = _FRAME.match(text[:1000])
+    return (found["file"].strip(), whole(found["line"]), found["function"]) if found else None

@@ -1,0 +1,30 @@
+"""What a rank has left behind where nothing of this package ran: a Flight Recorder's dump, lines in a log."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFacts:
+    """What was read of one rank.
+
+    Attributes:
+        has_dump: Whether a Flight Recorder's dump of the rank was read.
+        has_log: Whether lines of the rank were read in a log.
+        group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
+        waited_ms: How long a collective had run when NCCL's watchdog gave it up, milliseconds; 0 where none was.
+        awaited: Ranks for which this one says that it has waited in vain, ascending.
+        awaited_in: Where it did: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
+        exit_code: With what its process ended, by its launcher; minus the signal's number where a signal ended it.
+        stuck_s: Seconds for which the watchdog's own thread did not move (PyTorch's heartbeat monitor); 0 if it did.
+        lines: Its most telling lines, as they stand in the log, each cut to 300 characters.
+    """
+
+    has_dump: bool = False
+    has_log: bool = False
+    group_known: bool = True
+    waited_ms: int = 0
+    awaited: tuple[int, ...] = ()
+    awaited_in: str = ""
+    exit_code: int | None = None
+    stuck_s: int = 0
+    lines: tuple[str, ...] = ()

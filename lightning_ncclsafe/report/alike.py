@@ -1,0 +1,49 @@
+"""Ranks that stand at the same place, do the same and wait in the same: what reports tell of them is told once."""
+
+from collections import defaultdict
+from functools import cached_property
+
+from lightning_ncclsafe.rules.sentences import batch_words, wait_words
+from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.wording import location_of
+
+_Key = tuple[object, ...]
+
+
+class Alike:
+    """What each rank of a job does, in words, and which ranks are alike.
+
+    Args:
+        view: The shared answers about the job.
+    """
+
+    def __init__(self, view: Timeline) -> None:
+        self.view = view
+
+    @cached_property
+    def states(self) -> dict[int, str]:
+        """``"is in user code"``, ``"waits in broadcast (sequence number 7)"``, ``"raised ValueError"``, ascending."""
+        return {rank: self._state(rank) for rank in sorted(self.view.facts)}
+
+    def _state(self, rank: int) -> str:
+        exception = self.view.facts[rank].exception
+        if exception is not None:
+            return f"raised {exception.type}"
+        doing = self.view.activities[rank]
+        return f"waits in {wait_words(self.view, rank)}" if doing.waits_for_peers else f"is in {doing.kind.value}"
+
+    def groups(self, *, waiting_anywhere: bool = False) -> list[tuple[int, ...]]:
+        """The ranks that answered, those that are alike together; ascending by their lowest rank.
+
+        Args:
+            waiting_anywhere: Whether ranks that wait in the same are alike also where they do so at different lines.
+        """
+        alike: dict[_Key, list[int]] = defaultdict(list)
+        for rank in self.states:
+            alike[self._place(rank, waiting_anywhere)].append(rank)
+        return [tuple(ranks) for ranks in alike.values()]
+
+    def _place(self, rank: int, waiting_anywhere: bool) -> _Key:
+        doing = self.view.activities[rank]
+        line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
+        return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]

@@ -1,0 +1,67 @@
+"""Ranks of which dumps or logs were read, in words: what there was, and how far each has come."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.rules.recorded.telling import told
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words
+
+NOTHING = "Nothing found: no rank waits for another in what was read."
+_MOST_LINES = 40
+_MOST_GROUPS = 4
+
+
+def is_recorded(job: JobFacts) -> bool:
+    """Whether the facts were read from what a run has left behind."""
+    return job.incident.kind is IncidentKind.RECORDED
+
+
+def recorded_words(job: JobFacts) -> str:
+    """``"Read of 8 ranks: dumps of ranks 0-6; logs of ranks 1-7."``."""
+    records = {facts.rank: facts.record for facts in job.ranks if facts.record is not None}
+    dumps = [rank for rank, record in records.items() if record.has_dump]
+    logs = [rank for rank, record in records.items() if record.has_log]
+    parts = [f"{what} of {ranks_words(ranks)}" for what, ranks in (("dumps", dumps), ("logs", logs)) if ranks]
+    if not parts:
+        return "Read: logs that do not say of any rank what it did."
+    return f"Read of {job.world_size:,} rank{'s' * (job.world_size != 1)}: {'; '.join(parts)}."
+
+
+def recorded_table(job: JobFacts) -> Iterator[str]:
+    """One line for all ranks of which the same was read."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for facts in job.ranks:
+        alike[_state(facts)].append(facts.rank)
+    if job.silent:
+        alike[("nothing was read of it" if len(job.silent) == 1 else "nothing was read of them",)] = [*job.silent]
+    for number, (state, ranks) in enumerate(alike.items()):
+        if number == _MOST_LINES:
+            yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
+            return
+        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(state)}")
+
+
+def _state(facts: RankFacts) -> tuple[str, ...]:
+    parts = [f"on {facts.host}"] if facts.host else []
+    parts += [_group_words(facts, number) for number in range(min(len(facts.groups), _MOST_GROUPS))]
+    if len(facts.groups) > _MOST_GROUPS:
+        parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
+    if facts.exception is not None:
+        parts.append(f"raised {facts.exception.type}")
+    if facts.record is not None and facts.record.exit_code:
+        parts.append(f"ended with exit code {facts.record.exit_code}")
+    if facts.record is not None and facts.record.awaited:
+        parts.append(f"waited for {ranks_words(facts.record.awaited)} in {facts.record.awaited_in}")
+    return tuple(parts) or ("says nothing of collectives",)
+
+
+def _group_words(facts: RankFacts, number: int) -> str:
+    """What waits comes first: groups in which nothing is outstanding are of less interest."""
+    pending = {call.group: call for call in reversed(facts.collectives) if not call.completed and not call.is_p2p}
+    group = sorted(facts.groups, key=lambda one: one.name not in pending)[number]
+    counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
+    call = pending.get(group.name)
+    waits = f", waits in {told(call)}" if call is not None else ""
+    about = f" ({group.description})" if group.description not in ("", "default_pg", "undefined") else ""
+    return f"{group_words(group.name)}{about}: {counters}{waits}"

@@ -1,0 +1,117 @@
+"""Parts of findings about ranks that called different collectives: who deviates, what each called, and from where."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.findings import Evidence
+from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.landmarks import landmark
+from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.units import unit_of, unit_words
+from lightning_ncclsafe.rules.wording import call_words, capitalised, collective_words, joined, location_of, ranks_words
+
+_WHERE = 4
+_VARIANTS = 3
+_LISTED = 8
+
+
+def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The minority; between equals those whose line stands under a condition on the rank."""
+    ranks = split.deviating
+    conditioned = tuple(rank for rank in ranks if condition_of(view, rank))
+    return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
+
+
+def condition_of(view: Timeline, rank: int) -> str:
+    """The condition on the rank under which its present line stands; empty if there is none."""
+    return view.activities[rank].rank_condition
+
+
+def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
+    """What was called, and by which ranks, the most frequent first."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for rank, call in sorted(calls.items()):
+        alike[signature(call)].append(rank)
+    return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
+
+
+def calls_words(view: Timeline, split: Divergence) -> str:
+    """``"ranks 0-2 called all_reduce (8 elements) and rank 3 called barrier"``."""
+    different = variants(split.calls)
+    listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
+    more = len(different) - _VARIANTS
+    return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
+
+
+def _call_words(view: Timeline, call: Collective, rank: int) -> str:
+    return joined((call_words(call), f"for {words}" if (words := unit_words(call, view.facts[rank])) else ""))
+
+
+def call_evidence(split: Divergence) -> Iterator[Evidence]:
+    """One line for each variant: the collective with its number."""
+    for call, who in variants(split.calls)[:_LISTED]:
+        text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
+        yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
+
+
+def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+    """Where the first of these ranks stand."""
+    listed = sorted(ranks)[:_WHERE]
+    yield from stack_evidence(view, listed)
+    yield from phase_evidence(view, listed)
+
+
+def called_at(facts: RankFacts) -> Frame | None:
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it raised."""
+    return deepest_user_frame(facts.exception.stack if facts.exception else facts.stack)
+
+
+def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
+    """The same of the first of these ranks that has one."""
+    frames = (called_at(view.facts[rank]) for rank in ranks if rank in view.facts)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def units_of(view: Timeline, split: Divergence) -> dict[int, ModelUnit]:
+    """The FSDP unit that each rank's call sends, as far as its size tells."""
+    units = {rank: unit_of(call, view.facts[rank]) for rank, call in split.calls.items()}
+    return {rank: unit for rank, unit in units.items() if unit is not None and unit.kind is UnitKind.FSDP_UNIT}
+
+
+def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
+    """What a rank's call sends, ``"the all-gather of FSDP unit layers.3, in forward"``; else the call itself."""
+    return unit_words(split.calls[rank], view.facts[rank]) or collective_words(split.calls[rank])
+
+
+def same_purpose(view: Timeline, split: Divergence) -> bool | None:
+    """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one function.
+
+    None where that cannot be told: what a stack says holds for the last call that its rank has made, only.
+    """
+    purposes = {rank: _purpose(view, rank, call) for rank, call in split.calls.items()}
+    if not all(purposes.values()):
+        return None
+    return len(Counter(purposes.values())) == 1
+
+
+def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str]:
+    facts = view.facts[rank]
+    unit = unit_of(call, facts)
+    if unit is not None:
+        return "unit", unit.kind.value
+    is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
+    if not is_last or (view.activities[rank].kind is not Kind.COLLECTIVE and facts.exception is None):
+        return "", ""
+    return _caller(facts.exception.stack if facts.exception else facts.stack)
+
+
+def _caller(stack: tuple[Frame, ...]) -> tuple[str, str]:
+    """The deepest function below the Trainer that is not part of a collective itself."""
+    inside = stack[trainer_start(stack) :]
+    for frame in reversed(inside):
+        found = landmark(frame)
+        if frame.user or (found is None and "/torch/distributed/" not in frame.file.replace("\\", "/")):
+            return frame.file, frame.function
+    return "", ""

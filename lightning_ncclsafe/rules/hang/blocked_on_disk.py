@@ -1,0 +1,142 @@
+"""The cause blocked-on-disk: a rank's main thread waits for storage that does not answer."""
+
+import re
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.machine_facts import MainThreadFacts
+from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame
+from lightning_ncclsafe.rules.memory import swaps
+from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.storage import storage_evidence
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.wording import capitalised
+
+_STORAGE = (Wait.NETWORK_STORAGE, Wait.STORAGE)
+_BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)
+# One look at a rank that reads many files finds it so now and then; of one that hangs, most looks do.
+_LOOKS = 3
+_MOSTLY = 0.6
+# A line that works on files; a thread that sleeps in it waits for storage, or for the other end of a pipe.
+_ON_FILES = re.compile(
+    r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
+    r"|load|save\w*|dump|read\w*|write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
+)
+_REMEDY = (
+    "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does not "
+    "answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
+)
+
+
+def blocked_on_disk(job: JobFacts) -> Iterable[Finding]:
+    """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not come back.
+
+    Symptom:
+        All other ranks wait; the process of one is in state D, which not even SIGKILL ends, or stands in open, write
+        or fsync.
+
+    Cause:
+        A network mount whose server does not answer, a full or failing disk, a frozen file system, a pipe or FIFO
+        that nobody reads. Below a page fault (a memory-mapped file) the rank does not even answer.
+
+    Remedy:
+        Look at that storage; write to a local disk.
+
+    Cannot see:
+        Which file it is, where the rank does not answer.
+    """
+    view = timeline(job)
+    for rank, process in silent_processes(view, Reason.BLOCKED):
+        if wait_of(process.wait_channel) is not Wait.DRIVER:
+            yield _silent(view, rank, process)
+    for rank in view.working(view.suspects if view.waiting else ()):
+        confidence = _confidence(view, view.facts[rank])
+        if confidence is not None:
+            yield _answering(view, rank, confidence)
+
+
+def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
+    frame = deepest_user_frame(process.stack)
+    at = f" {place_words(frame)}" if frame else ""
+    known = wait_of(process.wait_channel) in _STORAGE
+    return silent_finding(
+        view,
+        rank,
+        process,
+        rule="blocked-on-disk",
+        words=f"in uninterruptible sleep{_channel(process.wait_channel)}{at}",
+        remedy=_REMEDY,
+        confidence=Confidence.CERTAIN if known else Confidence.LIKELY,
+    )
+
+
+def _channel(channel: str) -> str:
+    waits = wait_of(channel)
+    what = f", waiting for {waits.value}" if waits.value else ""
+    return f" in {channel}{what}" if channel else ""
+
+
+def _confidence(view: Timeline, facts: RankFacts) -> Confidence | None:
+    """How sure it is that this rank waits for storage; None if there is no sign of it."""
+    thread = facts.machine.main_thread
+    if thread is None or swaps(facts.host_facts):
+        return None
+    if _is_blocked(thread):
+        known = wait_of(thread.wait_channel) in _STORAGE
+        named = view.activities[facts.rank].kind in (Kind.USER, Kind.LIGHTNING)
+        return Confidence.CERTAIN if known and named else Confidence.LIKELY
+    return _confidence_in_call(view, facts, thread)
+
+
+def _is_blocked(thread: MainThreadFacts) -> bool:
+    is_so = thread.state == "disk-sleep" and wait_of(thread.wait_channel) not in _BESIDE_DISK
+    return is_so and thread.looks >= _LOOKS and thread.blocked_looks >= _MOSTLY * thread.looks
+
+
+def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFacts) -> Confidence | None:
+    """It sleeps in a line of the user's code that works on files."""
+    frame = facts.stack[-1] if facts.stack else None
+    is_call = frame is not None and view.activities[facts.rank].kind is Kind.USER and _ON_FILES.search(frame.code)
+    # One that reads many files is blocked now and then.
+    is_asleep = thread.state == "sleeping" or (thread.state == "disk-sleep" and thread.looks < _LOOKS)
+    if not is_call or not is_asleep:
+        return None
+    waits = wait_of(thread.wait_channel)
+    # The pipe below a queue is no file of the user's.
+    if waits in _STORAGE or (waits is Wait.PIPE and frame is not None and frame.user):
+        return Confidence.LIKELY
+    # Where the kernel does not say, the line alone tells; a socket or a lock has a name of its own.
+    return Confidence.POSSIBLE if not thread.wait_channel else None
+
+
+def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
+    facts = view.facts[rank]
+    thread = facts.machine.main_thread
+    text = (
+        f"Rank {rank} waits for storage{_channel(thread.wait_channel if thread else '')}: it is {standing(view, rank)}"
+    )
+    checkpoints = view.activities[rank].kind is Kind.CHECKPOINT
+    return Finding(
+        rule="blocked-on-disk",
+        severity=severity(view.job),
+        confidence=confidence,
+        summary=capitalised(f"{text}{while_others_wait(view, (rank,))}."),
+        ranks=(rank,),
+        location=location(view, (rank,)),
+        evidence=(
+            *([_evidence(rank, thread)] if thread else ()),
+            *how_we_know(view, (rank,)),
+            *storage_evidence(facts, of_checkpoints=checkpoints),
+        ),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(rank: int, thread: MainThreadFacts) -> Evidence:
+    channel = f" (kernel function {thread.wait_channel})" if thread.wait_channel else ""
+    text = f"Its main thread is in state {thread.state or 'unknown'}{channel}"
+    text += f", in uninterruptible sleep in {thread.blocked_looks} of {thread.looks} looks over {thread.over_s:.0f} s."
+    return Evidence(source="process", rank=rank, text=text)

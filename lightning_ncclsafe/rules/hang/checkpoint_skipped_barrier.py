@@ -1,0 +1,87 @@
+"""The cause checkpoint-skipped-barrier: a rank's save failed and was caught, and the others wait in the save."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.saves import advice, said
+from lightning_ncclsafe.rules.sentences import phase_evidence, recorder_evidence, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.storage import storage_evidence
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
+
+_SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
+_LISTED = 8
+_REMEDY = (
+    "{advice}. Where a save may fail and training go on, let all ranks learn of it: catch the exception around the "
+    "writing alone (in a CheckpointIO of your own), so that this rank still comes to the barrier, or raise it."
+)
+
+
+def checkpoint_skipped_barrier(job: JobFacts) -> Iterable[Finding]:
+    """A rank's save of a checkpoint raised, the user's code caught it, and the rank never came to the save's barrier.
+
+    Symptom:
+        All ranks but one wait in the barrier behind a save, the one is in the next step as if nothing had happened.
+
+    Cause:
+        try … except around trainer.save_checkpoint: a full disk, an error of the remote storage.
+
+    Remedy:
+        Catch it where the file is written, or not at all.
+
+    Cannot see:
+        Saves that do not go through the Trainer; a save that failed and was caught with a profiler that replaces
+        Lightning's profile().
+    """
+    view = timeline(job)
+    left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
+    behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]))
+    if left and behind and not view.raised:
+        yield _finding(view, left)
+
+
+def _left_save(facts: RankFacts) -> bool:
+    failed = facts.failed_save
+    return failed is not None and not failed.is_consequence and not _is_saving(facts)
+
+
+def _is_saving(facts: RankFacts) -> bool:
+    return any(action.name.startswith(_SAVES) for action in facts.progress.actions)
+
+
+def _place(facts: RankFacts) -> Frame | None:
+    """The deepest line of the user's own from which the save was made or raised."""
+    stack = facts.failed_save.stack if facts.failed_save is not None else ()
+    return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    failed, frame = facts.failed_save, _place(facts)
+    assert failed is not None
+    at = f" at {short_location(frame)}" if frame else ""
+    text = (
+        f"the checkpoint's save on {ranks_words(ranks)} raised {said(failed)}{at}, which was caught, so that "
+        f"{verb(ranks, 'it', 'they')} never came to the save's barrier and {verb(ranks, 'is', 'are')} now "
+        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    )
+    return Finding(
+        rule="checkpoint-skipped-barrier",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=(*_evidence(view, ranks), *phase_evidence(view, ranks), *recorder_evidence(view)),
+        remedy=_REMEDY.format(advice=advice(failed)),
+    )
+
+
+def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
+    for rank in ranks[:_LISTED]:
+        failed = view.facts[rank].failed_save
+        if failed is not None:
+            text = f"Its last save of a checkpoint raised {failed.type}: {failed.message}"
+            yield Evidence(source="exception", rank=rank, text=text)
+        yield from storage_evidence(view.facts[rank], of_checkpoints=True)

@@ -1,0 +1,157 @@
+"""The cause crossed-groups: ranks entered process groups in another order, and wait for one another in a circle."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.divergences import calls_location, where_evidence
+from lightning_ncclsafe.rules.sentences import severity, wait_words
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, group_words
+
+_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
+_SAID = 4
+_LISTED = 8
+_REMEDY = (
+    "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
+    "group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, too: "
+    "each waits on the device for those before it."
+)
+
+
+def crossed_groups(job: JobFacts) -> Iterable[Finding]:
+    """One rank waits in a group for another, which waits in another group for the first.
+
+    Symptom:
+        Each group reports a timeout of its own; in each of them some members have called nothing.
+
+    Cause:
+        Groups of overlapping members (data and tensor parallel, experts, pipeline stages) that are entered in an
+        order that depends on the rank.
+
+    Remedy:
+        One order of groups on all ranks.
+
+    Cannot see:
+        Between which ranks an isend or irecv of gloo is, as its recorder does not have them.
+    """
+    view = timeline(job)
+    circle = _circle(_awaited(view))
+    if circle:
+        yield _finding(view, circle)
+
+
+def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
+    """For each rank that waits, the group in which it does and a rank there that has not come, which waits, too.
+
+    Of one that sends or receives, the group is empty and the rank its peer.
+    """
+    by_name = {group.name: group for group in view.groups}
+    waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
+    late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
+    found = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
+    return found | {rank: ("", peer) for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
+
+
+def _waits_in(view: Timeline, rank: int) -> str:
+    """The group whose collective its main thread is in; empty where it is in none."""
+    doing = view.activities[rank]
+    return doing.collective.group if doing.collective is not None and doing.kind is Kind.COLLECTIVE else ""
+
+
+def _peer(view: Timeline, rank: int) -> int:
+    """The rank that this one sends to or receives from, with nothing else outstanding; -1 if there is none."""
+    facts, doing = view.facts[rank], view.activities[rank]
+    if doing.kind is not Kind.COLLECTIVE or doing.collective is not None:
+        return -1
+    pending = (call for call in facts.collectives if call.is_p2p and not call.completed)
+    told = next((peer for call in pending if (peer := _peer_of(call, facts)) >= 0), -1)
+    return facts.steps.peer if facts.steps.peer >= 0 else told
+
+
+def _peer_of(call: Collective, facts: RankFacts) -> int:
+    """NCCL's recorder names both: ``"recv 0<-1"``, in ranks of the group, its own first."""
+    found = _TO_PEER.search(call.op)
+    members = next((group.ranks for group in facts.groups if group.name == call.group), ())
+    return members[int(found[1])] if found and int(found[1]) < len(members) else -1
+
+
+def _late(group: GroupView, view: Timeline, waits_in: dict[int, GroupView]) -> int | None:
+    others = (rank for rank in group.behind if rank not in waits_in or waits_in[rank].name != group.name)
+    elsewhere = (rank for rank in others if rank in waits_in or _peer(view, rank) >= 0)
+    return next(elsewhere, None)
+
+
+def _circle(awaited: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
+    """The ranks that wait for one another, by way of others, and what for; empty where nobody does."""
+    seen: set[int] = set()
+    for start in awaited:
+        path: dict[int, None] = {}
+        rank = start
+        while rank in awaited and rank not in seen:
+            seen.add(rank)
+            path[rank] = None
+            rank = awaited[rank][1]
+        if rank in path:
+            return {member: awaited[member] for member in list(path)[list(path).index(rank) :]}
+    return {}
+
+
+def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
+    ranks = _odd_ones(view, {name for name, _ in circle.values()})
+    hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_SAID]]
+    return Finding(
+        rule="crossed-groups",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN,
+        summary=f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
+        ranks=ranks,
+        location=calls_location(view, ranks),
+        evidence=(*_evidence(view, circle), *where_evidence(view, circle)),
+        remedy=_REMEDY,
+    )
+
+
+def _odd_ones(view: Timeline, names: set[str]) -> tuple[int, ...]:
+    """Those that wait in another of these groups than most do; all of them where there is no majority."""
+    if "" in names:
+        return tuple(sorted(rank for rank in view.waiting if _peer(view, rank) in view.facts))
+    waits = {rank: name for rank in view.waiting if (name := _waits_in(view, rank)) in names}
+    counts = Counter(waits.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        return tuple(sorted(waits))
+    return tuple(sorted(rank for rank, name in waits.items() if name != counts[0][0]))
+
+
+def _hop(view: Timeline, rank: int, name: str, late: int) -> str:
+    of = f" of {_named(view, name)}" if name and _description(view, name) else ""
+    return f"rank {rank} waits in {wait_words(view, rank)}{of} for rank {late}"
+
+
+def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Evidence]:
+    by_name = {group.name: group for group in view.groups}
+    for rank, (name, late) in list(circle.items())[:_LISTED]:
+        if name:
+            group = by_name[name]
+            text = (
+                f"Is in number {group.oldest.get(rank, group.seq)} of {_named(view, name)}, of which rank {late} has "
+                f"called {group.enqueued.get(late, 0)}."
+            )
+            yield Evidence(source="flight recorder", rank=rank, text=text)
+        else:
+            yield Evidence(source="stack", rank=rank, text=f"Is in {wait_words(view, rank)} with rank {late}.")
+
+
+def _description(view: Timeline, name: str) -> str:
+    known = (group.description for facts in view.facts.values() for group in facts.groups if group.name == name)
+    found = next(known, "")
+    return "" if found in ("undefined", "default_pg") else found
+
+
+def _named(view: Timeline, name: str) -> str:
+    """``"group '1' (tensor_parallel)"``."""
+    described = _description(view, name)
+    return f"{group_words(name)} ({described})" if described else group_words(name)

@@ -1,0 +1,159 @@
+"""The cause diverged-log-keys: ranks log other keys with self.log, and reduce them between ranks."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.divergences import call_evidence, calls_location, where_evidence
+from lightning_ncclsafe.rules.positions import ended_first, positions
+from lightning_ncclsafe.rules.sentences import others_wait, severity
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, condition_words, joined, ranks_words, verb
+from lightning_ncclsafe.step_facts import LoggedKey
+
+_RESULT_FILE = "logger_connector/result.py"
+_LISTED = 8
+_REMEDY = (
+    "Log the same keys with sync_dist=True on all ranks, in the same order: a value that a rank does not have as 0 or "
+    "nan, and what one rank alone has with sync_dist=False and rank_zero_only=True."
+)
+_DECIDES = (
+    " All these ranks have logged the same keys at some time. If the step at this moment does not log it on the "
+    "others, it is this; if they log it in every batch, a rank has skipped another collective before."
+)
+
+
+def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
+    """A value that one rank has logged is reduced between all ranks, and others have not logged it.
+
+    Symptom:
+        A hang in self.log, or at the end of an epoch, where the values of the epoch are reduced.
+
+    Cause:
+        self.log(..., sync_dist=True), or a metric that is logged, under a condition on the rank or on the data.
+
+    Remedy:
+        The same keys on all ranks, in the same order.
+
+    Cannot see:
+        Keys in another order that still meet: each value is then reduced with another key's, and nothing waits.
+    """
+    view = timeline(job)
+    reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
+    if not reducing or view.raised or ended_first(view):
+        return
+    odd = _odd_key(view, reducing)
+    if odd is not None:
+        yield _finding(view, odd)
+    elif len(reducing) < len(view.waiting):
+        yield _undecided(view, reducing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Odd:
+    """A key that some ranks have logged and others have not."""
+
+    key: LoggedKey
+    having: tuple[int, ...]
+    lacking: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The fewer of both; where they are as many, those that log it."""
+        return self.having if len(self.having) <= len(self.lacking) else self.lacking
+
+
+def _reduces(facts: RankFacts) -> bool:
+    """Whether a rank is in the reduction of a logged value, in Lightning's code."""
+    return any(_in_result(frame) for frame in facts.stack)
+
+
+def _in_result(frame: Frame) -> bool:
+    return frame.file.replace("\\", "/").endswith(_RESULT_FILE)
+
+
+def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
+    """The first key that not all ranks have logged; what is being reduced at this moment counts first."""
+    now = {view.facts[rank].steps.reducing for rank in reducing}
+    keys = {_named(key): key for facts in view.facts.values() for key in facts.steps.logged}
+    logged = {rank: {_named(key) for key in facts.steps.logged} for rank, facts in sorted(view.facts.items())}
+    for key in sorted(keys.values(), key=lambda key: key.name not in now):
+        lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
+        if lacking:
+            having = tuple(rank for rank, names in logged.items() if _named(key) in names)
+            return _Odd(key=key, having=having, lacking=lacking)
+    return None
+
+
+def _named(key: LoggedKey) -> tuple[str, str]:
+    return key.hook, key.name
+
+
+def _is_past(view: Timeline, odd: _Odd) -> bool:
+    """Whether the ranks that lack the key have left the hook that logs it, in that batch or in a later one."""
+    places = positions(view)
+    first = min(places[rank] for rank in odd.having)
+    left = (places[rank] >= first and not _is_in(view.facts[rank], odd.key.hook) for rank in odd.lacking)
+    return all(left)
+
+
+def _is_in(facts: RankFacts, hook: str) -> bool:
+    return any(action.name.endswith(f".{hook}") for action in facts.progress.actions)
+
+
+def _finding(view: Timeline, odd: _Odd) -> Finding:
+    key, ranks = odd.key, odd.ranks
+    under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
+    alone = ranks == odd.having
+    lacking = "" if alone else f", and {ranks_words(ranks)} {verb(ranks, 'does', 'do')} not"
+    text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
+    return _told(
+        view,
+        ranks,
+        f"{text} with sync_dist=True in {key.hook}{under}{lacking}",
+        key.place,
+        Confidence.CERTAIN if _is_past(view, odd) else Confidence.LIKELY,
+    )
+
+
+def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
+    """All have logged the same keys before; what differs at this moment is whether they reduce one."""
+    others = tuple(rank for rank in view.waiting if rank not in set(reducing))
+    ranks = reducing if len(reducing) <= len(others) else others
+    name = view.facts[reducing[0]].steps.reducing
+    what = f"{name!r}, which it has" if name else "a value that it has"
+    many = f"{name!r}, which they have" if name else "a value that they have"
+    text = f"{ranks_words(reducing)} {verb(reducing, f'reduces {what}', f'reduce {many}')} logged, and others do not"
+    place = next((key.place for key in view.facts[reducing[0]].steps.logged if key.name == name), "")
+    return _told(view, ranks, text, place, Confidence.POSSIBLE)
+
+
+def _told(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
+    split = view.divergence
+    return Finding(
+        rule="diverged-log-keys",
+        severity=severity(view.job),
+        confidence=confidence,
+        summary=f"{capitalised(text)}: {others_wait(view, ())}.",
+        ranks=ranks,
+        location=place or calls_location(view, ranks),
+        evidence=(
+            *_key_evidence(view),
+            *(call_evidence(split) if split is not None else ()),
+            *where_evidence(view, view.waiting),
+        ),
+        remedy=_REMEDY if confidence is not Confidence.POSSIBLE else _REMEDY + _DECIDES,
+    )
+
+
+def _key_evidence(view: Timeline) -> Iterator[Evidence]:
+    """The keys of each rank, like ones together."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, facts in sorted(view.facts.items()):
+        alike[tuple(key.name for key in facts.steps.logged)].append(rank)
+    for names, ranks in list(alike.items())[:_LISTED]:
+        listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
+        text = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} logged {listed or 'nothing'} together."
+        yield Evidence(source="logger", rank=ranks[0] if len(ranks) == 1 else None, text=text)

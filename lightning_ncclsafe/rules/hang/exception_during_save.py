@@ -1,0 +1,62 @@
+"""The cause exception-during-save: a rank raised while it saved a checkpoint, and its peers wait in that save."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.saves import advice, is_save, said
+from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
+from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
+
+_REMEDY = (
+    "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."
+)
+
+
+def exception_during_save(job: JobFacts) -> Iterable[Finding]:
+    """An exception of its own has ended a rank in the midst of a checkpoint's save.
+
+    Symptom:
+        One rank prints a traceback of a save, the others wait in its barrier or gather until the timeout.
+
+    Cause:
+        No space left, no permission, a path that exists on one host only, state that cannot be pickled.
+
+    Remedy:
+        What the exception says.
+
+    Cannot see:
+        Whether the checkpoint's file is complete: rather take the one before.
+    """
+    view = timeline(job)
+    for rank in view.raised:
+        error = view.facts[rank].exception
+        if error is not None and is_save(error.stack):
+            yield _finding(view, view.facts[rank], error)
+
+
+def _finding(view: Timeline, facts: RankFacts, error: ExceptionFacts) -> Finding:
+    frame = exception_place(facts)
+    at = f" at {short_location(frame)}" if frame else ""
+    places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=True))
+    to = f" to {places}" if places else ""
+    ranks = (facts.rank,)
+    text = (
+        f"{ranks_words(ranks)} raised {said(error)} while it saved a checkpoint{to}{at}, "
+        f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    )
+    return Finding(
+        rule="exception-during-save",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=(
+            Evidence(source="exception", rank=facts.rank, text=f"{error.type}: {error.message}"),
+            *storage_evidence(facts, of_checkpoints=True),
+        ),
+        remedy=_REMEDY.format(advice=advice(error)),
+    )

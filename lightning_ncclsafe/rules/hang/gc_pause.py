@@ -1,0 +1,94 @@
+"""The cause gc-pause: Python's garbage collector holds a rank up."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.machine_facts import GarbageFacts
+from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, duration_words
+
+# Shorter pauses hold nobody up for as long as ranks are asked after.
+_LONG_S = 1.0
+_SHARE = 0.5
+_REMEDY = (
+    "Keep fewer Python objects: hold the data in arrays or tensors instead of lists and dicts of small objects, call "
+    "gc.freeze() once the data is loaded (it is never looked at again), or gc.disable() and gc.collect() at the same "
+    "step on every rank."
+)
+
+
+def gc_pause(job: JobFacts) -> Iterable[Finding]:
+    """A whole collection of Python's garbage collector takes seconds, during which nothing else of Python runs.
+
+    Symptom:
+        All other ranks wait; one stands still at some harmless line that makes objects, again and again, and answers
+        only when the collection is over.
+
+    Cause:
+        Millions of small Python objects (a dataset in lists or dicts): each whole collection looks at all of them.
+
+    Remedy:
+        Keep the data in arrays; gc.freeze() after loading; collect at the same step on every rank.
+
+    Cannot see:
+        Which objects these are.
+    """
+    view = timeline(job)
+    for rank, process in silent_processes(view, Reason.COLLECTING):
+        frame = deepest_user_frame(process.stack)
+        at = f", {place_words(frame)}" if frame else ""
+        yield silent_finding(
+            view,
+            rank,
+            process,
+            rule="gc-pause",
+            words=f"in Python's garbage collector{at}",
+            remedy=_REMEDY,
+            confidence=Confidence.CERTAIN,
+        )
+    for rank in view.working(view.stragglers):
+        if _is_held_up(view.facts[rank]):
+            yield _finding(view, rank)
+
+
+def _is_held_up(facts: RankFacts) -> bool:
+    """It collects, or has just done, for most of the time that it stands still."""
+    garbage, idle_s = facts.machine.garbage, facts.progress.idle_s
+    within = max(idle_s, _LONG_S)
+    just_now = garbage.longest_s if garbage.ended_ago_s <= within else 0.0
+    return max(garbage.running_s, just_now) >= max(_LONG_S, _SHARE * idle_s)
+
+
+def _finding(view: Timeline, rank: int) -> Finding:
+    garbage = view.facts[rank].machine.garbage
+    text = f"Rank {rank} {_words(garbage)}, {standing(view, rank)}{while_others_wait(view, (rank,))}."
+    return Finding(
+        rule="gc-pause",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN if garbage.running_s else Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=(rank,),
+        location=location(view, (rank,)),
+        evidence=(_evidence(rank, garbage), *how_we_know(view, (rank,))),
+        remedy=_REMEDY,
+    )
+
+
+def _words(garbage: GarbageFacts) -> str:
+    if garbage.running_s:
+        return f"has been in Python's garbage collector for {duration_words(garbage.running_s)}"
+    return (
+        f"was in Python's garbage collector for {duration_words(garbage.longest_s)}, until "
+        f"{duration_words(garbage.ended_ago_s)} ago"
+    )
+
+
+def _evidence(rank: int, garbage: GarbageFacts) -> Evidence:
+    count = f"{garbage.count} whole {'collection' if garbage.count == 1 else 'collections'}"
+    text = f"In the last minute {count} took {duration_words(garbage.total_s)}"
+    text += f"; about {garbage.blocks:,} Python objects are alive" if garbage.blocks is not None else ""
+    return Evidence(source="process", rank=rank, text=f"{text}.")

@@ -1,0 +1,53 @@
+"""The cause gil-held: native code in a rank keeps Python's global interpreter lock."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.sentences import place_words
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.timeline import timeline
+
+_REMEDY = (
+    "Have the native code that this line calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
+    "gil_scoped_release, ctypes.CDLL instead of PyDLL), or call it in another process. Which function it is: py-spy "
+    "dump --native --pid {pid}."
+)
+
+
+def gil_held(job: JobFacts) -> Iterable[Finding]:
+    """Native code holds Python's global interpreter lock, so that no other thread of the rank can run Python.
+
+    Symptom:
+        All other ranks wait; one answers nothing, its loggers, heartbeats and watchdog threads stand still as well
+        ("watchdog got stuck for 480 seconds"), while its process runs or sleeps in C.
+
+    Cause:
+        A C or C++ extension that computes or waits without releasing the lock: a call through ctypes.PyDLL, a regular
+        expression or a sum over huge data, a lock that is waited for while the lock is held (a deadlock).
+
+    Remedy:
+        Release the lock in the native code, or call it in another process.
+
+    Cannot see:
+        Which native function it is; only the line of Python that has called it.
+    """
+    view = timeline(job)
+    for rank, process in silent_processes(view, Reason.GIL):
+        yield silent_finding(
+            view,
+            rank,
+            process,
+            rule="gil-held",
+            words=_words(process),
+            remedy=_REMEDY.format(pid=process.pid),
+            # What sleeps may also be a guard that was late to answer on a host that is overloaded.
+            confidence=Confidence.CERTAIN if process.state == "running" else Confidence.LIKELY,
+        )
+
+
+def _words(process: ProcessFacts) -> str:
+    frame = deepest_user_frame(process.stack)
+    where = f" {place_words(frame)}" if frame else ""
+    return f"{process.state} with Python's global interpreter lock held by native code called{where or ' from Python'}"

@@ -1,0 +1,134 @@
+"""The cause gpu-memory-exhausted: a rank's GPU has no memory left."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.sentences import (
+    batch_words,
+    exception_place,
+    how_we_know,
+    location,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, short_location, size_words
+
+_OUT = re.compile(
+    r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_ALLOC_FAILED|Failed to CUDA (?:m|c)alloc|Cuda failure \d* ?'?out of memory"
+)
+# After ranks have called different collectives of objects, one takes the other's data for the size of its own.
+_ABSURD = re.compile(r"allocate (?:more than )?[\d.]+ ?(?:EB|EiB|PiB)")
+# "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
+_AMOUNTS = re.compile(r"Tried to allocate (?P<wanted>[\d.]+ \w+).*?of which (?P<free>[\d.]+ \w+) is free", re.DOTALL)
+_FULL_SHARE = 0.02
+_ROOM_SHARE = 0.1
+_REMEDY = (
+    "Need less memory on this GPU: a smaller batch with more gradient accumulation, a limit on the longest sample, "
+    "activation checkpointing, sharding; PYTORCH_ALLOC_CONF=expandable_segments:True where much is reserved and not "
+    "allocated. If only some batches need so much, sort or cut samples by length: every rank has to live through its "
+    "largest one. Other processes on this GPU count, too (nvidia-smi)."
+)
+
+
+def gpu_memory_exhausted(job: JobFacts) -> Iterable[Finding]:
+    """One rank ran out of memory on its GPU, and its peers wait for a rank that will not come.
+
+    Symptom:
+        One rank raises torch.OutOfMemoryError, perhaps in an except block that swallows it; the others wait in the
+        next collective until the timeout.
+
+    Cause:
+        A larger batch or a longer sample on this rank, work that only this rank does, another process on its GPU, or
+        memory that is fragmented.
+
+    Remedy:
+        Need less memory on this rank; limit the largest sample.
+
+    Cannot see:
+        Which tensors take the memory. "Tried to allocate more than 1EB" is no lack of memory, but follows from ranks
+        that called different collectives of objects, and is not named so.
+    """
+    view = timeline(job)
+    for _, facts in sorted(view.facts.items()):
+        if _is_out_of_memory(facts):
+            yield _raised(view, facts)
+    for rank in view.working(view.stragglers):
+        if _is_full(view, rank):
+            yield _full(view, rank)
+
+
+def _is_out_of_memory(facts: RankFacts) -> bool:
+    exception = facts.exception
+    if exception is None or _ABSURD.search(exception.message):
+        return False
+    return exception.type == "OutOfMemoryError" or bool(_OUT.search(exception.message))
+
+
+def _raised(view: Timeline, facts: RankFacts) -> Finding:
+    exception, rank, frame = facts.exception, facts.rank, exception_place(facts)
+    message = exception.message if exception else ""
+    at = f" at {short_location(frame)}" if frame else ""
+    amounts = _AMOUNTS.search(message)
+    needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
+    text = (
+        f"Rank {rank} has run out of memory on its GPU{needs}{at}, {batch_words(facts.progress)}"
+        f"{while_others_wait(view, (rank,))}."
+    )
+    said = f"{exception.type}: {message}" if exception else ""
+    return Finding(
+        rule="gpu-memory-exhausted",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=text,
+        ranks=(rank,),
+        location=location_of(frame),
+        evidence=(Evidence(source="exception", rank=rank, text=said), *_evidence(view)),
+        remedy=_REMEDY,
+    )
+
+
+def _free_share(facts: RankFacts) -> float | None:
+    gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+    if gpu is None or gpu.free_bytes is None or not gpu.total_bytes:
+        return None
+    return gpu.free_bytes / gpu.total_bytes
+
+
+def _is_full(view: Timeline, rank: int) -> bool:
+    """Its GPU has next to nothing left, and those of the others have."""
+    own = _free_share(view.facts[rank])
+    others = [share for other in view.held_up((rank,)) if (share := _free_share(view.facts[other])) is not None]
+    return own is not None and own < _FULL_SHARE and bool(others) and min(others) > _ROOM_SHARE
+
+
+def _full(view: Timeline, rank: int) -> Finding:
+    text = (
+        f"The memory of rank {rank}'s GPU is full, and those of the others' are not: the rank may be busy freeing and "
+        f"asking again for memory, {standing(view, rank)}{while_others_wait(view, (rank,))}."
+    )
+    return Finding(
+        rule="gpu-memory-exhausted",
+        severity=severity(view.job),
+        # A cache that holds all memory is full as well, and holds nobody up.
+        confidence=Confidence.POSSIBLE,
+        summary=capitalised(text),
+        ranks=(rank,),
+        location=location(view, (rank,)),
+        evidence=(*_evidence(view), *how_we_know(view, (rank,))),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(view: Timeline) -> Iterator[Evidence]:
+    """The memory of all GPUs, so that one that differs is seen."""
+    for rank, facts in sorted(view.facts.items())[:8]:
+        gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+        if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:
+            text = f"Its GPU has {size_words(gpu.free_bytes)} of {size_words(gpu.total_bytes)} free."
+            others = f" Others use it, too: {', '.join(gpu.foreign_processes[:3])}." if gpu.foreign_processes else ""
+            yield Evidence(source="gpu", rank=rank, text=text + others)

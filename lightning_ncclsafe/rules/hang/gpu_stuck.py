@@ -1,0 +1,150 @@
+"""The cause gpu-stuck: a rank has called what all have called, and its GPU does not come forward."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.devices import Pending, ailment, gpu_evidence, pending_on_nccl, uses_gpus
+from lightning_ncclsafe.rules.landmarks import looks_like_device_sync
+from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.wording import capitalised, collective_words, ranks_words, verb
+
+_REMEDY = (
+    "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
+    "temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it checked "
+    "(dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
+    "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+)
+
+
+def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
+    """One rank's GPU does not come to, or does not get through, a collective that the other ranks' GPUs have come to.
+
+    Symptom:
+        All ranks report the same collective in the timeout; on one of them it has not started, or has not ended,
+        where it has on the others.
+
+    Cause:
+        A GPU or its driver that hangs (Xid, ECC, fallen off the bus), a kernel before the collective that never ends,
+        or takes very long, on this rank's data.
+
+    Remedy:
+        Look at that GPU and at the kernel's log; take the host out.
+
+    Cannot see:
+        Which kernel runs on the GPU. Whether a collective has started is only recorded with TORCH_NCCL_ENABLE_TIMING
+        or a newer NCCL back end; without, all look alike (all-joined).
+    """
+    view = timeline(job)
+    yield from _in_the_driver(view)
+    if view.raised:
+        return
+    found = tuple(_behind_on_device(view))
+    yield from found
+    if not found:
+        yield from _in_a_sync(view)
+
+
+def _in_the_driver(view: Timeline) -> Iterator[Finding]:
+    for rank, process in silent_processes(view, Reason.BLOCKED):
+        if wait_of(process.wait_channel) is Wait.DRIVER:
+            yield silent_finding(
+                view,
+                rank,
+                process,
+                rule="gpu-stuck",
+                words=f"in uninterruptible sleep in {process.wait_channel}, in the GPU's driver",
+                remedy=_REMEDY,
+                confidence=Confidence.LIKELY,
+            )
+
+
+def _behind_on_device(view: Timeline) -> Iterator[Finding]:
+    for pending in pending_on_nccl(view):
+        ranks, words = _odd_ones(view, pending)
+        if ranks:
+            yield _finding(view, pending, ranks, words)
+
+
+def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], str]:
+    """The few that differ from the others on the device, and how."""
+    few = len(pending.calls) // 2
+    if pending.not_started and len(pending.not_started) <= few and not _waits_elsewhere(view, pending):
+        return pending.not_started, "has not started"
+    if pending.completed and not pending.is_rooted and len(pending.pending) <= few:
+        return pending.pending, "has not ended"
+    unwell = tuple(rank for rank in pending.pending if ailment(view.facts[rank]))
+    return (unwell, "does not get through") if unwell and len(unwell) <= few else ((), "")
+
+
+def _waits_elsewhere(view: Timeline, pending: Pending) -> bool:
+    """Something that was called before it, in another group, may be what these devices wait in."""
+    for rank in pending.not_started:
+        called_ns = pending.calls[rank].created_ns
+        for entry in view.facts[rank].collectives:
+            if not entry.completed and entry.group != pending.group.name and entry.created_ns <= called_ns:
+                return True
+    return False
+
+
+def _finding(view: Timeline, pending: Pending, ranks: tuple[int, ...], words: str) -> Finding:
+    others = tuple(rank for rank in pending.calls if rank not in ranks)
+    told = {"has not started": "has started", "has not ended": "has ended"}.get(words, "waits")
+    what = collective_words(pending.first)
+    text = (
+        f"All ranks of the group have called {what}; on the {verb(ranks, 'GPU', 'GPUs')} of {ranks_words(ranks)} it "
+        f"{words}, on {verb(others, 'that', 'those')} of {ranks_words(others)} it {told}, "
+        f"{batch_words(view.facts[ranks[0]].progress)}."
+    )
+    return Finding(
+        rule="gpu-stuck",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=tuple(_evidence(view, pending, ranks)),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Iterator[Evidence]:
+    started = tuple(rank for rank in pending.pending if pending.calls[rank].started)
+    states = (
+        (pending.not_started, "Called and not started on the device"),
+        (started, "Started on the device and not ended"),
+        (pending.completed, "Ended on the device"),
+    )
+    for who, what in states:
+        if who:
+            yield Evidence(
+                source="flight recorder", text=f"{what} of {ranks_words(who)}: {collective_words(pending.first)}."
+            )
+    for rank in ranks[:8]:
+        yield from gpu_evidence(view.facts[rank])
+
+
+def _in_a_sync(view: Timeline) -> Iterator[Finding]:
+    """A rank that others wait for reads a value from its GPU, on which nothing of NCCL's is outstanding."""
+    if not view.waiting or not uses_gpus(view):
+        return
+    for rank in view.working(view.stragglers):
+        facts = view.facts[rank]
+        if facts.stack and looks_like_device_sync(facts.stack[-1]):
+            text = (
+                f"Rank {rank} waits for its own GPU, {standing(view, rank)}: what was queued on it before has not ended"
+                f"{while_others_wait(view, (rank,))}."
+            )
+            yield Finding(
+                rule="gpu-stuck",
+                severity=severity(view.job),
+                confidence=Confidence.LIKELY if ailment(facts) else Confidence.POSSIBLE,
+                summary=capitalised(text),
+                ranks=(rank,),
+                location=location(view, (rank,)),
+                evidence=(*gpu_evidence(facts), *how_we_know(view, (rank,))),
+                remedy=_REMEDY,
+            )

@@ -1,0 +1,167 @@
+"""The cause host-starved: a rank has work to do, and its host does not let it: no core, no quota, no memory."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.machine_facts import MainThreadFacts, PressureFacts
+from lightning_ncclsafe.rules.memory import memory_evidence, swaps
+from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
+
+# Shares of the time, from which on a rank is slow because of them and not merely a little slower.
+_QUEUED = 0.5
+_THROTTLED = 0.5
+_STALLED = 0.3
+# Less says nothing.
+_SHORTEST_S = 1.0
+_FAULTS_PER_S = 100
+_REMEDY_CORES = (
+    "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
+    "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun --cpus-per-"
+    "task, --cpu-bind)."
+)
+_REMEDY_QUOTA = (
+    "Raise the CPU limit of its control group (docker --cpus, Kubernetes resources.limits.cpu, the scheduler's), or "
+    "use fewer loader workers and threads: all of them together share that quota."
+)
+_REMEDY_MEMORY = (
+    "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
+    "smaller batch or fewer loader workers, and keep swap off network storage."
+)
+
+
+def host_starved(job: JobFacts) -> Iterable[Finding]:
+    """A rank is late because its host lets it work for a part of the time only.
+
+    Symptom:
+        One rank, or all ranks of one host, are slow everywhere, with no line that would explain it; loggers,
+        heartbeats and the watchdog are late as well.
+
+    Cause:
+        More threads and workers than cores, another job on the host, a CPU quota of the container that is used up
+        (cpu.stat: nr_throttled), a CPU mask with several ranks on one core, or memory that is swapped.
+
+    Remedy:
+        Fewer workers and threads, cores of its own, a higher quota, less memory in each rank.
+
+    Cannot see:
+        Which other process takes the cores; what happened before the last 20 seconds.
+    """
+    view = timeline(job)
+    for rank, process in silent_processes(view, Reason.STARVED):
+        swapped = process.state == "disk-sleep"
+        ran = f"which got {process.ran_share or 0:.0%} of a core"
+        yield silent_finding(
+            view,
+            rank,
+            process,
+            rule="host-starved",
+            words="swapped out in part and waits for its memory" if swapped else f"starved of its host's cores, {ran}",
+            remedy=_REMEDY_MEMORY if swapped else f"{_REMEDY_CORES} {_REMEDY_QUOTA}",
+            confidence=Confidence.LIKELY,
+        )
+    by_need: dict[str, list[int]] = {}
+    for rank in view.working(view.stragglers) if view.waiting else ():
+        for need in list(_needs(view.facts[rank]))[:1]:
+            by_need.setdefault(need, []).append(rank)
+    for need, ranks in by_need.items():
+        yield _finding(view, need, tuple(ranks))
+
+
+def _needs(facts: RankFacts) -> Iterator[str]:
+    """What it lacks, the most direct sign first."""
+    pressure, thread = facts.machine.pressure, facts.machine.main_thread
+    if pressure is not None and _is_throttled(pressure):
+        yield _REMEDY_QUOTA
+    if thread is not None and thread.over_s >= _SHORTEST_S and (thread.queued_s or 0.0) >= _QUEUED * thread.over_s:
+        yield _REMEDY_CORES
+    if pressure is not None and _lacks_memory(facts, pressure, thread):
+        yield _REMEDY_MEMORY
+
+
+def _is_throttled(pressure: PressureFacts) -> bool:
+    if pressure.over_s < _SHORTEST_S or not pressure.periods or pressure.throttled_periods is None:
+        return False
+    often = pressure.throttled_periods >= _THROTTLED * pressure.periods
+    return often and (pressure.throttled_s or 0.0) >= _STALLED * pressure.over_s
+
+
+def _lacks_memory(facts: RankFacts, pressure: PressureFacts, thread: MainThreadFacts | None) -> bool:
+    stalled = (pressure.memory_stalled or 0.0) >= _STALLED
+    faults = (thread.major_faults or 0) if thread is not None else 0
+    return stalled and (swaps(facts.host_facts) or faults >= _FAULTS_PER_S * pressure.over_s)
+
+
+_WORDS = {
+    _REMEDY_QUOTA: "{verb} held up by the CPU quota of {whose} control group",
+    _REMEDY_CORES: "{verb} waiting for a core most of the time",
+    _REMEDY_MEMORY: "{verb} waiting for memory that is swapped out",
+}
+
+
+def _finding(view: Timeline, need: str, ranks: tuple[int, ...]) -> Finding:
+    told = _WORDS[need].format(verb=verb(ranks, "is", "are"), whose=verb(ranks, "its", "their"))
+    amount = _amount(view.facts[ranks[0]], need)
+    text = f"{ranks_words(ranks)} {told}{amount}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    return Finding(
+        rule="host-starved",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks)),
+        remedy=need,
+    )
+
+
+def _amount(facts: RankFacts, need: str) -> str:
+    pressure, thread = facts.machine.pressure, facts.machine.main_thread
+    if need == _REMEDY_CORES and thread is not None:
+        # The kernel counts a wait when it is over, so that a short while may get more than its due.
+        queued_s = min(thread.queued_s or 0.0, thread.over_s)
+        return f" ({duration_words(queued_s)} of the last {duration_words(thread.over_s)})"
+    if need == _REMEDY_QUOTA and pressure is not None:
+        return f" (in {pressure.throttled_periods} of the last {pressure.periods} periods)"
+    return ""
+
+
+def _evidence(facts: RankFacts) -> Iterator[Evidence]:
+    thread, pressure, host = facts.machine.main_thread, facts.machine.pressure, facts.host_facts
+    if thread is not None:
+        text = "; ".join(_thread_words(thread))
+        yield Evidence(
+            source="process", rank=facts.rank, text=f"In the last {thread.over_s:.0f} s its main thread {text}."
+        )
+    if pressure is not None and (told := list(_pressure_words(pressure))):
+        yield Evidence(source="host", rank=facts.rank, text=f"In the last {pressure.over_s:.0f} s {'; '.join(told)}.")
+    if host.load_1min is not None and host.cores:
+        text = f"The load average of its host is {host.load_1min:.1f}; it may run on {host.cores} cores."
+        yield Evidence(source="host", rank=facts.rank, text=text)
+    yield from memory_evidence(facts)
+
+
+def _thread_words(thread: MainThreadFacts) -> Iterator[str]:
+    if thread.ran_s is not None and thread.queued_s is not None:
+        yield f"ran for {thread.ran_s:.1f} s and waited for a core for {thread.queued_s:.1f} s"
+    if thread.preempted is not None:
+        yield f"a core was taken from it {thread.preempted:,} times"
+    if thread.major_faults:
+        yield f"{thread.major_faults:,} pages had to be read back"
+
+
+def _pressure_words(pressure: PressureFacts) -> Iterator[str]:
+    if pressure.throttled_periods:
+        yield (
+            f"the quota of its control group was used up in {pressure.throttled_periods} of {pressure.periods} "
+            f"periods, which took {pressure.throttled_s or 0.0:.1f} s"
+        )
+    shares = (
+        (pressure.cpu_waited, "some task waited for a core"),
+        (pressure.memory_stalled, "all tasks waited for memory"),
+        (pressure.io_stalled, "all tasks waited for storage"),
+    )
+    yield from (f"{what} {share:.0%} of the time" for share, what in shares if share)

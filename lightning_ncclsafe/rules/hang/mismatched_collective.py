@@ -1,0 +1,174 @@
+"""The cause mismatched-collective: ranks called the same collective with other sizes or types."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.divergences import (
+    call_evidence,
+    called_at,
+    calls_location,
+    calls_words,
+    culprits,
+    same_purpose,
+    units_of,
+    variants,
+    where_evidence,
+)
+from lightning_ncclsafe.rules.positions import ended_first
+from lightning_ncclsafe.rules.sentences import severity
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.wording import (
+    capitalised,
+    collective_words,
+    group_words,
+    joined,
+    location_of,
+    numel,
+    ranks_words,
+    short_location,
+    verb,
+)
+
+_REMEDY = (
+    "Give this collective tensors of one shape and dtype on all ranks: pad them or exchange their sizes first, as "
+    "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
+    "depends on its data, and for a model that is built otherwise there."
+)
+# As torch's recorder names types.
+_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
+    "Byte": 1,
+    "Bool": 1,
+}
+_DECIDES = (
+    " Where the stacks show different functions on the ranks, it is not the size that is wrong: one rank has skipped "
+    "a collective, or called one more."
+)
+
+
+def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
+    """Ranks called the same operation under the same number, with another number of elements or another data type.
+
+    Symptom:
+        NCCL: a timeout in which ranks report another NumelIn for one sequence number, or garbage in the result. Gloo
+        ends the process of a rank that receives more than it has room for ("op.preamble.length <= op.nbytes"), and
+        the others are told that the connection is closed.
+
+    Cause:
+        A tensor whose shape or type depends on a rank's data is reduced or gathered as it is.
+
+    Remedy:
+        Make the tensors alike on all ranks.
+
+    Cannot see:
+        Sizes where a collective may have different ones by design (all_to_all, scatter); what a rank called whose
+        process is gone.
+    """
+    view = timeline(job)
+    split = view.divergence
+    if view.raised or ended_first(view):
+        return
+    if split is None:
+        aborted = _aborted(view)
+        if aborted:
+            yield _abort(view, aborted)
+    elif len({call.op for call in split.calls.values()}) == 1:
+        alike = same_purpose(view, split)
+        if alike is not False and not _other_units(view, split):
+            yield _finding(view, split, is_sure=alike is True)
+
+
+def _aborted(view: Timeline) -> tuple[int, ...]:
+    """Ranks whose process has ended itself, as gloo does; only where a rank is its parent can that be told."""
+    pids = {child.pid for facts in view.facts.values() for child in facts.machine.ended if child.signal == "SIGABRT"}
+    gone = tuple(rank for rank in view.silent if rank in view.witnesses and view.witnesses[rank].pid in pids)
+    return gone if gone and any(_last_of_gloo(facts) for facts in view.facts.values()) else ()
+
+
+def _last_of_gloo(facts: RankFacts) -> Collective | None:
+    """What a rank waited in, if that sends something."""
+    last = next(reversed(facts.collectives), None)
+    return last if last is not None and last.backend == "gloo" and numel(last) else None
+
+
+def _abort(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    others, call = next((rank, call) for rank, facts in view.facts.items() if (call := _last_of_gloo(facts)))
+    frame = called_at(view.facts[others])
+    at = f" at {short_location(frame)}" if frame is not None else ""
+    text = (
+        f"the process of {ranks_words(ranks)} has ended itself (SIGABRT), as gloo does with one to which more is sent "
+        f"than it has room for, while {ranks_words([others])} was in {collective_words(call)}{at}."
+    )
+    return Finding(
+        rule="mismatched-collective",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=(*_gone_evidence(view, ranks), *where_evidence(view, [others])),
+        remedy=f'{_REMEDY} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
+    )
+
+
+def _other_units(view: Timeline, split: Divergence) -> bool:
+    """Ranks gather different parts of the model: it is not the sizes that differ, but what they compute."""
+    units = units_of(view, split)
+    return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
+
+
+def _finding(view: Timeline, split: Divergence, *, is_sure: bool) -> Finding:
+    overrun = _overrun(view, split)
+    ranks = _odd_ones(view, split, overrun)
+    gone = (
+        f"Gloo has ended the process of {ranks_words(overrun)}, as to {verb(overrun, 'it', 'them')} more was sent than "
+        f"{verb(overrun, 'it', 'they')} had room for."
+        if overrun
+        else ""
+    )
+    text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    return Finding(
+        rule="mismatched-collective",
+        severity=Severity.ERROR if overrun else severity(view.job),
+        confidence=Confidence.CERTAIN if is_sure else Confidence.LIKELY,
+        summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
+        ranks=ranks,
+        location=calls_location(view, ranks),
+        evidence=(*call_evidence(split), *_gone_evidence(view, overrun), *where_evidence(view, split.calls)),
+        remedy=_REMEDY if is_sure else _REMEDY + _DECIDES,
+    )
+
+
+def _difference(split: Divergence) -> str:
+    sizes = {numel(call) for call in split.calls.values()}
+    types = {call.dtypes for call in split.calls.values()}
+    what = " and ".join([*(["size"] if len(sizes) > 1 else []), *(["type"] if len(types) > 1 else [])])
+    return f"the same operation with another {what}, which can never complete"
+
+
+def _overrun(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """Members whose process is gone where the back end is gloo, which ends one that receives too much."""
+    group = next((group for group in view.groups if group.name == split.group), None)
+    if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
+        return ()
+    gone = (rank for rank in view.silent if rank in view.witnesses and rank in group.members)
+    return tuple(rank for rank in gone if view.witnesses[rank].state in ("gone", "zombie"))
+
+
+def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tuple[int, ...]:
+    """The minority, in which a rank that received too much counts for the smallest call."""
+    different = variants(split.calls)
+    if not overrun or len(different) != 2:
+        return culprits(view, split)
+    smaller, larger = sorted(different, key=lambda variant: _bytes(variant[0]))
+    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+
+
+def _bytes(call: Collective) -> int:
+    return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
+
+
+def _gone_evidence(view: Timeline, overrun: tuple[int, ...]) -> Iterator[Evidence]:
+    for rank in overrun[:4]:
+        text = f"Process {view.witnesses[rank].pid} is {view.witnesses[rank].state}."
+        yield Evidence(source="process", rank=rank, text=text)

@@ -1,0 +1,131 @@
+"""The cause network-cut: connections between hosts are lost while the ranks on both sides are alive."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, Phase, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.devices import hosts
+from lightning_ncclsafe.rules.sentences import batch_words
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import ranks_words, verb
+
+# As the kernel, gloo, NCCL's sockets and its InfiniBand transport say it.
+_LOST = re.compile(
+    r"Connection reset|Connection (?:was )?closed by|[Ss]ocket error|No route to host|Network is (?:unreachable|down)"
+    r"|Host is (?:unreachable|down)|Connection timed out|ncclRemoteError|remote process exited or there was a network"
+    r"|status=12|transport retry counter|NET/(?:IB|Socket)|ibv_\w+|Broken pipe|Software caused connection abort"
+)
+# A limit that is over closes connections as well, and is no fault of theirs.
+_LIMIT = re.compile(
+    r"Application timeout caused pair closure|collective operation timeout|Watchdog caught|Timed out waiting"
+)
+# "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
+_NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
+_LISTED = 8
+_REMEDY_ONE_HOST = (
+    "All ranks are on one host, so that no cable is at fault: look for what closes or resets their connections, a "
+    "firewall on the host, an interface that went down (dmesg, ip -s link), code that closes file descriptors or "
+    "destroys the process group on some rank."
+)
+_REMEDY = (
+    "Look at the network between these hosts on the interface that was used: link and error counters (ethtool -S, "
+    "ibstat, perfquery), the switch's log, a firewall or NAT that drops long-lived connections, cables. With "
+    "InfiniBand, NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT bridge short interruptions."
+)
+
+
+def network_cut(job: JobFacts) -> Iterable[Finding]:
+    """Ranks on several hosts report lost connections, and every one of them is alive.
+
+    Symptom:
+        Some ranks raise "Connection reset by peer", "Connection closed", "socket error", "NET/IB … status=12"; no rank
+        has raised anything else, and no process is dead.
+
+    Cause:
+        A link, a NIC, a cable or a switch port that fails for a moment, a firewall that forgets connections.
+
+    Remedy:
+        Look at the links of the host that the messages have in common.
+
+    Cannot see:
+        Which cable it was; on a single host, who has closed the connections. A host that does not answer at all is
+        unreachable-host; a process that is gone, dead-rank.
+    """
+    view = timeline(job)
+    told = {rank: text for rank, facts in view.facts.items() if (text := _said(facts))}
+    where = hosts(view)
+    if not told or not _all_alive(view):
+        return
+    if any(_LIMIT.search(text) for text in told.values()):
+        return
+    yield _finding(view, told, where)
+
+
+def _said(facts: RankFacts) -> str:
+    exception = facts.exception
+    message = exception.message if exception is not None and exception.is_consequence else ""
+    return message if _LOST.search(message) or _LIMIT.search(message) else ""
+
+
+def _all_alive(view: Timeline) -> bool:
+    """Nobody is silent, has failed by itself, or has finished and left its connections."""
+    finished = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values())
+    return not view.silent and not view.raised and not finished
+
+
+def _finding(view: Timeline, told: dict[int, str], where: dict[int, str]) -> Finding:
+    several = len({*where.values()}) > 1
+    host = _common_host(view, told, where) if several else ""
+    there = tuple(sorted(rank for rank, name in where.items() if name == host)) if host else ()
+    ranks = there or tuple(sorted(told))
+    to = f"to {host} ({ranks_words(there)})" if host else f"between {'hosts' if several else 'ranks of one host'}"
+    facts = view.facts[ranks[0]]
+    text = (
+        f"Connections {to} were lost, {batch_words(facts.progress)}: {ranks_words(told)} "
+        f"{verb(tuple(told), 'says', 'say')} so, and the processes of all {len(view.facts)} ranks are alive."
+    )
+    return Finding(
+        rule="network-cut",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=ranks,
+        evidence=tuple(_evidence(view, told)),
+        remedy=_REMEDY if several else _REMEDY_ONE_HOST,
+    )
+
+
+def _common_host(view: Timeline, told: dict[int, str], where: dict[int, str]) -> str:
+    """The host that most of those on other hosts have lost, where no other one is named as often."""
+    owners = dict(_addresses(view)) | {name: name for name in where.values()}
+    lost: Counter[str] = Counter()
+    for rank, text in told.items():
+        named = {owners[address] for address in _NAMED.findall(text) if address in owners}
+        lost.update(named - {where.get(rank, "")})
+    most = lost.most_common(2)
+    is_one = bool(most) and (len(most) == 1 or most[0][1] > most[1][1])
+    return most[0][0] if is_one else ""
+
+
+def _addresses(view: Timeline) -> Iterator[tuple[str, str]]:
+    """Addresses and the host that each belongs to; one that several hosts have, as a bridge's, belongs to none."""
+    owners: dict[str, set[str]] = {}
+    for facts in view.facts.values():
+        interface = facts.machine.interface
+        if interface is not None:
+            for address in (interface.address, *(other.rpartition(" ")[2] for other in interface.others)):
+                owners.setdefault(address, set()).add(facts.host)
+    return ((address, next(iter(names))) for address, names in owners.items() if len(names) == 1)
+
+
+def _evidence(view: Timeline, told: dict[int, str]) -> Iterator[Evidence]:
+    for rank, text in sorted(told.items())[:_LISTED]:
+        yield Evidence(source="exception", rank=rank, text=text)
+    yield Evidence(source="process", text=f"Every rank has answered: {ranks_words(view.facts)}.")
+    for rank, facts in sorted(view.facts.items())[:_LISTED]:
+        interface = facts.machine.interface
+        if interface is not None and interface.name:
+            text = f"{interface.backend} uses {interface.name} {interface.address} ({interface.chosen_by})."
+            yield Evidence(source="network", rank=rank, text=text)

@@ -1,0 +1,89 @@
+"""The cause p2p-blocked: GPUs of one host cannot send to each other."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.devices import Pending, gpu_evidence, hosts, pending_on_nccl
+from lightning_ncclsafe.rules.sentences import batch_words, severity
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import collective_words, duration_words, ranks_words
+
+# Object broadcasts and barriers of the start; later on, other things break as well.
+_FIRST = 8
+_REMEDY = (
+    "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is blocked, "
+    "and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off PCIe ACS "
+    "(lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on bare metal, "
+    "and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver allows."
+)
+
+
+def p2p_blocked(job: JobFacts) -> Iterable[Finding]:
+    """The very first collective of a host's GPUs never ends, though every rank has called it.
+
+    Symptom:
+        Training stops at the start ("All distributed processes registered"), with 100 % GPU utilization and little
+        power on all GPUs; with gloo, or on one GPU, it works.
+
+    Cause:
+        Peer-to-peer transfers between GPUs are accepted and never arrive: PCIe access control (ACS) or an IOMMU in
+        between, a virtual machine, or a driver that allows it on GPUs that cannot.
+
+    Remedy:
+        NCCL_P2P_DISABLE=1 as a test and until it is repaired; then ACS, IOMMU, driver.
+
+    Cannot see:
+        The transfers themselves: a GPU that hangs at the start looks the same (gpu-stuck, all-joined), unless its
+        driver says so.
+    """
+    view = timeline(job)
+    if view.raised or view.silent or view.behind or _has_worked(view):
+        return
+    where = hosts(view)
+    for pending in pending_on_nccl(view):
+        there = {where.get(rank, "") for rank in pending.calls}
+        is_first = pending.first.seq <= _FIRST and not pending.completed and not pending.not_started
+        if is_first and len(there) == 1 and "" not in there and not _is_off(view, pending):
+            yield _finding(view, pending)
+
+
+def _has_worked(view: Timeline) -> bool:
+    """Whether anything has ever ended on NCCL: then transfers work."""
+    entries = (entry for facts in view.facts.values() for entry in facts.collectives)
+    return any(entry.completed and entry.backend.startswith("nccl") for entry in entries)
+
+
+def _is_off(view: Timeline, pending: Pending) -> bool:
+    return any(view.facts[rank].machine.settings.get("NCCL_P2P_DISABLE", "0") != "0" for rank in pending.calls)
+
+
+def _finding(view: Timeline, pending: Pending) -> Finding:
+    ranks = tuple(sorted(pending.calls))
+    facts = view.facts[ranks[0]]
+    text = (
+        f"The first collective, {collective_words(pending.first)}, was called by all of {ranks_words(ranks)} on "
+        f"{facts.host} and has ended on none of them for {duration_words(facts.progress.idle_s)}, "
+        f"{batch_words(facts.progress)}: peer-to-peer transfers between these GPUs are probably blocked."
+    )
+    started = all(call.started for call in pending.calls.values())
+    return Finding(
+        rule="p2p-blocked",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY if started else Confidence.POSSIBLE,
+        summary=text,
+        ranks=ranks,
+        evidence=tuple(_evidence(view, pending, started)),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(view: Timeline, pending: Pending, started: bool) -> Iterator[Evidence]:
+    what = "It has started on every device" if started else "Whether it has started on the devices is not known"
+    yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever ended on NCCL in this run.")
+    for rank in sorted(pending.calls)[:8]:
+        facts = view.facts[rank]
+        gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+        if gpu is not None:
+            yield Evidence(source="gpu", rank=rank, text=f"{gpu.name}, driver {gpu.driver or 'unknown'}.")
+        yield from gpu_evidence(facts)

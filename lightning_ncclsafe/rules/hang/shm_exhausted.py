@@ -1,0 +1,95 @@
+"""The cause shm-exhausted: /dev/shm is full, so that a rank's workers cannot hand over their batches."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.shared_memory import says_shm_is_full, shm_is_full
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, size_words
+
+_REMEDY = (
+    "Make /dev/shm larger (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on "
+    "/dev/shm), or put less into it: fewer workers, a smaller prefetch_factor or batch. Remove what earlier runs have "
+    "left there (ls -l /dev/shm)."
+)
+
+
+def shm_exhausted(job: JobFacts) -> Iterable[Finding]:
+    """Shared memory is used up.
+
+    Symptom:
+        A worker dies of a bus error, or says "unable to write to file </torch_…>: No space left on device"; NCCL says
+        "Error while creating shared memory segment"; the other ranks wait.
+
+    Cause:
+        /dev/shm is smaller than the batches that workers prefetch (64 MB in Docker by default), or full of what
+        earlier runs have left.
+
+    Remedy:
+        A larger /dev/shm, or less in it.
+
+    Cannot see:
+        Who has filled it.
+    """
+    view = timeline(job)
+    for _, facts in sorted(view.facts.items()):
+        if facts.exception is not None and says_shm_is_full(facts):
+            yield _raised(view, facts)
+    for rank in view.working(view.stragglers):
+        if shm_is_full(view.facts[rank]) and view.activities[rank].waits_for_data:
+            yield _waits(view, rank)
+
+
+def _raised(view: Timeline, facts: RankFacts) -> Finding:
+    exception, rank = facts.exception, facts.rank
+    said = f"{exception.type}: {exception.message}" if exception else ""
+    text = (
+        f"Shared memory (/dev/shm) is used up on rank {rank}{_room(facts)}, {batch_words(facts.progress)}"
+        f"{while_others_wait(view, (rank,))}."
+    )
+    return Finding(
+        rule="shm-exhausted",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        summary=text,
+        ranks=(rank,),
+        evidence=(Evidence(source="exception", rank=rank, text=said), *_evidence(facts)),
+        remedy=_REMEDY,
+    )
+
+
+def _waits(view: Timeline, rank: int) -> Finding:
+    facts = view.facts[rank]
+    text = (
+        f"Rank {rank} waits for batches, and /dev/shm, which its workers hand them over in, is full{_room(facts)}: "
+        f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
+    )
+    return Finding(
+        rule="shm-exhausted",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=(rank,),
+        location=location(view, (rank,)),
+        evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
+        remedy=_REMEDY,
+    )
+
+
+def _room(facts: RankFacts) -> str:
+    total, free = facts.machine.shm_total_bytes, facts.machine.shm_free_bytes
+    # By the time that ranks are asked, the worker that has filled it may have left.
+    return "" if total is None or free is None else f" ({size_words(free)} of its {size_words(total)} are free now)"
+
+
+def _evidence(facts: RankFacts) -> Iterator[Evidence]:
+    total, free = facts.machine.shm_total_bytes, facts.machine.shm_free_bytes
+    if total is not None and free is not None:
+        text = f"/dev/shm has {size_words(total)}, of which {size_words(free)} are free now."
+        yield Evidence(source="host", rank=facts.rank, text=text)
+    for loader in facts.loaders:
+        prefetch = f" and prefetch_factor={loader.prefetch_factor}" if loader.prefetch_factor is not None else ""
+        text = f"{loader.dataset or 'A dataset'} is read with num_workers={loader.num_workers}{prefetch}."
+        yield Evidence(source="loader", rank=facts.rank, text=text)

@@ -1,0 +1,100 @@
+"""The cause skipped-step: a rank left out the backward pass of a batch, in which its peers wait for it."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.sentences import exception_place, how_we_know, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+
+_REFUSED = "Skipping the `training_step`"
+_LISTED = 8
+_REMEDY = (
+    "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
+    "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a bad "
+    "batch are 0."
+)
+
+
+def skipped_step(job: JobFacts) -> Iterable[Finding]:
+    """One rank's training_step returned before the backward pass, and so exchanged no gradients for that batch.
+
+    Symptom:
+        Peers wait in the gradients' all-reduce; the rank is in a later batch, or Lightning has refused to go on
+        ("Skipping the `training_step` by returning None in distributed training is not supported").
+
+    Cause:
+        "return None" for a batch without labels, with a loss that is not finite, or after an out-of-memory error.
+
+    Remedy:
+        Skip on all ranks or on none.
+
+    Cannot see:
+        A backward pass that is called as loss.backward() instead of self.manual_backward(loss); which of several
+        returns it was.
+    """
+    view = timeline(job)
+    refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
+    if refused:
+        yield _finding(view, refused, Confidence.CERTAIN)
+    elif view.waiting and not view.raised:
+        skipped = _skipped_more(view)
+        if skipped:
+            yield _finding(view, skipped, Confidence.LIKELY)
+
+
+def _is_refused(facts: RankFacts) -> bool:
+    return facts.exception is not None and facts.exception.message.startswith(_REFUSED)
+
+
+def _skipped_more(view: Timeline) -> tuple[int, ...]:
+    """Ranks that have left out more backward passes than others; none where nothing tells of these passes."""
+    steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
+    if not steps or not all(known.with_backward for known in steps.values()):
+        return ()
+    least = min(known.skipped for known in steps.values())
+    return tuple(rank for rank, known in steps.items() if known.skipped > least)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
+    facts = view.facts[ranks[0]]
+    steps = facts.steps
+    batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
+    raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
+    stands = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} skipped {batch}: its training_step returned without a "
+        f"backward pass{_at(facts)}{raised}{stands}{while_others_wait(view, ranks)}."
+    )
+    return Finding(
+        rule="skipped-step",
+        severity=Severity.ERROR if raised else severity(view.job),
+        confidence=confidence,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=steps.returns_nothing[0] if steps.returns_nothing else location_of(exception_place(facts)),
+        evidence=(*_evidence(view), *how_we_know(view, ranks)),
+        remedy=_REMEDY,
+    )
+
+
+def _at(facts: RankFacts) -> str:
+    places = facts.steps.returns_nothing
+    return f" (its only line that returns nothing is {_line(places[0])})" if len(places) == 1 else ""
+
+
+def _line(place: str) -> str:
+    return place.replace("\\", "/").rpartition("/")[2]
+
+
+def _evidence(view: Timeline) -> Iterator[Evidence]:
+    for rank, facts in sorted(view.facts.items())[:_LISTED]:
+        steps, raised = facts.steps, facts.exception
+        text = f"{steps.with_backward} batches had a backward pass, {steps.skipped} had none."
+        yield Evidence(source="steps", rank=rank, text=text)
+        if raised is not None and not raised.is_consequence:
+            yield Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}")
+        if steps.skipped and steps.returns_nothing:
+            text = f"Returns nothing at {', '.join(map(_line, steps.returns_nothing[:_LISTED]))}."
+            yield Evidence(source="source code", rank=rank, text=text)

@@ -1,0 +1,56 @@
+"""The cause stopped-process: a rank's process is stopped, by a signal, a debugger or its control group."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.timeline import timeline
+
+_SIGNAL = (
+    "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "
+    "scheduler that suspends jobs (scontrol suspend), or a tool that stops processes for a while."
+)
+_DEBUGGER = "Let the debugger or tracer of process {pid} go on, or detach it (TracerPid in /proc/{pid}/status)."
+_FREEZER = (
+    "Thaw the control group of process {pid} (docker unpause, crictl, or freezer.state / cgroup.freeze of its group): "
+    "a container's or a scheduler's pause has frozen it."
+)
+
+
+def stopped_process(job: JobFacts) -> Iterable[Finding]:
+    """A rank's process is stopped; nothing in it can run, the guard included.
+
+    Symptom:
+        All other ranks wait; one prints nothing and answers nothing, uses no processor, and its process is in state
+        T, or frozen.
+
+    Cause:
+        SIGSTOP or SIGTSTP (Ctrl-Z, a scheduler that suspends jobs), a debugger, a paused container.
+
+    Remedy:
+        Continue it: SIGCONT, the debugger's continue, thaw the container.
+
+    Cannot see:
+        Who has stopped it; a process on a host on which no rank answers.
+    """
+    view = timeline(job)
+    for rank, process in silent_processes(view, Reason.STOPPED):
+        words, remedy = _told(process)
+        yield silent_finding(
+            view,
+            rank,
+            process,
+            rule="stopped-process",
+            words=words,
+            remedy=remedy.format(pid=process.pid),
+            confidence=Confidence.CERTAIN,
+        )
+
+
+def _told(process: ProcessFacts) -> tuple[str, str]:
+    if process.state == "tracing-stop":
+        return "stopped by a debugger", _DEBUGGER
+    if process.state == "stopped":
+        return "stopped by a signal (SIGSTOP)", _SIGNAL
+    return "frozen with its control group, as by a paused container", _FREEZER

@@ -1,0 +1,137 @@
+"""The cause timeout-misuse: a wait was given up by another, shorter timeout than the one that was configured."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import VOTE_GROUP, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.divergences import calls_location
+from lightning_ncclsafe.rules.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, group_words, ranks_words, verb
+
+# Gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
+_SAID = re.compile(
+    r"Timed out waiting (\d+)\s?ms|[Ww]ait timeout after (\d+)\s?ms|Timeout\(ms\)=(\d+)|monitoredBarrier in (\d+)\s?ms"
+)
+# What people set in the hope that it is a timeout.
+_UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
+_LISTED = 8
+_REMEDY = (
+    "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), "
+    "DeviceMesh and the store have one of their own, and timeout=timedelta(...) of the strategy is for the groups that "
+    "the strategy makes. Then look at why it was waited for that long: a longer timeout alone makes the wait longer."
+)
+_REMEDY_UNREAD = " {name} is read by nothing: remove it, and pass timeout=timedelta(...) to the strategy."
+
+
+def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
+    """A process group, the store or a barrier has a shorter timeout than the strategy, and gives up before it.
+
+    Symptom:
+        The reported Timeout(ms) is not the one that was set; a run ends long before its timeout.
+
+    Cause:
+        A group that was made without timeout=, or with its own; NCCL_TIMEOUT and the like, which nothing reads.
+
+    Remedy:
+        One timeout for all groups; then the cause of the wait itself.
+
+    Cannot see:
+        Why the wait took that long: that is another finding's.
+    """
+    view = timeline(job)
+    if job.incident.kind is IncidentKind.RECORDED or job.incident.timeout_s <= 0:
+        return
+    given_up = {rank: found for rank, facts in view.facts.items() if (found := _given_up_ms(facts))}
+    short = {rank: found for rank, found in sorted(given_up.items()) if found < job.incident.timeout_s * 1000}
+    if short:
+        yield _given_up(view, short)
+    elif pending := _pending(view):
+        yield _to_come(view, pending)
+
+
+def _given_up_ms(facts: RankFacts) -> int:
+    """After how long a wait of this rank was given up, by what it raised; 0 where that says nothing."""
+    found = _SAID.search(facts.exception.message) if facts.exception is not None else None
+    return next((int(number) for number in found.groups() if number), 0) if found else 0
+
+
+def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
+    """Group and timeout, in milliseconds, of what each rank waits in, where that is shorter than the strategy's."""
+    ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description == VOTE_GROUP}
+    waits = {rank: view.activities[rank].collective for rank in view.waiting}
+    limit_ms = view.job.incident.timeout_s * 1000
+    return {
+        rank: (call.group, call.timeout_ms)
+        for rank, call in waits.items()
+        if call is not None and 0 < call.timeout_ms < limit_ms and call.group not in ours
+    }
+
+
+def _given_up(view: Timeline, short: dict[int, int]) -> Finding:
+    ranks, first = tuple(short), next(iter(short.values()))
+    text = (
+        f"{ranks_words(ranks)} gave up a wait after {duration_words(first / 1000)}, although the strategy's timeout is "
+        f"{duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
+        f"{while_others_wait(view, ranks)}."
+    )
+    return _finding(view, ranks, text, Confidence.CERTAIN, Severity.ERROR)
+
+
+def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
+    """The group with that very timeout among the rank's last collectives, else what it is not."""
+    facts = view.facts[rank]
+    names = (call.group for call in reversed(facts.collectives) if call.timeout_ms == waited_ms)
+    name = next(names, None)
+    if name is None:
+        return "what it waited in"
+    described = next((group.description for group in facts.groups if group.name == name), "")
+    return group_words(name) + (f" ({described})" if described not in ("", "undefined", "default_pg") else "")
+
+
+def _to_come(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
+    ranks = tuple(sorted(pending))
+    name, timeout_ms = pending[ranks[0]]
+    text = (
+        f"{group_words(name)}, in which {ranks_words(ranks)} {verb(ranks, 'waits', 'wait')}, gives up after "
+        f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
+        f"{duration_words(view.job.incident.timeout_s)}."
+    )
+    return _finding(view, ranks, text, Confidence.POSSIBLE, severity(view.job))
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...], text: str, confidence: Confidence, how_bad: Severity) -> Finding:
+    unread = _unread(view)
+    return Finding(
+        rule="timeout-misuse",
+        severity=how_bad,
+        confidence=confidence,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=calls_location(view, ranks),
+        evidence=tuple(_evidence(view, ranks, unread)),
+        remedy=_REMEDY + (_REMEDY_UNREAD.format(name=unread.partition("=")[0]) if unread else ""),
+    )
+
+
+def _unread(view: Timeline) -> str:
+    """``"NCCL_TIMEOUT=7200"`` where a rank has such a variable set."""
+    set_here = (facts.machine.settings for facts in view.facts.values())
+    found = (f"{name}={settings[name]}" for settings in set_here for name in _UNREAD if name in settings)
+    return next(found, "")
+
+
+def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str) -> Iterator[Evidence]:
+    applies = duration_words(view.job.incident.timeout_s)
+    yield Evidence(source="settings", text=f"The timeout that applies is {applies}.")
+    for rank in ranks[:_LISTED]:
+        facts = view.facts[rank]
+        if facts.exception is not None:
+            yield Evidence(source="exception", rank=rank, text=f"{facts.exception.type}: {facts.exception.message}")
+        call = view.activities[rank].collective
+        if call is not None and call.timeout_ms:
+            text = f"Waits in {call.op} of {group_words(call.group)}, whose timeout is {call.timeout_ms / 1000:g} s."
+            yield Evidence(source="flight recorder", rank=rank, text=text)
+    if unread:
+        yield Evidence(source="settings", text=f"{unread} is set, which neither NCCL nor torch reads.")

@@ -1,0 +1,170 @@
+"""The cause unused-parameters: a part of the model took no part in one rank's step, and its peers wait for it."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts, UnitKind
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.divergences import calls_location, culprits, sent_words, units_of
+from lightning_ncclsafe.rules.positions import ended_first
+from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.units import unit_of
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REFUSED = "Expected to have finished reduction in the prior iteration"
+_NAMES = 4
+_REMEDY_DDP = (
+    "Let every rank use every part of the model in every step: of a branch that a rank's data does not need, add the "
+    "output times 0 to the loss. find_unused_parameters=True lets DDP go on without, at the cost of a search in each "
+    "step; parameters that nothing uses should have requires_grad=False."
+)
+_REMEDY_FSDP = (
+    "Let every rank run every wrapped part of the model in every step, on a dummy input where its data does not need "
+    "it, or wrap the branches together so that they are gathered as one."
+)
+_DECIDES = " The ranks' lines in forward would decide: where they agree, the parts are called in another order."
+
+
+def unused_parameters(job: JobFacts) -> Iterable[Finding]:
+    """A rank's step has left out a part of the model, whose parameters or gradients its peers exchange.
+
+    Symptom:
+        Peers wait in the all-reduce of a bucket in backward; the rank raises "Expected to have finished reduction in
+        the prior iteration", or is in something later. With FSDP, ranks gather different units.
+
+    Cause:
+        A data-dependent graph: an expert or a modality without a token, a branch of forward, a loss without a term.
+
+    Remedy:
+        Use every part on every rank, or find_unused_parameters=True.
+
+    Cannot see:
+        Which line left the part out, where its name is not written in forward or training_step; under FSDP, units of
+        equal size.
+    """
+    view = timeline(job)
+    refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
+    if refused:
+        yield _refusal(view, refused)
+    elif not view.raised:
+        left_out = _left_out(view)
+        if left_out:
+            yield _incomplete(view, left_out)
+        elif view.divergence is not None and not ended_first(view) and _gather_others(view, view.divergence):
+            yield _other_unit(view, view.divergence)
+
+
+def _is_refused(facts: RankFacts) -> bool:
+    return facts.exception is not None and facts.exception.message.startswith(_REFUSED)
+
+
+def _left_out(view: Timeline) -> tuple[int, ...]:
+    """Ranks that have left their backward pass without all gradients, while peers wait in a bucket's all-reduce."""
+    if not any(_in_bucket(view, rank) for rank in view.waiting):
+        return ()
+    candidates = (rank for rank, facts in sorted(view.facts.items()) if facts.steps.without_gradient)
+    past = [rank for rank in candidates if not _in_bucket(view, rank) and not _in_backward(view.facts[rank])]
+    everywhere = _unused_by_peers(view)
+    return tuple(rank for rank in past if not everywhere.issuperset(view.facts[rank].steps.without_gradient))
+
+
+def _unused_by_peers(view: Timeline) -> set[str]:
+    """Parameters without a gradient on ranks that wait in a bucket's all-reduce, and so have all that they will get."""
+    waiting = (view.facts[rank].steps for rank in view.waiting if _in_bucket(view, rank))
+    return {name for steps in waiting for name in steps.without_gradient}
+
+
+def _lacks(view: Timeline, rank: int) -> tuple[str, ...]:
+    """Parameters without a gradient on this rank that have one on those."""
+    everywhere = _unused_by_peers(view)
+    return tuple(name for name in view.facts[rank].steps.without_gradient if name not in everywhere)
+
+
+def _in_bucket(view: Timeline, rank: int) -> bool:
+    call = view.activities[rank].collective
+    unit = unit_of(call, view.facts[rank]) if call is not None else None
+    return unit is not None and unit.kind is UnitKind.DDP_BUCKET
+
+
+def _in_backward(facts: RankFacts) -> bool:
+    return any(action.name.endswith(".backward") for action in facts.progress.actions)
+
+
+def _gather_others(view: Timeline, split: Divergence) -> bool:
+    """All ranks gather in the same batch, each a unit of the model, and not the same."""
+    units = units_of(view, split)
+    places = {(view.facts[rank].progress.epoch, view.facts[rank].progress.batch_idx) for rank in split.calls}
+    return len(places) == 1 and len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
+
+
+def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    names = _lacks(view, ranks[0])
+    which = _which(names, facts) if names else "some parameters"
+    text = (
+        f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so that "
+        f"DDP could not reduce them and has raised{while_others_wait(view, ranks)}."
+    )
+    return _finding(view, ranks, text, Confidence.CERTAIN, _REMEDY_DDP, Severity.ERROR)
+
+
+def _which(names: tuple[str, ...], facts: RankFacts) -> str:
+    count = facts.steps.without_gradient_count
+    listed = ", ".join(names[:_NAMES])
+    return f"{count} parameters ({listed}, …)" if count > _NAMES else listed
+
+
+def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} no gradient for {_which(_lacks(view, ranks[0]), facts)}, "
+        f"which {verb(ranks, 'its', 'their')} peers have, and {verb(ranks, 'stands', 'stand')} "
+        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    )
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, severity(view.job))
+
+
+def _other_unit(view: Timeline, split: Divergence) -> Finding:
+    ranks = culprits(view, split)
+    rank = ranks[0]
+    other = next(peer for peer in split.calls if sent_words(view, split, peer) != sent_words(view, split, rank))
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} in {sent_words(view, split, rank)}, and "
+        f"{ranks_words([other])} in {sent_words(view, split, other)}, both as number {split.seq}: they run "
+        f"different parts of the model, {standing(view, rank)}."
+    )
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, severity(view.job), split)
+
+
+def _finding(
+    view: Timeline,
+    ranks: tuple[int, ...],
+    text: str,
+    confidence: Confidence,
+    remedy: str,
+    how_bad: Severity,
+    split: Divergence | None = None,
+) -> Finding:
+    unused = view.facts[ranks[0]].steps.unused_at
+    return Finding(
+        rule="unused-parameters",
+        severity=how_bad,
+        confidence=confidence,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=unused or (calls_location(view, ranks) if split is not None else ""),
+        evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
+        remedy=remedy,
+    )
+
+
+def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
+    for rank in ranks[:8]:
+        facts = view.facts[rank]
+        if facts.exception is not None:
+            yield Evidence(source="exception", rank=rank, text=f"{facts.exception.type}: {facts.exception.message}")
+        if facts.steps.without_gradient:
+            text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."
+            yield Evidence(source="parameters", rank=rank, text=text)
+        if facts.steps.unused_at:
+            yield Evidence(source="source code", rank=rank, text=f"The part is used at {facts.steps.unused_at}.")

@@ -1,0 +1,135 @@
+"""The cause wrong-interface: the network interfaces that ranks have chosen do not lead to each other."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_ncclsafe.facts import JobFacts, Phase
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.machine_facts import InterfaceFacts
+from lightning_ncclsafe.rules.devices import hosts
+from lightning_ncclsafe.rules.not_joined import waits_in_init
+from lightning_ncclsafe.rules.sentences import severity
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import ranks_words, verb
+
+# Bridges and tunnels that containers and virtual machines make, and that end on the host.
+_BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")
+_LISTED = 8
+_REMEDY = (
+    "Name the interface that leads to the other hosts on every one of them: {variable}=IFNAME (ip route get "
+    "ADDRESS_OF_ANOTHER_HOST tells which it is). ncclsafe preflight compares them before the next start."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    ranks: tuple[int, ...]
+    text: str
+    confidence: Confidence
+
+
+def wrong_interface(job: JobFacts) -> Iterable[Finding]:
+    """Nothing has ever come through between hosts, and the interfaces that ranks use cannot reach each other.
+
+    Symptom:
+        At the start all ranks wait in init_process_group or in the first collective; then "Connection refused",
+        "connect timed out", "Gloo connectFullMesh failed". On one host all works.
+
+    Cause:
+        The first interface of a host is docker0, another bridge or a management network; GLOO_SOCKET_IFNAME or
+        NCCL_SOCKET_IFNAME names a wrong one; /etc/hosts gives the host's name the address 127.0.1.1.
+
+    Remedy:
+        Name the interface to take.
+
+    Cannot see:
+        Firewalls, and routes between different networks; the interface of a rank that does not answer.
+    """
+    view = timeline(job)
+    where = hosts(view)
+    taken = {rank: found for rank, facts in view.facts.items() if (found := facts.machine.interface) is not None}
+    if not taken or not _spans_hosts(view, where) or not _stands_at_the_start(view):
+        return
+    problems = [*_loopback(taken), *_same_address(taken, where), *_bridges(taken), *_apart(taken, where)]
+    for problem in problems[:1]:
+        yield _finding(view, taken, problem)
+
+
+def _spans_hosts(view: Timeline, where: dict[int, str]) -> bool:
+    """There are several hosts, or ranks that nobody sees from here."""
+    unseen = [rank for rank in view.silent if rank not in view.witnesses]
+    return len({*where.values()}) > 1 or bool(unseen)
+
+
+def _stands_at_the_start(view: Timeline) -> bool:
+    """Everyone waits, or has given up waiting, and no collective has ever ended."""
+    waits = view.waiting or [rank for rank, facts in view.facts.items() if waits_in_init(facts)]
+    if not waits or view.raised or view.stragglers:
+        return False
+    for facts in view.facts.values():
+        if facts.progress.phase not in (Phase.INIT, Phase.UNKNOWN, Phase.SANITY_CHECK, Phase.TRAIN):
+            return False
+        if any(entry.completed for entry in facts.collectives) or any(g.last_completed > 0 for g in facts.groups):
+            return False
+    return True
+
+
+def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
+    ranks = tuple(sorted(rank for rank, found in taken.items() if found.is_loopback))
+    if ranks:
+        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} the loopback interface, which reaches no other host"
+        yield _Problem(ranks, text, Confidence.LIKELY)
+
+
+def _same_address(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[_Problem]:
+    users: dict[str, list[int]] = defaultdict(list)
+    for rank, found in sorted(taken.items()):
+        users[found.address].append(rank)
+    for address, ranks in users.items():
+        if address and len({where.get(rank, "") for rank in ranks}) > 1:
+            name = taken[ranks[0]].name
+            text = f"{ranks_words(ranks)} on different hosts use the same address {address} ({name}), a bridge's"
+            yield _Problem(tuple(ranks), text, Confidence.LIKELY)
+
+
+def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
+    ranks = tuple(sorted(rank for rank, found in taken.items() if _BRIDGE.match(found.name)))
+    if ranks:
+        name = taken[ranks[0]].name
+        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} {name}, a bridge that mostly ends on its own host"
+        yield _Problem(ranks, text, Confidence.LIKELY)
+
+
+def _apart(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[_Problem]:
+    """Different networks: a route may lead from one to the other."""
+    networks: dict[str, list[int]] = defaultdict(list)
+    for rank, found in sorted(taken.items()):
+        if found.network:
+            networks[found.network].append(rank)
+    if len(networks) > 1:
+        fewest = min(networks.values(), key=len)
+        listed = ", ".join(f"{ranks_words(ranks)} in {network}" for network, ranks in [*networks.items()][:4])
+        yield _Problem(tuple(fewest), f"ranks use addresses in different networks: {listed}", Confidence.POSSIBLE)
+
+
+def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem) -> Finding:
+    backend = taken[problem.ranks[0]].backend
+    text = problem.text[:1].upper() + problem.text[1:]
+    return Finding(
+        rule="wrong-interface",
+        severity=severity(view.job),
+        confidence=problem.confidence,
+        summary=f"{text}, and no collective has ever come through: {ranks_words(view.facts)} wait at the start.",
+        ranks=problem.ranks,
+        evidence=tuple(_evidence(taken)),
+        remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
+    )
+
+
+def _evidence(taken: dict[int, InterfaceFacts]) -> Iterator[Evidence]:
+    for rank, found in sorted(taken.items())[:_LISTED]:
+        others = f"; its host also has {', '.join(found.others[:4])}" if found.others else ""
+        text = f"{found.backend} takes {found.name or 'no interface'} {found.network or found.address}"
+        yield Evidence(source="network", rank=rank, text=f"{text} ({found.chosen_by}){others}.")

@@ -1,0 +1,82 @@
+"""The cause all-joined, as recorded: every rank has called the same collective, and it did not complete."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import Collective, JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.telling import (
+    DEFAULT_GROUP,
+    counters_evidence,
+    is_sized,
+    quotes,
+    record_kinds,
+    told,
+)
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import group_words, ranks_words
+
+_REMEDY = (
+    "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
+    "counters of the network cards, then a run with NCCL_DEBUG=INFO to see which interfaces and transports are chosen. "
+    "One with NCCL_P2P_DISABLE=1 tells whether peer-to-peer access is broken; as a cure it only makes all else slower."
+)
+
+
+def all_joined(job: JobFacts) -> Iterable[Finding]:
+    """All ranks have called the same collective, by their dumps or logs, and none or not all of them saw its end.
+
+    Symptom:
+        Every rank's timeout names the same operation, size and sequence number, and no rank is missing.
+
+    Cause:
+        A link, a network card, a GPU or its driver; the wrong interface; broken peer-to-peer access.
+
+    Remedy:
+        Check devices and links, NCCL_DEBUG=INFO, the interface.
+
+    Cannot see:
+        Which link or device it is. A rank that came just before the others gave up looks the same.
+    """
+    view = timeline(job)
+    if gone(view) or view.divergence is not None or view.stragglers:
+        return
+    for group in view.groups:
+        calls = view.joined(group)
+        if len(group.members) > 1 and calls and not any(call.completed for call in calls.values()):
+            yield _finding(view, group, calls)
+            return
+
+
+def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
+    ranks = tuple(sorted(calls))
+    is_sure = len(group.oldest) == len(ranks) and (group.name != DEFAULT_GROUP or is_sized(view.job))
+    text = (
+        f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
+        f"complete on {ranks_words(group.oldest)}: a link or a device is at fault, not the training code."
+    )
+    return Finding(
+        rule="all-joined",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
+        summary=text,
+        ranks=ranks,
+        evidence=tuple(_evidence(view, group, calls)),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Iterator[Evidence]:
+    yield from counters_evidence(view.facts, group)
+    dumps, _ = record_kinds(view.job)
+    if dumps and all(call.backend.startswith("nccl") for call in calls.values()):
+        waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started)
+        text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."
+        yield Evidence(source="flight recorder", text=text)
+    last = {rank: call.created_ns for rank, call in calls.items() if call.created_ns}
+    if len(last) == len(calls) and len(last) > 1:
+        late = max(last, key=lambda rank: last[rank])
+        span_s = (last[late] - min(last.values())) / 1e9
+        yield Evidence(source="flight recorder", text=f"Rank {late} called it last, {span_s:,.1f} s after the first.")
+    for rank in sorted(calls)[:2]:
+        yield from quotes(view.facts[rank])

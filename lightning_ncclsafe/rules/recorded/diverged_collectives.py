@@ -1,0 +1,40 @@
+"""The cause diverged-collectives, as recorded: ranks called different collectives under the same number."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of
+from lightning_ncclsafe.rules.timeline import timeline
+
+_REMEDY = (
+    "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
+    "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on all "
+    "ranks, and the same branches of the model in forward. No timeout is long enough for this."
+)
+
+
+def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
+    """Under one sequence number of a group, ranks have recorded different operations, sizes or types.
+
+    Symptom:
+        The ranks' timeouts have the same SeqNum, and another OpType or NumelIn on some of them.
+
+    Cause:
+        A collective under a condition that holds on some ranks only; a rank that is a batch ahead; other branches.
+
+    Remedy:
+        Make every rank call the same collectives in the same order.
+
+    Cannot see:
+        What came before the recorder's oldest entry: this is the first difference among what was kept.
+    """
+    split = split_of(job)
+    if split is not None and not is_one_operation(split):
+        yield split_finding(
+            timeline(job),
+            split,
+            rule="diverged-collectives",
+            why="these can never complete together",
+            remedy=_REMEDY,
+        )

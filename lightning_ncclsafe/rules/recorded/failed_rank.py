@@ -1,0 +1,88 @@
+"""The cause failed-rank, in a log: an exception of its own has ended a rank."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import raised
+from lightning_ncclsafe.rules.sentences import exception_place
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
+
+_GIST = 200
+
+
+def failed_rank(job: JobFacts) -> Iterable[Finding]:
+    """A rank's traceback in the log, of an error that is not about communication.
+
+    Symptom:
+        One rank's traceback far above the timeouts of the others, or between them.
+
+    Cause:
+        An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only.
+
+    Remedy:
+        Correct the error at the line given. The messages of the other ranks are its consequence.
+
+    Cannot see:
+        Whether the rank's own code caught the exception and went on; which rank it was where the log does not say so.
+    """
+    view = timeline(job)
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in raised(view):
+        alike[_key(view.facts[rank])].append(rank)
+    for ranks in alike.values():
+        yield _finding(view, tuple(ranks))
+    for exception in job.unnamed:
+        yield _unnamed(view, exception)
+
+
+def _key(facts: RankFacts) -> tuple[str, str]:
+    return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    exception, frame = facts.exception, exception_place(facts)
+    name, message = (exception.type, exception.message) if exception else ("", "")
+    said = f"{name}: {_cut(message)}" if message else name
+    at = f" at {short_location(frame)}" if frame else ""
+    others = tuple(rank for rank in view.waiting if rank not in ranks)
+    tail = f"; {ranks_words(others)} waited in vain" if others else ""
+    return Finding(
+        rule="failed-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=capitalised(f"{ranks_words(ranks)} raised {said}{at}{tail}."),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        remedy=f"Correct the {name}{at}. What the other ranks print about timeouts or connections follows from it.",
+    )
+
+
+def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
+    frame = next((one for one in reversed(exception.stack) if one.user), None)
+    said = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
+    at = f" at {short_location(frame)}" if frame else ""
+    tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
+    return Finding(
+        rule="failed-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"A rank that the log does not name raised {said}{at}{tail}.",
+        ranks=(),
+        location=location_of(frame),
+        evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
+        remedy=f"Correct the {exception.type}{at}. What ranks print about timeouts or connections follows from it.",
+    )
+
+
+def _cut(message: str) -> str:
+    return message.rstrip(".") if len(message) <= _GIST else f"{message[:_GIST]}…"
+
+
+def _evidence(facts: RankFacts) -> Evidence:
+    text = f"{facts.exception.type}: {facts.exception.message}" if facts.exception else ""
+    return Evidence(source="log", rank=facts.rank, text=text)

@@ -1,0 +1,41 @@
+"""The cause mismatched-collective, as recorded: one operation with other sizes or types on some ranks."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of
+from lightning_ncclsafe.rules.timeline import timeline
+
+_REMEDY = (
+    "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their sizes "
+    "first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one operation: "
+    "one of them has skipped a collective, or called one more, under a condition on the rank or on the data. The lines "
+    "that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No timeout is long enough."
+)
+
+
+def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
+    """Under one sequence number of a group, ranks have recorded one operation with another number of elements or type.
+
+    Symptom:
+        The ranks' timeouts have the same SeqNum and OpType, and another NumelIn on some of them.
+
+    Cause:
+        A tensor whose shape depends on the rank's data; a rank that is one collective ahead of the others or behind.
+
+    Remedy:
+        Make the tensors alike on all ranks, or the order of calls.
+
+    Cannot see:
+        Which of the two it is, where the recorder kept no stacks; sizes where they may differ (all_to_all, coalesced).
+    """
+    split = split_of(job)
+    if split is not None and is_one_operation(split):
+        yield split_finding(
+            timeline(job),
+            split,
+            rule="mismatched-collective",
+            why="the same operation with another size or type, which cannot complete",
+            remedy=_REMEDY,
+        )

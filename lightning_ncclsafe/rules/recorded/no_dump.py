@@ -1,0 +1,64 @@
+"""The cause no-dump: all ranks with a dump wait, and some have none."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.telling import (
+    counters_evidence,
+    one_element,
+    record_kinds,
+    waiting_in,
+    waiting_words,
+)
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REMEDY = (
+    "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor does "
+    "one whose watchdog cannot run. Where its file was merely not copied, or is on another host's disk, add it and ask "
+    "again. TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE have to be set on all ranks."
+)
+
+
+def no_dump(job: JobFacts) -> Iterable[Finding]:
+    """Every rank whose dump was read waits; what they wait for can only be a rank without one.
+
+    Symptom:
+        A folder of dumps in which ranks are missing, while all that are there wait in the same collective.
+
+    Cause:
+        The rank has crashed, was killed, or hangs so that its watchdog cannot run; or its file is elsewhere.
+
+    Remedy:
+        Look at its own output and host; add its dump if there is one.
+
+    Cannot see:
+        Anything of that rank.
+    """
+    view = timeline(job)
+    if not record_kinds(job)[0]:
+        return
+    for absence in absences(view):
+        if not view.joined(absence.group):
+            yield _finding(view, absence)
+            return
+
+
+def _finding(view: Timeline, absence: Absence) -> Finding:
+    ranks, group = absence.ranks, absence.group
+    waiting = waiting_in(view.facts, group)
+    only = len(ranks) == 1 and len(waiting) == len(group.members) - 1 and view.divergence is None
+    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left no dump, and the others wait"
+    it = "It is" if len(ranks) == 1 else "One of them is"
+    text = f"{who}: {waiting_words(waiting)}. {it} probably what they wait for"
+    return Finding(
+        rule="no-dump",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if only else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=(*counters_evidence(view.facts, group), *one_element(waiting.values())),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,57 @@
+"""The cause rank-behind, as recorded: ranks wait, and no better-known cause fits."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+
+_REMEDY = (
+    "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1 before the run. A strategy of this package says more, with each rank's line of code."
+)
+
+
+def rank_behind(job: JobFacts) -> Iterable[Finding]:
+    """Ranks wait in a group, and what was read does not tell for whom.
+
+    Symptom:
+        Timeouts of some ranks, with different sequence numbers or in different groups.
+
+    Cause:
+        Not one of the known causes, or too little was read: the ranks that have come least far are where to look.
+
+    Remedy:
+        Read the dumps and logs of all ranks.
+
+    Cannot see:
+        What the ranks of which nothing was read have done.
+    """
+    view = timeline(job)
+    waiting = [group for group in view.groups if group.seq is not None]
+    if waiting:
+        yield _finding(view, min(waiting, key=lambda group: (-len(group.oldest), group.name)))
+
+
+def _finding(view: Timeline, group: GroupView) -> Finding:
+    least = min(group.oldest.values())
+    first = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == least))
+    ranks = group.behind or (first if len(first) < len(group.oldest) else ())
+    waiting = waiting_in(view.facts, group)
+    text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not say for whom"
+    if ranks:
+        text += f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far"
+    return Finding(
+        rule="rank-behind",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=(
+            *counters_evidence(view.facts, group),
+            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+        ),
+        remedy=_REMEDY,
+    )

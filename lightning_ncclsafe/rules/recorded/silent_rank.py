@@ -1,0 +1,74 @@
+"""The cause silent-rank: in a log all ranks but some say that they waited in vain."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.telling import (
+    LOOK_THERE,
+    counters_evidence,
+    is_sized,
+    one_element,
+    quotes,
+    record_kinds,
+    waiting_in,
+    waiting_words,
+)
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REMEDY = (
+    "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own output "
+    "and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), waits for data, "
+    "has had one batch less, or is dead. If it has only been ended before it could speak, read the logs of all ranks. "
+) + LOOK_THERE
+
+
+def silent_rank(job: JobFacts) -> Iterable[Finding]:
+    """Ranks that time out name a collective; a member of that group never says a word about it.
+
+    Symptom:
+        "Watchdog caught collective operation timeout" of all ranks but one, mostly rank 0.
+
+    Cause:
+        That rank never called it, so it has nothing to time out in: it works alone, waits for data, or died.
+
+    Remedy:
+        Look at what that rank did.
+
+    Cannot see:
+        Whether it was merely ended by its launcher before its own watchdog could speak.
+    """
+    view = timeline(job)
+    dumps, _ = record_kinds(job)
+    if dumps:
+        return
+    for absence in absences(view):
+        # One rank alone may be all that somebody has copied.
+        if len(absence.group.oldest) > 1 or is_sized(job):
+            yield _finding(view, absence)
+            return
+
+
+def _finding(view: Timeline, absence: Absence) -> Finding:
+    ranks, group = absence.ranks, absence.group
+    waiting = waiting_in(view.facts, group)
+    alone = len(ranks) == 1 and len(waiting) > 1 and view.divergence is None
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing of number {group.seq:,}, while "
+        f"{waiting_words(waiting)}"
+    )
+    return Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=(
+            *counters_evidence(view.facts, group),
+            *one_element(waiting.values()),
+            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+        ),
+        remedy=_REMEDY,
+    )

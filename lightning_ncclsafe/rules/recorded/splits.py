@@ -1,0 +1,120 @@
+"""Where recorded calls first differ between ranks: who deviates, what each called, and how sure that is."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+from lightning_ncclsafe.facts import Collective, JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import gone, misled
+from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
+from lightning_ncclsafe.rules.wording import (
+    call_words,
+    capitalised,
+    collective_words,
+    group_words,
+    location_of,
+    numel,
+    ranks_words,
+    short_location,
+    verb,
+)
+
+_LISTED = 8
+_COMPARED = 64
+
+
+def split_of(job: JobFacts) -> Divergence | None:
+    """The first number under which ranks called what cannot complete together; None if there is none."""
+    view = timeline(job)
+    split = view.divergence
+    if split is None or gone(view) or not _conflict(split.calls.values()):
+        return None
+    return split
+
+
+def is_one_operation(split: Divergence) -> bool:
+    """Whether all called the same operation, so that only sizes or types differ."""
+    return len({_operation(call) for call in split.calls.values()}) == 1
+
+
+def _conflict(calls: Iterable[Collective]) -> bool:
+    """A log says less of a collective than a dump: what is not said is no difference."""
+    variants = {signature(call): call for call in calls}
+    return any(_differ(one, other) for one, other in combinations(list(variants.values())[:_COMPARED], 2))
+
+
+def _differ(one: Collective, other: Collective) -> bool:
+    if _operation(one) != _operation(other):
+        return True
+    (_, ours, our_types), (_, theirs, their_types) = signature(one), signature(other)
+    return (ours != theirs and bool(numel(one) and numel(other))) or (
+        our_types != their_types and bool(our_types and their_types)
+    )
+
+
+def _operation(call: Collective) -> str:
+    """A barrier of NCCL's is an all_reduce."""
+    return call.op.removesuffix("_barrier")
+
+
+def split_finding(view: Timeline, split: Divergence, *, rule: str, why: str, remedy: str) -> Finding:
+    """The finding.
+
+    Args:
+        view: The job.
+        split: Where ranks differ.
+        rule: Name of the cause.
+        why: What follows from it, the end of a sentence.
+        remedy: What to do.
+    """
+    ranks = split.deviating
+    different = _variants(split.calls)
+    listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
+    more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
+    text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
+    sites = (call_site(split.calls[rank]) for rank in ranks)
+    return Finding(
+        rule=rule,
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
+        summary=f"{capitalised(text)}: {why}.",
+        ranks=ranks,
+        location=next((location_of(site) for site in sites if site is not None), ""),
+        evidence=(*_evidence(view, different), *one_element(call for call, _ in different)),
+        remedy=remedy,
+    )
+
+
+def _is_certain(view: Timeline, split: Divergence) -> bool:
+    """Where a log does not say of which group a collective is, two groups may have come to the same number."""
+    records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
+    return all(record.has_dump or record.group_known for record in records)
+
+
+def _words(call: Collective) -> str:
+    site = call_site(call)
+    return call_words(call) + (f" at {short_location(site)}" if site else "")
+
+
+def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for rank, call in sorted(calls.items()):
+        alike[signature(call)].append(rank)
+    return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
+
+
+def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:
+    for call, who in variants[:_LISTED]:
+        record = view.facts[who[0]].record
+        if record is not None and not record.has_dump:
+            yield from quotes(view.facts[who[0]])
+        else:
+            words = told(call) if call.stack else collective_words(call)
+            rank = who[0] if len(who) == 1 else None
+            yield Evidence(source="flight recorder", rank=rank, text=f"{capitalised(ranks_words(who))} called {words}.")
+    lengths = misled(view)
+    if lengths:
+        text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
+        yield Evidence(source="log", text=f"{text}, and wanted more memory than there is: it follows from this.")

@@ -1,0 +1,154 @@
+"""Words for what was recorded of ranks: what they wait in, what they called last, and when."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from lightning_ncclsafe.facts import Collective, Frame, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.findings import Evidence
+from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.meaning import meaning
+from lightning_ncclsafe.rules.timeline import GroupView
+from lightning_ncclsafe.rules.wording import (
+    capitalised,
+    collective_words,
+    duration_words,
+    group_words,
+    numel,
+    ranks_words,
+    short_location,
+    verb,
+)
+
+LOOK_THERE = (
+    "A longer timeout only lets the others wait longer, nothing reads NCCL_TIMEOUT, and a GPU that waits shows 100 % "
+    "load."
+)
+UNKNOWN_CALL = "a collective"
+DEFAULT_GROUP = "0"
+_VARIANTS = 3
+_QUOTED = 4
+_NOBODY = RankFacts(rank=0, progress=Progress(phase=Phase.UNKNOWN))
+# What so little is sent for.
+_ONE_ELEMENT = {
+    "all_reduce": "a barrier, or one value that is reduced",
+    "broadcast": "one value, such as the length of an object or Lightning's per-batch SIGTERM broadcast",
+    "all_gather": "one value of each rank, such as the length of an object",
+    "_all_gather_base": "one value of each rank, such as the length of an object",
+}
+
+
+def record_kinds(job: JobFacts) -> tuple[bool, bool]:
+    """Whether any dump, and whether any log was read."""
+    records = [facts.record for facts in job.ranks if facts.record is not None]
+    return any(record.has_dump for record in records), any(record.has_log for record in records)
+
+
+def is_sized(job: JobFacts) -> bool:
+    """Whether it is known how many ranks the job has, and not only how many it has at least."""
+    return any(group.name == DEFAULT_GROUP and group.ranks for facts in job.ranks for group in facts.groups)
+
+
+def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
+    """The oldest collective of a group that this rank has called and that has not completed."""
+    return next((call for call in facts.collectives if _waits_in(call, group)), None)
+
+
+def _waits_in(call: Collective, group: str) -> bool:
+    return call.group == group and not call.completed and not call.is_p2p
+
+
+def last_call(facts: RankFacts, group: str) -> Collective | None:
+    """The last collective of a group that this rank has called."""
+    return next((call for call in reversed(facts.collectives) if call.group == group and not call.is_p2p), None)
+
+
+def call_site(call: Collective | None) -> Frame | None:
+    """The line of the user's own code that called it."""
+    return deepest_user_frame(call.stack) if call is not None else None
+
+
+def told(call: Collective) -> str:
+    """The collective with what it is for, as far as its stack tells, and its line."""
+    means = meaning(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
+    site = call_site(call)
+    return collective_words(call, means) + (f" at {short_location(site)}" if site else "")
+
+
+def one_element(calls: Iterable[Collective]) -> Iterable[Evidence]:
+    """What collectives of a single element are mostly for: they look like nothing, and say the most."""
+    for op in sorted({call.op for call in calls if numel(call) == 1} & _ONE_ELEMENT.keys()):
+        yield Evidence(source="size", text=f"An {op} of 1 element is {_ONE_ELEMENT[op]}.".replace("An b", "A b"))
+
+
+def waiting_words(calls: Mapping[int, Collective]) -> str:
+    """``"ranks 0-1, 3 wait in all_reduce (…)"``, like waits together; empty where nobody waits."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, call in sorted(calls.items()):
+        alike[told(call)].append(rank)
+    ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(UNKNOWN_CALL), -len(item[1]), item[1]))
+    parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
+    if len(ordered) > _VARIANTS:
+        parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:]):,} more wait elsewhere")
+    return "; ".join(parts)
+
+
+def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Collective]:
+    """What each rank that waits in a group waits in; made up where the recorder has lost it."""
+    return {
+        rank: oldest_outstanding(facts[rank], group.name) or Collective(group=group.name, seq=seq, op=UNKNOWN_CALL)
+        for rank, seq in group.oldest.items()
+    }
+
+
+def called_words(group: GroupView, ranks: Iterable[int]) -> str:
+    """``"called 60 collectives of the default group"``, or how many at least and at most."""
+    counts = sorted({group.enqueued[rank] for rank in ranks})
+    number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    return f"called {number} collective{'s' * (counts != [1])} of {group_words(group.name)}"
+
+
+def last_call_evidence(facts: RankFacts, group: GroupView, waiting: Mapping[int, Collective]) -> Iterable[Evidence]:
+    """What a rank that waits for nothing called last, where, and how long before the others came to wait."""
+    call = last_call(facts, group.name)
+    if call is None:
+        return
+    text = f"Its last collective there was {told(call)}"
+    since = min((other.created_ns for other in waiting.values() if other.created_ns), default=0)
+    if call.created_ns and since:
+        text += f", called at {_clock(call.created_ns)}; the first of the others began to wait at {_clock(since)}"
+        if since > call.created_ns:
+            text += f", {duration_words((since - call.created_ns) / 1e9)} later"
+    yield Evidence(source="flight recorder", rank=facts.rank, text=f"{text}.")
+
+
+def _clock(moment_ns: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(moment_ns / 1e9, tz=timezone.utc):%H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
+
+
+def counters_evidence(facts: Mapping[int, RankFacts], group: GroupView) -> Iterable[Evidence]:
+    """How far the ranks of a group have come: those that have come equally far together."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in group.enqueued:
+        own = next((one for one in facts[rank].groups if one.name == group.name), None)
+        if own is not None:
+            alike[(own.last_enqueued, own.last_completed)].append(rank)
+    for (enqueued, completed), ranks in sorted(alike.items())[:8]:
+        text = f"{capitalised(ranks_words(ranks))}: last called {enqueued:,}, last completed {completed:,}"
+        yield Evidence(source="counters", text=f"{text}, in {group_words(group.name)}.")
+
+
+def quotes(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
+    """The most telling lines of a rank's log."""
+    for line in (facts.record.lines if facts.record else ())[: min(most, _QUOTED)]:
+        yield Evidence(source="log", rank=facts.rank, text=line)
+
+
+def last_site(facts: RankFacts, group: str) -> str:
+    """``"at train.py:40 in training_step"``, where a rank called a group's last collective; empty where unknown."""
+    site = call_site(last_call(facts, group))
+    return f"at {short_location(site)}" if site is not None else ""

@@ -1,0 +1,54 @@
+"""The cause watchdog-stuck: not a collective, but the thread that watches over them did not move."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.telling import quotes
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
+
+_REMEDY = (
+    "Look for native code that keeps the GIL while it waits or computes (an extension, a tokenizer, a data loader's "
+    "thread) and for a call of CUDA that does not return: py-spy dump --native --pid PID shows both, the kernel's log "
+    "(dmesg) shows Xid errors of its GPU. TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC only postpones the abort."
+)
+
+
+def watchdog_stuck(job: JobFacts) -> Iterable[Finding]:
+    """NCCL's watchdog thread on a rank did not move, by PyTorch's heartbeat monitor.
+
+    Symptom:
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress".
+
+    Cause:
+        Something holds the GIL on that rank, or a call of CUDA does not return: a lost GPU, a full queue of its driver.
+
+    Remedy:
+        Look with py-spy --native at that process, and at the kernel's log for Xid errors.
+
+    Cannot see:
+        Which of the two it is; whether the rank was the first to stand still, where all ranks say so.
+    """
+    view = timeline(job)
+    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.record and facts.record.stuck_s)
+    if ranks and not gone(view):
+        yield _finding(view, ranks)
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    longest = max(record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None)
+    text = f"NCCL's watchdog did not move on {ranks_words(ranks)} for {duration_words(longest)}"
+    text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
+    held = f"something holds the GIL {verb(ranks, 'there', 'on them')}, or a call of CUDA does not return"
+    return Finding(
+        rule="watchdog-stuck",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if len(ranks) < len(others) else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}: {held}.",
+        ranks=ranks,
+        evidence=tuple(line for rank in ranks[:3] for line in quotes(view.facts[rank])),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,28 @@
+"""What says that /dev/shm is full, through which loader workers hand their batches over."""
+
+import re
+
+from lightning_ncclsafe.facts import RankFacts
+
+_FULL_SHARE = 0.02
+# Of torch's shared tensors, its workers' bus errors, and NCCL's segments.
+_SAYS_SO = re.compile(
+    r"unable to (?:write to|open|mmap|resize|allocate|create) [^\n]*(?:</?torch_|shared memory)"
+    r"|out of shared memory|insufficient shared memory|shared memory limit"
+    r"|(?:/dev/shm|</?torch_|/nccl-)[^\n]*No space left|No space left[^\n]*(?:/dev/shm|/torch_|/nccl-)"
+    r"|Error while creating shared memory segment",
+    re.IGNORECASE,
+)
+_NO_SPACE = re.compile(r"No space left on device|Bus error", re.IGNORECASE)
+
+
+def shm_is_full(facts: RankFacts) -> bool:
+    """Whether less than a fiftieth of /dev/shm is free."""
+    total, free = facts.machine.shm_total_bytes, facts.machine.shm_free_bytes
+    return bool(total) and free is not None and free < _FULL_SHARE * (total or 0)
+
+
+def says_shm_is_full(facts: RankFacts) -> bool:
+    """Whether its exception says so; that there is no space left says so only where /dev/shm is full."""
+    message = facts.exception.message if facts.exception is not None else ""
+    return bool(_SAYS_SO.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))

@@ -1,0 +1,53 @@
+"""What a rank's steps have left out, what it logs on all ranks, and whom it sends to; data only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedKey:
+    """A key of ``self.log`` that is reduced between ranks.
+
+    Attributes:
+        name: The key.
+        hook: The hook that logs it, ``"validation_step"``.
+        place: ``"file:line in hook"`` of the call, where the key is written out there; else empty.
+        rank_condition: The condition on the rank under which that line stands, with its line number; else empty.
+    """
+
+    name: str
+    hook: str = ""
+    place: str = ""
+    rank_condition: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a rank's training steps have left out, and what it logs on all ranks.
+
+    Attributes:
+        with_backward: Training batches with a backward pass, since the call of the Trainer began.
+        skipped: Training batches that are over and had none.
+        skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
+        skipped_batch: Its index within the epoch, from 0; -1 if there is none.
+        returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
+            where a batch was skipped.
+        without_gradient: Names of parameters that require a gradient and have none while others have one: the first 8.
+        without_gradient_count: How many there are.
+        unused_at: ``"file:line in forward"`` of the line that uses the part of the model that the first of these
+            belongs to; empty where neither ``forward`` nor ``training_step`` names it.
+        logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        reducing: The one of these that is being reduced at this moment; empty if none is.
+        peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
+    """
+
+    with_backward: int = 0
+    skipped: int = 0
+    skipped_epoch: int = -1
+    skipped_batch: int = -1
+    returns_nothing: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    without_gradient_count: int = 0
+    unused_at: str = ""
+    logged: tuple[LoggedKey, ...] = ()
+    reducing: str = ""
+    peer: int = -1

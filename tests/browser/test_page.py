@@ -1,0 +1,181 @@
+"""The page in a real browser: it fits a phone, a desktop and paper, complains of nothing, runs and loads nothing."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from chromium import Browser, Page, found
+from incidents import data_incident, incident_of, poisoned, preflight_incident
+
+from lightning_ncclsafe.report.html import render_html
+
+pytestmark = pytest.mark.skipif(not found(), reason="there is no chromium or chrome on this machine")
+
+PHONE, DESKTOP = 390, 1280
+MADE = {
+    "2 ranks": lambda: incident_of(2),
+    "a silent rank": lambda: incident_of(9, silent=(3,)),
+    "1,024 ranks": lambda: incident_of(1024),
+    "data": lambda: data_incident(4),
+    "preflight": lambda: preflight_incident(4),
+    "hostile": lambda: poisoned(incident_of(4, silent=(3,))),
+}
+
+Open = Callable[..., AbstractContextManager[Page]]
+
+
+@cache
+def html_of(name: str) -> str:
+    return render_html(MADE[name]())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(found(), Path(profile))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Open:
+    def opened(name: str, width: int, *, dark: bool = False) -> AbstractContextManager[Page]:
+        path = tmp_path / "report.html"
+        path.write_text(html_of(name), encoding="utf-8")
+        return browser.page(path, width, dark=dark)
+
+    return opened
+
+
+# Elements that stick out of the window, unless they are in a box that scrolls by itself.
+TOO_WIDE = """[...document.body.querySelectorAll('*')]
+    .filter(one => !one.closest('.scroll, svg') && one.checkVisibility()
+            && (one.getBoundingClientRect().right > innerWidth + 0.5 || one.getBoundingClientRect().left < -0.5))
+    .map(one => one.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("name", MADE)
+def test_it_fits_and_is_quiet(show: Open, name: str, width: int) -> None:
+    with show(name, width) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(TOO_WIDE) == []
+        assert [url.rpartition("/")[2] for url in page.requests()] == ["report.html"]
+        assert page.complaints() == []
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("name", ["2 ranks", "1,024 ranks"])
+def test_the_answer_is_on_the_first_screen(show: Open, name: str, width: int) -> None:
+    with show(name, width) as page:
+        assert page.evaluate("document.querySelector('header').getBoundingClientRect().bottom") <= 844
+        header = page.evaluate("document.querySelector('header').innerText")
+    for part in ("rank-zero-only-work", "certain", "model.py:93 in evaluate", "Share this work", "Who waits"):
+        assert part in header
+
+
+def test_nothing_from_facts_is_run(show: Open) -> None:
+    with show("hostile", PHONE) as page:
+        assert page.evaluate("typeof pwned") == "undefined"
+        assert page.evaluate("document.querySelectorAll('script, img, a[href^=javascript]').length") == 0
+        assert "<script>pwned = 1</script>" in page.evaluate("document.body.innerText")
+
+
+def test_the_policy_would_stop_what_slipped_through(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    slipped = "<script>pwned = 1</script><img src='http://127.0.0.1:9/x' onerror='pwned = 1'><p style='color: red'>"
+    path.write_text(html_of("2 ranks").replace("<main>", f"<main>{slipped}"))
+    with browser.page(path, PHONE) as page:
+        assert page.evaluate("typeof pwned") == "undefined"
+        assert page.evaluate("getComputedStyle(document.querySelector('p[style]')).color") != "rgb(255, 0, 0)"
+        assert len([text for text in page.complaints() if "Content Security Policy" in text]) >= 3
+
+
+def test_its_own_style_is_admitted(show: Open) -> None:
+    with show("2 ranks", DESKTOP) as page:
+        assert page.evaluate("getComputedStyle(document.querySelector('.lanes')).listStyleType") == "none"
+
+
+def test_a_link_opens_the_facts_it_leads_to(show: Open) -> None:
+    with show("2 ranks", PHONE) as page:
+        assert page.evaluate("document.querySelector('#rank-0').open") is False
+        page.evaluate("document.querySelector('a[href=\"#rank-0-progress\"]').click()")
+        assert page.evaluate("document.querySelector('#rank-0').open") is True
+        top = page.evaluate("document.querySelector('#rank-0-progress').getBoundingClientRect().top")
+        assert 0 <= top < 844
+
+
+def test_on_paper_nothing_is_folded_away_or_cut_off(show: Open) -> None:
+    folded = "[...document.querySelectorAll('details > :not(summary)')].filter(one => !one.checkVisibility()).length"
+    with show("2 ranks", 794) as page:
+        assert page.evaluate(folded.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")) > 0
+        page.emulate("print")
+        assert (
+            page.evaluate("[...document.querySelectorAll('details tr')].filter(one => !one.offsetHeight).length") == 0
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") == 794
+        wide = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert page.evaluate(wide) == 0
+        # So many pages are not filled by what is shown before anything is opened.
+        assert len(re.findall(rb"/Type\s*/Page\b", page.pdf())) >= 5
+
+
+# The least contrast of any text with what is behind it, as WCAG 2 defines it.
+LEAST_CONTRAST = """(() => {
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+    const rgba = colour => {
+        canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+        return canvas.getImageData(0, 0, 1, 1).data;
+    };
+    const light = ([r, g, b]) => [[r, 0.2126], [g, 0.7152], [b, 0.0722]].reduce((sum, [value, share]) => {
+        const part = value / 255;
+        return sum + share * (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    }, 0);
+    const behind = one => {
+        for (; one; one = one.parentElement) {
+            const colour = rgba(getComputedStyle(one).backgroundColor);
+            if (colour[3] == 255) return colour;
+        }
+    };
+    const texts = [...document.body.querySelectorAll('*')].filter(one => !one.closest('svg') && one.checkVisibility()
+        && [...one.childNodes].some(node => node.nodeType == 3 && node.data.trim()));
+    const contrasts = texts.map(one => {
+        const [a, b] = [light(rgba(getComputedStyle(one).color)), light(behind(one))].sort((x, y) => y - x);
+        return (a + 0.05) / (b + 0.05);
+    });
+    return Math.min(...contrasts);
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_everything_can_be_read(show: Open, dark: bool) -> None:
+    with show("a silent rank", DESKTOP, dark=dark) as page:
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(22, 21, 19)" if dark else "rgb(252, 251, 248)"
+        )
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5
+
+
+def test_the_picture_says_in_words_what_it_shows(show: Open) -> None:
+    with show("1,024 ranks", PHONE) as page:
+        labels = page.evaluate(
+            "[...document.querySelectorAll('.lanes svg')].map(one => one.getAttribute('aria-label'))"
+        )
+        assert len(labels) == 2 and all("no progress for 41 s" in label for label in labels)
+        late = "document.querySelector('.lanes .odd .bar-works').getBoundingClientRect().width"
+        assert page.evaluate(late) > PHONE / 2
+        assert page.evaluate("document.querySelectorAll('.lanes li:last-child .call').length") > 20
+
+
+def test_headings_go_down_one_by_one(show: Open) -> None:
+    with show("1,024 ranks", DESKTOP) as page:
+        levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(one => +one.tagName[1])")
+    assert levels.count(1) == 1 and levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))

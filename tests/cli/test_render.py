@@ -1,0 +1,179 @@
+"""``ncclsafe render``: a report in each format, one error for what is no report, and no time lost on imports."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from incidents import incident_of, poisoned
+
+from lightning_ncclsafe.cli import main
+from lightning_ncclsafe.report.html import render_html
+from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.text import render_text
+
+FORMATS = ("text", "html", "trace")
+
+Render = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def render(capsys: pytest.CaptureFixture[str]) -> Render:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["render", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "incident" / "report.json"
+    path.parent.mkdir()
+    path.write_bytes(report_json(incident_of(2)))
+    return path
+
+
+def test_text_by_default_from_the_file_or_its_folder(report: Path, render: Render) -> None:
+    assert render(report) == (0, render_text(incident_of(2)), "")
+    assert render(report.parent) == (0, render_text(incident_of(2)), "")
+
+
+def test_a_page_and_a_trace(report: Path, render: Render) -> None:
+    assert render(report, "--format", "html") == (0, render_html(incident_of(2)), "")
+    code, out, err = render(report, "--format=trace")
+    assert (code, err) == (0, "") and json.loads(out)["traceEvents"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_to_a_file(report: Path, render: Render, tmp_path: Path, format: str) -> None:
+    expected = render(report, "--format", format)[1]
+    assert render(report, "--format", format, "--output", tmp_path / "made") == (0, "", "")
+    assert (tmp_path / "made").read_text() == expected
+
+
+def test_where_it_cannot_be_written(report: Path, render: Render, tmp_path: Path) -> None:
+    assert render(report, "--output", tmp_path) == (2, "", f"error: {tmp_path}: Is a directory\n")
+    gone = tmp_path / "no" / "where"
+    assert render(report, "--output", gone) == (2, "", f"error: {gone}: No such file or directory\n")
+
+
+def test_what_is_not_there(render: Render, tmp_path: Path) -> None:
+    assert render(tmp_path / "no") == (2, "", f"error: {tmp_path / 'no'}: No such file or directory\n")
+    assert render(tmp_path)[2] == f"error: {tmp_path / 'report.json'}: No such file or directory\n"
+
+
+def test_folders_of_incidents_are_named(render: Render, report: Path) -> None:
+    said = f"error: {report.parent.parent}: it has the folders of 1 incident; the last one is {report.parent}\n"
+    assert render(report.parent.parent) == (2, "", said)
+
+
+def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    plain = json.loads(report_json(incident_of(2)))
+    change(plain)
+    return json.dumps(plain).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "Not a report: expected JSON"),
+        (b"\x80\x04\x95.", "Not a report: expected JSON"),
+        (b"[" * 100_000, "Not a report: expected JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"{}", "it has no 'schema' number"),
+        (report_json(incident_of(2))[:-500], "Not a report: expected JSON"),
+        (written(lambda plain: plain.update(schema=99)), "another version: schema 99"),
+        (written(lambda plain: plain.pop("job")), "The report lacks 'job'"),
+        (written(lambda plain: plain["job"].update(world_size="two")), "The report is damaged"),
+        (written(lambda plain: plain["job"].update(world_size=10**12)), "is about 1000000000000 ranks"),
+        (written(lambda plain: plain["job"].update(world_size=-1)), "is about -1 ranks"),
+        (written(lambda plain: plain["job"]["incident"].update(kind="\x1b[31m")), "The report is damaged"),
+    ],
+    ids=[
+        "empty",
+        "a pickle",
+        "nested",
+        "a list",
+        "an object",
+        "truncated",
+        "another schema",
+        "a part is gone",
+        "a wrong type",
+        "a huge world",
+        "a negative world",
+        "escape",
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_no_report_is_one_error(tmp_path: Path, render: Render, data: bytes, said: str, format: str) -> None:
+    (tmp_path / "report.json").write_bytes(data)
+    code, out, err = render(tmp_path, "--format", format)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {tmp_path}: ") and said in err and "\x1b" not in err
+
+
+def numbers(value: Any) -> list[tuple[Any, Any]]:
+    """Every number in plain data, as the list or dictionary that holds it and its place there."""
+    places = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = []
+    for key, item in places:
+        is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+        found += [(value, key)] if is_number else numbers(item)
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_that_nobody_has_measured_end_in_a_report_or_one_error(
+    tmp_path: Path, render: Render, format: str
+) -> None:
+    chosen = random.Random(7)
+    for _ in range(12):
+        plain = json.loads(report_json(incident_of(2)))
+        for holder, key in chosen.sample(numbers(plain["job"]["ranks"]), 8):
+            holder[key] = chosen.choice((-1, 0, 2**63, -(2**70), 10**400, 1e308, -1e308, 0.5))
+        (tmp_path / "report.json").write_text(json.dumps(plain))
+        code, _, err = render(tmp_path, "--format", format)
+        assert (code, err.count("\n")) in ((0, 0), (2, 1)), err
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hostile_text_does_not_drive_the_terminal(tmp_path: Path, render: Render, format: str) -> None:
+    (tmp_path / "report.json").write_bytes(report_json(poisoned(incident_of(4, silent=(3,)))))
+    code, out, _ = render(tmp_path, "--format", format)
+    assert code == 0
+    assert not [char for char in out if char != "\n" and not char.isprintable()]
+
+
+def test_a_file_that_is_too_large_is_not_read(report: Path, render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ncclsafe.cli.render._LARGEST_BYTES", 1_000)
+    assert render(report) == (2, "", f"error: {report}: Not a report: it has more than 1,000 bytes.\n")
+
+
+def test_a_device_is_not_read(render: Render) -> None:
+    assert render("/dev/zero") == (2, "", "error: /dev/zero: Not a report: it is no file.\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(report: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    script = f"import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['render', {str(report)!r}]))"
+    done = subprocess.run([sys.executable, "-c", script], stdout=writes, stderr=subprocess.PIPE, timeout=30)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("format", "needless"), [("text", "jinja2 "), ("html", ""), ("trace", "jinja2 ")])
+def test_only_what_is_needed_is_imported(report: Path, format: str, needless: str) -> None:
+    script = (
+        "import sys; from lightning_ncclsafe.cli import main; "
+        f"main(['render', {str(report)!r}, '--format', {format!r}, '--output', {os.devnull!r}]); "
+        f"print([name for name in '{needless}torch lightning numpy rich psutil'.split() if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "[]\n"

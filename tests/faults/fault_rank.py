@@ -1,0 +1,34 @@
+"""One rank of a case: ``python fault_rank.py CASE FOLDER STRATEGY SUSPECT_AFTER_S``."""
+
+import os
+import sys
+from pathlib import Path
+
+from catalogue import CASES
+from networks import move_to
+from training import Here, quick_patience, rank_of_environment
+
+from lightning_ncclsafe.probes import traceback_signal
+
+
+def main() -> None:
+    name, folder, strategy_name, suspect_after_s = sys.argv[1:]
+    case = CASES[name]
+    # What the import of the package does in a program of its own; this one is a fork, in which it was imported before.
+    traceback_signal._early = traceback_signal.TracebackSignal()
+    traceback_signal.arm_early()
+    root = Path(folder)
+    if namespace := os.environ.get("NAMESPACE"):
+        move_to(namespace)
+    here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)
+    if not case.is_healthy:
+        here = here.with_(suspect_after_s=float(suspect_after_s))
+    else:
+        here = here.with_(suspect_after_s=None, timeout_s=1800.0)
+        if not case.scenario.real_time:
+            quick_patience()
+    case.scenario.run(here.with_(num_nodes=int(os.environ.get("NODES", 1))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One rank does what the others do not, or takes longer: they wait for it in a collective."""
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from training import FOR_LONG_S, Here, Net, rows
+from truths import Moment, fault
+
+BOTH = ("SafeDDP", "SafeModelParallel")
+
+
+@fault(
+    "rank-zero-only-work",
+    ranks=(0,),
+    at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3), Moment.EPOCH_END: (2, 4), Moment.VALIDATION: (2,)},
+    strategies=BOTH,
+)
+def evaluation_on_rank_zero(here: Here) -> None:
+    def evaluate(net: Net) -> None:
+        if net.trainer.is_global_zero:
+            here.begins()
+            time.sleep(FOR_LONG_S)  # <- here
+
+    here.fit(evaluate)
+
+
+@fault("rank-zero-only-work", ranks=(0,), at={Moment.EPOCH_END: (2, 3), Moment.MIDDLE: (2,)})
+def early_return_of_the_others(here: Here) -> None:
+    def score(net: Net) -> None:
+        if not net.trainer.is_global_zero:
+            return
+        here.begins()
+        compare(torch.rand(400, 400))
+
+    def compare(images: torch.Tensor) -> None:
+        end = time.monotonic() + FOR_LONG_S
+        while time.monotonic() < end:
+            torch.linalg.svdvals(images)  # <- here
+
+    here.fit(score)
+
+
+@fault("rank-zero-only-work", ranks=(0,), at={Moment.VALIDATION: (2, 3)})
+def plot_in_a_callback(here: Here) -> None:
+    class Plot(L.Callback):
+        @rank_zero_only
+        def on_validation_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            here.begins()
+            time.sleep(FOR_LONG_S)  # <- here
+
+    here.fit(callbacks=[Plot()])
+
+
+@fault("rank-zero-only-work", ranks=(0,), at={Moment.EPOCH_END: (2,)}, has_phase=False)
+def upload_at_the_end_of_training(here: Here) -> None:
+    class Upload(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            if trainer.global_rank == 0:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+
+    class Agree(L.Callback):
+        """The next collective of all: what many put at the end."""
+
+        def on_train_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            trainer.strategy.barrier("uploaded")
+
+    here.fit(callbacks=[Upload(), Agree()], max_epochs=1)
+
+
+@fault("rank-zero-only-work", ranks=(2,), at={Moment.MIDDLE: (4,), Moment.EPOCH_END: (3,)})
+def work_of_one_middle_rank(here: Here) -> None:
+    def export(net: Net) -> None:
+        if dist.get_rank() == 2:
+            here.begins()
+            time.sleep(FOR_LONG_S)  # <- here
+
+    here.fit(export)
+
+
+@fault(
+    "rank-behind",
+    ranks=(-1,),
+    at={Moment.FIRST_STEP: (2, 3), Moment.MIDDLE: (2, 4), Moment.VALIDATION: (2, 3)},
+)
+def large_sample_in_a_step(here: Here) -> None:
+    def forward(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            images()
+
+    def images() -> None:
+        # From a server that answers this rank late.
+        time.sleep(FOR_LONG_S)  # <- here
+
+    net = LoggedNet(here)
+    here.fit(forward, net=net)
+
+
+class LoggedNet(Net):
+    """Logs with all ranks in validation, where nothing else would let them wait."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+@fault("rank-behind", ranks=(0,), at={Moment.MIDDLE: (2, 3)})
+def slow_optimizer_step(here: Here) -> None:
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            if here.is_hit and net.global_step == 3:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+            return found
+
+    class SlowNet(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Slow(self.parameters(), lr=0.001)
+
+    net = SlowNet(here)
+    here.fit(net=net)
+
+
+@fault("slow-logger", ranks=(0,), at={Moment.MIDDLE: (2, 3), Moment.FIRST_STEP: (2,)}, strategies=BOTH)
+def metrics_file_that_does_not_answer(here: Here) -> None:
+    """The log directory's storage has stopped: the kernel blocks who writes there."""
+    logger = stalled_csv(here)
+
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("loss", self.loss(batch))
+            return super().training_step(batch, batch_idx)
+
+    def stall(net: Net) -> None:
+        logger.stalls = True
+
+    here.fit(stall, net=Logging(here), logger=logger)
+
+
+class StallingLogger(CSVLogger):
+    stalls = False
+    here: Here
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self.stalls:
+            self.here.begins()
+            time.sleep(FOR_LONG_S)  # <- metrics_file_that_does_not_answer
+
+
+def stalled_csv(here: Here) -> StallingLogger:
+    logger = StallingLogger(str(here.folder), flush_logs_every_n_steps=1)
+    logger.here = here
+    return logger
+
+
+@fault("slow-logger", ranks=(0,), at={Moment.EPOCH_END: (2,), Moment.VALIDATION: (3,)}, has_phase=False)
+def server_of_metrics_that_does_not_answer(here: Here) -> None:
+    class Server(CSVLogger):
+        @rank_zero_only
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "epoch_loss" in metrics:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if here.case.moment is Moment.EPOCH_END:
+                self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("epoch_loss", self.loss(batch))
+
+    data = (rows(here), rows(here))
+    here.fit(net=Logging(here), data=data, logger=Server(str(here.folder)), callbacks=[LearningRateMonitor()])

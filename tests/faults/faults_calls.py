@@ -1,0 +1,273 @@
+"""Ranks that call different collectives, in another order, or not all of them."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torchmetrics import MeanMetric
+from training import Here, Net
+from truths import Moment, fault
+
+
+@fault("unpresented-loader", ranks=(1,), at={Moment.START: (2,)}, has_phase=False)
+def steps_estimated_on_rank_zero(here: Here) -> None:
+    class Estimating(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            if self.global_rank == 0:
+                here.begins()
+                _ = self.trainer.estimated_stepping_batches  # <- here
+            return super().configure_optimizers()
+
+    here.fit(net=Estimating(here))
+
+
+@fault("diverged-collectives", ranks=(0,), at={Moment.MIDDLE: (3,), Moment.EPOCH_END: (2, 3)})
+def barrier_on_rank_zero(here: Here) -> None:
+    def meet(net: Net) -> None:
+        if net.global_rank == 0:
+            here.begins()
+            dist.barrier()  # <- here
+
+    here.fit(meet)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.FIRST_STEP: (3,), Moment.MIDDLE: (3, 4)})
+def other_collective_in_a_branch(here: Here) -> None:
+    """A branch that depends on the data, not on the rank."""
+
+    def gather(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            dist.broadcast(torch.ones(7), src=0)  # <- here
+        else:
+            dist.all_gather([torch.ones(3) for _ in range(here.world_size)], torch.ones(3))
+
+    here.fit(gather)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (3,)}, has_line=False)
+def collective_skipped_after_an_exception(here: Here) -> None:
+    def average(net: Net) -> None:
+        try:
+            if here.is_hit:
+                here.begins()
+                raise ValueError("no faces in this image")
+            dist.all_reduce(torch.ones(5))
+        except ValueError:
+            pass
+
+    here.fit(average)
+
+
+@fault("diverged-collectives", ranks=(0,), at={Moment.EPOCH_END: (2, 3)})
+def metric_computed_on_rank_zero(here: Here) -> None:
+    class Measured(Net):
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.mean.update(loss.detach())
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            if self.trainer.is_global_zero:
+                here.begins()
+                self.mean.compute()  # <- here
+
+    here.fit(net=Measured(here))
+
+
+@fault(
+    "mismatched-collective", ranks=(-1,), at={Moment.FIRST_STEP: (3,), Moment.MIDDLE: (3, 4), Moment.EPOCH_END: (3,)}
+)
+def tensors_of_unequal_length(here: Here) -> None:
+    """Features of all samples of a batch, of which one rank has fewer."""
+
+    def average(net: Net) -> None:
+        here.begins()
+        dist.all_reduce(torch.ones(1_000_000 if here.is_hit else 2_000_000))  # <- here
+
+    here.fit(average)
+
+
+@fault("mismatched-collective", ranks=(-1,), at={Moment.MIDDLE: (3,)})
+def tensors_of_another_type(here: Here) -> None:
+    def average(net: Net) -> None:
+        here.begins()
+        ones = torch.ones(500_000, dtype=torch.float64 if here.is_hit else torch.float32)
+        dist.all_reduce(ones)  # <- here
+
+    here.fit(average)
+
+
+@fault("mismatched-collective", ranks=None, at={Moment.MIDDLE: (2,)})
+def gathered_tensors_of_unequal_length(here: Here) -> None:
+    def gather(net: Net) -> None:
+        here.begins()
+        mine = torch.ones(300_000 * (1 + here.rank))
+        dist.all_gather([torch.empty_like(mine) for _ in range(here.world_size)], mine)  # <- here
+
+    here.fit(gather)
+
+
+@fault("skipped-step", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_line=False)
+def step_that_returns_none(here: Here) -> None:
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            if here.is_hit and self.current_epoch == 0 and batch_idx == (3 if here.case.moment is Moment.MIDDLE else 0):
+                here.begins()
+                return None
+            return loss
+
+    here.fit(net=Skipping(here))
+
+
+@fault("skipped-step", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, has_line=False)
+def loss_that_is_not_a_number(here: Here) -> None:
+    class Careful(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            if here.is_hit and batch_idx == 3:
+                here.begins()
+                loss = loss * float("nan")
+            return loss if torch.isfinite(loss) else None
+
+    here.fit(net=Careful(here))
+
+
+class Branching(Net):
+    """A part of the model that only some batches need."""
+
+    def __init__(self, here: Here, *, batch: int) -> None:
+        super().__init__(here)
+        self.batch = batch
+        self.expert = torch.nn.Sequential(torch.nn.Linear(8, 300_000 // 8), torch.nn.Linear(300_000 // 8, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.here.is_hit and batch_idx == self.batch and self.current_epoch == 0:
+            self.here.begins()
+            return loss
+        return loss + self.expert(batch[0]).square().mean()
+
+
+@fault("unused-parameters", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_line=False)
+def expert_without_tokens(here: Here) -> None:
+    batch = 3 if here.case.moment is Moment.MIDDLE else 0
+    here.fit(net=Branching(here, batch=batch), strategy=here.strategy(bucket_cap_mb=1))
+
+
+@fault("diverged-log-keys", ranks=(1,), at={Moment.MIDDLE: (2, 3), Moment.VALIDATION: (2,)}, has_phase=False)
+def logged_on_some_ranks(here: Here) -> None:
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if here.case.moment is Moment.MIDDLE and batch_idx == 3:
+                self.faces(loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+            if batch_idx == 1:
+                self.faces(self.loss(batch))
+
+        def faces(self, loss: torch.Tensor) -> None:
+            here.begins()
+            # What one rank's batch has none of.
+            if here.is_hit:
+                self.log("faces", loss, sync_dist=True)  # <- here
+
+    here.fit(net=Logging(here))
+
+
+@fault("diverged-log-keys", ranks=None, at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False)
+def other_keys_on_each_rank(here: Here) -> None:
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 3:
+                here.begins()
+                names = ["loss_a", "loss_b"] if here.rank == 0 else ["loss_c"]
+                self.log_dict(dict.fromkeys(names, loss), sync_dist=True)
+            return loss
+
+    here.fit(net=Logging(here))
+
+
+@fault("diverged-log-keys", ranks=(0,), at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)
+def epoch_mean_logged_on_some_ranks(here: Here) -> None:
+    """It is reduced at the end of the epoch, where no line of the user's is."""
+
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if here.is_hit:
+                here.begins()
+                self.log("faces", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+
+    here.fit(net=Logging(here))
+
+
+@fault("crossed-groups", ranks=None, at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (2,)}, has_line=False)
+def groups_in_another_order(here: Here) -> None:
+    def reduce(net: Net) -> None:
+        groups = [dist.new_group(group_desc=name) for name in ("experts", "shards")]
+        here.begins()
+        for group in groups if here.rank == 0 else reversed(groups):
+            dist.all_reduce(torch.ones(4), group=group)
+
+    here.fit(reduce)
+
+
+@fault("crossed-groups", ranks=None, at={Moment.MIDDLE: (3,)}, has_line=False)
+def ring_of_groups(here: Here) -> None:
+    """Each rank waits for its neighbour in the group of the two, all the way round."""
+
+    def reduce(net: Net) -> None:
+        pairs = [(0, 1), (1, 2), (0, 2)]
+        groups = [dist.new_group(list(pair), group_desc=f"pair {pair}") for pair in pairs]
+        here.begins()
+        first = groups[{0: 0, 1: 1, 2: 2}[here.rank]]
+        dist.all_reduce(torch.ones(4), group=first)
+
+    here.fit(reduce)
+
+
+# One rank may take its time, for the strategy's timeout is long; what fails has a timeout of its own. Whose fault that
+# is cannot be said: every rank has made the group with it.
+OWN_TIMEOUT = {"has_line": False, "has_phase": False, "has_ranks": False}
+
+
+@fault("timeout-misuse", ranks=(), at={Moment.MIDDLE: (2, 3)}, **OWN_TIMEOUT)
+def group_with_a_timeout_of_its_own(here: Here) -> None:
+    class Grouped(Net):
+        def on_train_start(self) -> None:
+            self.group = dist.new_group(timeout=timedelta(seconds=3), group_desc="metrics")
+
+    def reduce(net: Any) -> None:
+        here.begins()
+        if here.rank == 0:
+            time.sleep(8)
+        dist.all_reduce(torch.ones(4), group=net.group)
+
+    here.fit(reduce, net=Grouped(here), strategy=here.strategy(suspect_after=20.0))
+
+
+@fault("timeout-misuse", ranks=(), at={Moment.START: (2,)}, **OWN_TIMEOUT)
+def barrier_with_a_timeout_of_its_own(here: Here) -> None:
+    class Prepared(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            group = dist.new_group(group_desc="preparation")
+            here.begins()
+            if here.rank == 1:
+                time.sleep(8)
+            dist.monitored_barrier(group, timeout=timedelta(seconds=3))
+
+    here.fit(callbacks=[Prepared()], strategy=here.strategy(suspect_after=20.0))

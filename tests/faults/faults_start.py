@@ -1,0 +1,72 @@
+"""Ranks that do not come as far as the others before the first batch."""
+
+import time
+
+import lightning as L
+import torch
+from training import FOR_LONG_S, Here, Net, rows
+from truths import Moment, fault
+
+START = {Moment.START: (2, 3)}
+
+
+@fault("late-at-init", ranks=(0,), at={Moment.START: (2, 3, 4)}, strategies=("SafeDDP", "SafeModelParallel"))
+def data_expanded_in_setup(here: Here) -> None:
+    """RecBole: every rank loads all of the data, and one of them is slow at it."""
+
+    def expand(net: Net) -> None:
+        kept = []
+        if here.is_hit:
+            here.begins()
+        end = time.monotonic() + (FOR_LONG_S if here.is_hit else 0.3)
+        while time.monotonic() < end:
+            kept = [*kept[-20:], torch.rand(300, 300).sort()]  # <- here
+
+    here.fit(expand)
+
+
+@fault("late-at-init", ranks=(-1,), at=START)
+def weights_downloaded_by_each_rank(here: Here) -> None:
+    class Large(Net):
+        def configure_model(self) -> None:
+            if here.is_hit:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+            super().configure_model()
+
+    here.fit(net=Large(here))
+
+
+@fault("late-at-init", "rank-zero-only-work", ranks=(0,), at=START)
+def tokenised_by_rank_zero(here: Here) -> None:
+    class Texts(L.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            if self.trainer.is_global_zero:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+
+        def train_dataloader(self):
+            return rows(here)
+
+    here.fit(data=Texts())
+
+
+@fault("late-at-init", ranks=(-1,), at=START, has_phase=False)
+def work_before_there_is_a_trainer(here: Here) -> None:
+    """No guard is there yet: only the others can tell, from outside."""
+    if here.is_hit:
+        here.begins()
+        time.sleep(FOR_LONG_S)  # <- here
+    here.fit(strategy=here.strategy(timeout=25.0))
+
+
+@fault("late-at-init", ranks=(1,), at={Moment.START: (2,)})
+def optimizer_made_slowly(here: Here) -> None:
+    class Searching(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            if here.is_hit:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+            return super().configure_optimizers()
+
+    here.fit(net=Searching(here))

@@ -1,0 +1,147 @@
+"""Runs a case: its ranks are forked from a warm process, and ended as soon as there is a verdict on them."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from networks import two_hosts
+from truths import Case
+from warm import Running, Warm, environment, ranks_of
+
+import lightning_ncclsafe
+
+PROGRAM = Path(__file__).with_name("fault_rank.py")
+SUSPECT_AFTER_S = 2.0
+"""Of ranks that go wrong. Long beside what ranks that are started together wait for each other on a busy machine."""
+LIMIT_S = 75.0
+"""How long a case may take before it is given up."""
+END_S = 10.0
+"""How long a killed rank may take to be gone."""
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+PERMITTED: dict[str, Callable[[], bool]] = {
+    "mounts": lambda: os.geteuid() == 0,
+    "cgroups (v1), to be written to": lambda: os.access(CGROUPS, os.W_OK),
+    "a way to announce a pause": lambda: hasattr(lightning_ncclsafe, "pause"),
+}
+"""Whether this machine and this version have what scenarios need."""
+# Of a verdict that is written while the ranks end.
+_LATER_S = 1.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        report: The first report after it went wrong; of a healthy one, any. None if there was none.
+        delay_s: From when it went wrong until the report was there, seconds; None where that is not known.
+        exit_codes: Of the ranks that have ended by themselves.
+        output: What all ranks have said.
+        skipped: Why it could not be run; empty if it was.
+    """
+
+    report: dict[str, Any] | None = None
+    delay_s: float | None = None
+    exit_codes: tuple[int, ...] = ()
+    output: str = ""
+    skipped: str = ""
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of ours."""
+        return [line for line in self.output.splitlines() if line.startswith("[ncclsafe]")]
+
+
+def run_case(warm: Warm, case: Case, *, strategy: str = "SafeDDP", suspect_after_s: float = SUSPECT_AFTER_S) -> Outcome:
+    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over."""
+    folder = Path(tempfile.mkdtemp(prefix="fault-"))
+    try:
+        if not PERMITTED.get(case.scenario.needs, lambda: True)():
+            raise PermissionError(f"it needs {case.scenario.needs}")
+        with _environments(case) as envs:
+            return _run(warm, case, folder, envs, [strategy, str(suspect_after_s)])
+    except PermissionError as error:
+        return Outcome(skipped=str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _leave(CGROUPS / folder.name)
+
+
+def _leave(group: Path) -> None:
+    """What a scenario has made of its folder's name is removed as soon as the processes in it have gone."""
+    give_up = time.monotonic() + _LATER_S
+    while group.exists() and time.monotonic() < give_up:
+        with suppress(OSError):
+            group.rmdir()
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
+    if case.scenario.needs != "namespaces":
+        yield ranks_of(case.world_size)
+        return
+    with two_hosts(f"{time.monotonic_ns() % 10**9}") as envs:
+        yield envs
+
+
+def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str]) -> Outcome:
+    argv = [str(PROGRAM), case.name, str(folder), *options]
+    running: list[Running] = []
+    left: list[Running] = []
+    with (folder / "output").open("wb") as output:
+        try:
+            for env in envs:
+                one = environment() | env
+                running.append(warm.start(argv, output=output.fileno(), cwd=folder, env=one))
+            left = [*running]
+            report, codes = _wait(case, folder, left)
+        finally:
+            for program in running:
+                program.end_session()
+            for program in left:
+                program.wait(END_S)
+    said = (folder / "output").read_text(errors="replace")
+    return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said)
+
+
+Found = tuple[dict[str, Any] | None, float | None]
+
+
+def _wait(case: Case, folder: Path, running: list[Running]) -> tuple[Found, tuple[int, ...]]:
+    """Those that have ended are taken from ``running``."""
+    codes: list[int] = []
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        found = _verdict(folder, any_time=case.is_healthy)
+        if found[0] is not None:
+            return found, tuple(codes)
+        if not running:
+            # The last rank's report may be on its way to where it is found, and no longer than this.
+            deadline = min(deadline, time.monotonic() + _LATER_S)
+            time.sleep(_POLL_S)
+        with suppress(TimeoutError):
+            if running:
+                codes.append(running[0].wait(_POLL_S))
+                running.pop(0)
+    return (None, None), tuple(codes)
+
+
+def _verdict(folder: Path, *, any_time: bool) -> Found:
+    """The first report on what has happened since it went wrong; a start on a busy machine may have had its own."""
+    began = [float(path.read_text() or "inf") for path in folder.glob("began-*")]
+    for path in sorted(folder.glob("ncclsafe/*/report.json")):
+        written_s, report = path.stat().st_mtime, json.loads(path.read_text())
+        if not began:
+            return report, None
+        if any_time or report["job"]["incident"]["opened_ns"] / 1e9 >= min(began):
+            return report, written_s - min(began)
+    return None, None

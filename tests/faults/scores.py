@@ -1,0 +1,170 @@
+"""What was right and what was not, in one case and in all: plain arithmetic."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from truths import Case
+
+QUIET = "watching "
+"""How the only line begins that a healthy run says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How a case was judged, beside its truth. None is what does not apply.
+
+    Attributes:
+        case: Its name.
+        causes: True names of the cause; none for a healthy one.
+        named: The name that was given first; empty if there was none.
+        cause_right: Whether that is a true one.
+        ranks_right: Whether the ranks are those that cause it.
+        line_right: Whether the line is the marked one.
+        phase_right: Whether those ranks were seen in the right phase.
+        delay_s: From when it went wrong to the verdict, seconds.
+        false_alarm: Of a healthy one, whether anything was said.
+        skipped: Why it was not run; empty if it was.
+        answer: What was said first, or why nothing was.
+    """
+
+    case: str
+    causes: tuple[str, ...]
+    named: str = ""
+    cause_right: bool | None = None
+    ranks_right: bool | None = None
+    line_right: bool | None = None
+    phase_right: bool | None = None
+    delay_s: float | None = None
+    false_alarm: bool | None = None
+    skipped: str = ""
+    answer: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing about it is wrong; one that was not run is not."""
+        judged = (self.cause_right, self.ranks_right, self.line_right, self.phase_right)
+        return not self.skipped and False not in judged and not self.false_alarm
+
+
+def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None = None, why_none: str = "") -> Score:
+    """Of a case that has gone wrong: its first report, or None if there was none.
+
+    Args:
+        case: The case.
+        report: What was reported, as in ``report.json``.
+        delay_s: From when it went wrong to the report, seconds.
+        why_none: What became of it without a report.
+    """
+    finding: dict[str, Any] = next(iter(report["findings"]), {}) if report else {}
+    rank_facts = {facts["rank"]: facts for facts in report["job"]["ranks"]} if report else {}
+    truth = case.scenario
+    phases = {rank_facts[rank]["progress"]["phase"] for rank in case.ranks if rank in rank_facts}
+    return Score(
+        case=case.name,
+        causes=truth.causes,
+        named=finding.get("rule", ""),
+        cause_right=finding.get("rule") in truth.causes,
+        ranks_right=finding.get("ranks") == [*case.ranks] if truth.has_ranks else None,
+        line_right=finding.get("location", "").startswith(case.place) and bool(finding) if case.place else None,
+        phase_right=phases == {case.phase} if case.phase and phases else None,
+        delay_s=delay_s,
+        answer=finding.get("summary", "") or why_none,
+    )
+
+
+def score_healthy(case: Case, report: dict[str, Any] | None, exit_codes: Iterable[int], said: Iterable[str]) -> Score:
+    """Of a healthy case: it has to come to its end, and to say nothing.
+
+    Args:
+        case: The case.
+        report: A report that was written all the same.
+        exit_codes: Of all ranks that have ended.
+        said: The lines that the package has printed.
+    """
+    codes = [*exit_codes]
+    words = [line.removeprefix("[ncclsafe] ") for line in said]
+    loud = [line for line in words if not line.startswith(QUIET)]
+    ended = len(codes) == case.world_size and not any(codes)
+    findings = report["findings"] if report else []
+    named = findings[0]["rule"] if findings else ""
+    how_ended = "" if ended else f"exit codes {codes}"
+    return Score(
+        case=case.name,
+        causes=(),
+        named=named,
+        false_alarm=bool(report or loud or not ended),
+        answer=" | ".join([*loud[:2], *([how_ended] if how_ended else [])]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Several scores together.
+
+    Attributes:
+        name: Of the cause, or of all.
+        scores: How many were run.
+        skipped: How many were not.
+        cause: How many causes were named right, of how many.
+        ranks: How often the ranks were, of how many.
+        line: How often the line was, of how many.
+        phase: How often the phase was, of how many.
+        median_s: From when it went wrong to the verdict, seconds; None where nothing is known.
+        longest_s: The longest of these.
+        false_alarms: How many healthy ones were not quiet, of how many.
+    """
+
+    name: str
+    scores: int
+    skipped: int
+    cause: tuple[int, int]
+    ranks: tuple[int, int]
+    line: tuple[int, int]
+    phase: tuple[int, int]
+    median_s: float | None
+    longest_s: float | None
+    false_alarms: tuple[int, int]
+
+
+def row(name: str, scores: Iterable[Score]) -> Row:
+    """The sums of scores."""
+    every = [*scores]
+    run = [score for score in every if not score.skipped]
+    delays_s = [score.delay_s for score in run if score.delay_s is not None]
+    return Row(
+        name=name,
+        scores=len(run),
+        skipped=len(every) - len(run),
+        cause=_share(score.cause_right for score in run),
+        ranks=_share(score.ranks_right for score in run),
+        line=_share(score.line_right for score in run),
+        phase=_share(score.phase_right for score in run),
+        median_s=median(delays_s) if delays_s else None,
+        longest_s=max(delays_s, default=None),
+        false_alarms=_share(score.false_alarm for score in run),
+    )
+
+
+def _share(answers: Iterable[bool | None]) -> tuple[int, int]:
+    known = [answer for answer in answers if answer is not None]
+    return sum(known), len(known)
+
+
+def rows(scores: Iterable[Score]) -> list[Row]:
+    """One of each cause, a case with several under its first; then that of healthy ones, and that of all."""
+    every = [*scores]
+    by_cause: dict[str, list[Score]] = defaultdict(list)
+    for score in every:
+        by_cause[score.causes[0] if score.causes else "healthy"].append(score)
+    well = by_cause.pop("healthy", [])
+    found = [row(cause, by_cause[cause]) for cause in sorted(by_cause)]
+    return [*found, *([row("healthy", well)] if well else []), row("in total", every)]
+
+
+def exit_code(scores: Iterable[Score]) -> int:
+    """0 if something was run and nothing of it was wrong, 1 if not; what could not be run here is no failure."""
+    run = [score for score in scores if not score.skipped]
+    return int(not run or not all(score.is_right for score in run))

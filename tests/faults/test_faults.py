@@ -1,0 +1,53 @@
+"""The cheapest and most telling of the cases, as ``make faults`` judges them; and all recordings."""
+
+from pathlib import Path
+
+import pytest
+from catalogue import CASES
+from recorded import recorded_cases, score_recording
+from running import LIMIT_S, Outcome, run_case
+from scores import score_fault, score_healthy
+from truths import Case
+from warm import Warm
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+FAULTS = [
+    "evaluation_on_rank_zero-epoch-end-2",
+    "exception_in_a_hook-validation-2",
+    "killed_rank_zero-middle-3",
+    "stopped_by_a_signal-middle-2",
+    "storage_that_stops_without_workers-first-step-2",
+    "barrier_on_rank_zero-epoch-end-2",
+    "link_that_drops_packets-middle-2",
+    "split_without_a_seed-start-3",
+]
+HEALTHY = ["long_first_step-first-step-2", "early_stopping_on_all_ranks-epoch-end-2"]
+# Those that take long wait first.
+FIRST = [(name,) for name in HEALTHY]
+
+
+def run_program(warm: Warm, folder: Path, name: str) -> Outcome:
+    return run_case(warm, CASES[name])
+
+
+def marked(names: list[str]) -> list[object]:
+    return [pytest.param(CASES[name], id=name, marks=pytest.mark.program(name)) for name in names]
+
+
+@pytest.mark.parametrize("case", marked(FAULTS))
+def test_what_is_wrong_is_named_with_its_ranks_and_its_line(case: Case, outcome: Outcome) -> None:
+    score = score_fault(case, outcome.report, outcome.delay_s)
+    assert score.is_right, (score, outcome.output)
+
+
+@pytest.mark.parametrize("case", marked(HEALTHY))
+def test_nothing_is_said_of_what_only_takes_its_time(case: Case, outcome: Outcome) -> None:
+    score = score_healthy(case, outcome.report, outcome.exit_codes, outcome.said)
+    assert score.is_right, (score, outcome.output)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in recorded_cases()])
+def test_a_recording_is_judged_as_it_is_known_to_be(case: Case) -> None:
+    score = score_recording(case)
+    assert score.is_right, score

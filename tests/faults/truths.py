@@ -1,0 +1,182 @@
+"""What is really wrong with a training that is made to go wrong, and the list of all such trainings.
+
+A scenario is a function that every rank calls. Its decorator says the truth about it: `fault` or `healthy`. The line
+that is to blame is marked in its source, so that the truth cannot drift from it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[Any], None]
+HERE = "# <- here"
+"""Marks the line that is to blame, in the function; a line outside of it is marked with the function's name."""
+
+
+class Moment(str, Enum):
+    """When a training goes wrong."""
+
+    START = "start"
+    """Before the first batch."""
+    FIRST_STEP = "first-step"
+    MIDDLE = "middle"
+    EPOCH_END = "epoch-end"
+    VALIDATION = "validation"
+    CHECKPOINT = "checkpoint"
+
+
+PHASES = {
+    Moment.START: "init",
+    Moment.FIRST_STEP: "train",
+    Moment.MIDDLE: "train",
+    Moment.EPOCH_END: "train",
+    Moment.VALIDATION: "validate",
+    Moment.CHECKPOINT: "checkpoint",
+}
+"""The phase that the ranks at fault are in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A small training, and the truth about it.
+
+    Attributes:
+        name: Of the function.
+        run: What every rank does.
+        causes: Names of the cause; several where more than one of them is true. None for a healthy training.
+        ranks: The ranks that cause it, negative ones counted from the last; `odd_one_out`, or None for all of them.
+        at: How many ranks there are, by the moment at which it happens.
+        has_line: Whether a line of the scenario is to blame.
+        has_ranks: Whether some ranks cause it, and not others.
+        has_phase: Whether the phase of the ranks at fault is that of the moment.
+        phase: The phase that they are in, where it is not that of the moment.
+        needs: What it takes, and not every machine permits: ``"namespaces"``; empty for nothing.
+        strategies: Names of those that it is for.
+        real_time: Whether a healthy one is judged with the thresholds that users have.
+    """
+
+    name: str
+    run: Run
+    causes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] | Callable[[int], tuple[int, ...]] | None = ()
+    at: Mapping[Moment, tuple[int, ...]]
+    has_line: bool = True
+    has_ranks: bool = True
+    has_phase: bool = True
+    phase: str = ""
+    needs: str = ""
+    strategies: tuple[str, ...] = ("SafeDDP",)
+    real_time: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A scenario with so many ranks at one moment.
+
+    Attributes:
+        scenario: The scenario.
+        world_size: Number of ranks.
+        moment: When it happens.
+    """
+
+    scenario: Scenario
+    world_size: int
+    moment: Moment
+
+    @property
+    def name(self) -> str:
+        """``"evaluation_on_rank_zero-epoch-end-3"``."""
+        return f"{self.scenario.name}-{self.moment.value}-{self.world_size}"
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.scenario.causes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that cause it."""
+        found = range(self.world_size) if self.scenario.ranks is None else self.scenario.ranks
+        found = found(self.world_size) if callable(found) else found
+        return tuple(sorted(rank % self.world_size for rank in found))
+
+    @property
+    def phase(self) -> str:
+        """The phase in which they do; empty where that is not said."""
+        return (self.scenario.phase or PHASES[self.moment]) if self.scenario.has_phase else ""
+
+    @property
+    def place(self) -> str:
+        """The marked line as findings name it: ``"FILE:LINE "``; empty where none is to blame."""
+        return place_of(self.scenario) if self.scenario.has_line else ""
+
+
+def place_of(scenario: Scenario) -> str:
+    """``"FILE:LINE "`` of the marked line.
+
+    Raises:
+        LookupError: There is none, or more than one.
+    """
+    lines, first = inspect.getsourcelines(scenario.run)
+    file = Path(inspect.getsourcefile(scenario.run) or "")
+    found = [first + index for index, line in enumerate(lines) if line.rstrip().endswith(HERE)]
+    if not found:
+        mark = f"# <- {scenario.name}"
+        found = [number for number, line in enumerate(file.read_text().splitlines(), 1) if line.endswith(mark)]
+    if len(found) != 1:
+        raise LookupError(f"{scenario.name} has {len(found)} marked lines in {file.name}, not one")
+    return f"{file}:{found[0]} "
+
+
+def odd_one_out(world_size: int) -> tuple[int, ...]:
+    """The last rank, where it is not as all others are; of two, neither is the odd one."""
+    return (-1,) if world_size > 2 else (0, 1)
+
+
+SCENARIOS: dict[str, Scenario] = {}
+"""All that have been imported, by name."""
+
+
+def fault(
+    *causes: str,
+    ranks: tuple[int, ...] | Callable[[int], tuple[int, ...]] | None,
+    at: Mapping[Moment, tuple[int, ...]],
+    **more: Any,
+) -> Callable[[Run], Run]:
+    """The truth about a training that goes wrong; see `Scenario`."""
+
+    def add(run: Run) -> Run:
+        return _add(run, causes=causes, ranks=ranks, at=at, **more)
+
+    return add
+
+
+def healthy(at: Mapping[Moment, tuple[int, ...]], **more: Any) -> Callable[[Run], Run]:
+    """Of a training of which nothing is to be said, however slow it is; see `Scenario`."""
+
+    def add(run: Run) -> Run:
+        return _add(run, at=at, has_line=False, has_phase=False, **more)
+
+    return add
+
+
+def _add(run: Run, **truth: Any) -> Run:
+    name = run.__name__
+    if name in SCENARIOS and SCENARIOS[name].run.__module__ != run.__module__:
+        raise ValueError(f"two scenarios are called {name}")
+    SCENARIOS[name] = Scenario(name=name, run=run, **truth)
+    return run
+
+
+def cases_of(scenario: Scenario) -> Iterator[Case]:
+    """A scenario at each of its moments, with each number of ranks."""
+    for moment, sizes in scenario.at.items():
+        for world_size in sizes:
+            yield Case(scenario=scenario, world_size=world_size, moment=moment)
+
+
+def all_cases() -> dict[str, Case]:
+    """Of all scenarios that have been imported, by name."""
+    return {case.name: case for scenario in SCENARIOS.values() for case in cases_of(scenario)}

@@ -1,0 +1,227 @@
+"""What the kernel counts of the main thread, of quotas and pressure, and what children have ended: real and written."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_ncclsafe.machine_facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
+from lightning_ncclsafe.probes.cgroups import ControlGroups, Throttling
+from lightning_ncclsafe.probes.ended_children import ended_children
+from lightning_ncclsafe.probes.garbage import GarbageWatch
+from lightning_ncclsafe.probes.gpu_state import GpuWatch
+from lightning_ncclsafe.probes.machine_state import MachineProbe
+from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.pressure import PressureLook, look_at_pressure, pressure_between
+
+FORK = multiprocessing.get_context("fork")
+# Nothing comes near it unless a test makes it.
+AMPLE_S = 20.0
+
+
+def test_this_process_runs_and_gets_its_turns() -> None:
+    look = look_at_main_thread()
+    assert look.state == "running" and not look.is_blocked
+    assert look.ran_s is not None and look.ran_s > 0
+    assert look.queued_s is not None and look.preempted is not None and look.major_faults is not None
+    again = look_at_main_thread()
+    assert again.ran_s is not None and again.ran_s >= look.ran_s
+
+
+def write_thread(proc: Path, pid: int, **files: str) -> None:
+    folder = proc / str(pid) / "task" / str(pid)
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_a_thread_that_waits_for_storage(tmp_path: Path) -> None:
+    """With a name that would be taken for a state, were it not for the last bracket."""
+    stat = "77 (pt) R (x)) D 1 77 77 0 -1 4194304 5210 0 31 0 140 12 0 0 20 0 9 0 55170 12000 890 18446744073709551615"
+    status = "Name:\tpython\nvoluntary_ctxt_switches:\t90\nnonvoluntary_ctxt_switches:\t412\n"
+    write_thread(tmp_path, 77, stat=stat, status=status, schedstat="1520000000 340000000 812\n", wchan="nfs_wait_bit")
+    assert look_at_main_thread(77, tmp_path) == ThreadLook(
+        state="disk-sleep", wait_channel="nfs_wait_bit", ran_s=1.52, queued_s=0.34, preempted=412, major_faults=31
+    )
+
+
+def test_what_the_kernel_does_not_tell_is_not_known(tmp_path: Path) -> None:
+    assert look_at_main_thread(77, tmp_path) == ThreadLook()
+    write_thread(tmp_path, 77, stat="77 (python) S 1", wchan="0", schedstat="0\n")
+    assert look_at_main_thread(77, tmp_path) == ThreadLook(state="sleeping")
+
+
+def write_pressure(proc: Path, cpu: int, memory: int, io: int) -> None:
+    (proc / "pressure").mkdir(exist_ok=True)
+    for name, total in (("cpu", cpu), ("memory", memory), ("io", io)):
+        line = f"avg10=0.00 avg60=0.00 avg300=0.00 total={total}\n"
+        (proc / "pressure" / name).write_text(f"some {line}full {line}" if name != "cpu" else f"some {line}")
+
+
+def test_pressure_between_two_looks(tmp_path: Path) -> None:
+    groups = ControlGroups(tmp_path / "none", tmp_path)
+    write_pressure(tmp_path, 1_000_000, 0, 500_000)
+    before = look_at_pressure(groups, tmp_path)
+    write_pressure(tmp_path, 9_000_000, 2_500_000, 500_000)
+    found = pressure_between(before, look_at_pressure(groups, tmp_path), 10.0)
+    assert (found.cpu_waited, found.memory_stalled, found.io_stalled) == (0.8, 0.25, 0.0)
+    assert (found.throttled_s, found.periods, found.throttled_periods) == (None, None, None)
+
+
+def test_throttling_between_two_looks() -> None:
+    before, after = Throttling(100, 10, 1.0), Throttling(300, 190, 18.5)
+    found = pressure_between(PressureLook(before, {}), PressureLook(after, {}), 20.0)
+    assert (found.throttled_s, found.periods, found.throttled_periods) == (17.5, 200, 180)
+    assert found.cpu_waited is None
+
+
+@pytest.fixture
+def probe() -> Iterator[MachineProbe]:
+    now = [100.0]
+    made = MachineProbe(clock=lambda: now[0])
+    made.pass_s = lambda seconds: now.__setitem__(0, now[0] + seconds)  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def test_nothing_is_known_before_it_has_been_watched_for_a_while(probe: MachineProbe) -> None:
+    probe.note()
+    facts = probe.read()
+    assert (facts.main_thread, facts.pressure) == (None, None)
+    assert facts.shm_total_bytes and facts.shm_free_bytes is not None
+
+
+def test_the_last_twenty_seconds_are_told(probe: MachineProbe) -> None:
+    for _ in range(60):
+        probe.note()
+        probe.pass_s(0.5)  # type: ignore[attr-defined]
+    facts = probe.read()
+    assert facts.main_thread is not None and facts.pressure is not None
+    assert facts.main_thread.over_s == facts.pressure.over_s == 20.0
+    # One each 2 s, and the one now.
+    assert facts.main_thread.looks == 11
+    assert facts.main_thread.blocked_looks == 0
+    assert facts.main_thread.state == "running"
+    # Before it stood still it did something else.
+    since = probe.read(9.0).main_thread
+    assert since is not None and (since.over_s, since.looks) == (8.0, 5)
+    at_least = probe.read(0.1).main_thread
+    assert at_least is not None and at_least.over_s == 4.0
+
+
+def test_the_interface_is_looked_for_once() -> None:
+    asked: list[int] = []
+    probe = MachineProbe(interface=lambda: asked.append(1) or InterfaceFacts(backend="gloo", name="eth0"))
+    found = [probe.interface(), probe.interface()]
+    probe.close()
+    assert found == [InterfaceFacts(backend="gloo", name="eth0")] * 2
+    assert asked == [1]
+
+
+def test_whole_collections_are_timed_and_others_are_not() -> None:
+    before = [*gc.callbacks]
+    watch = GarbageWatch()
+    watch.start()
+    gc.collect(0)
+    assert watch.read().count == 0
+    gc.collect()
+    watch.close()
+    watch.close()
+    found = watch.read()
+    assert (found.count, found.running_s) == (1, 0.0)
+    assert 0 < found.longest_s <= found.total_s + 0.001
+    assert found.blocks
+    assert gc.callbacks == before
+
+
+def test_a_collection_that_goes_on_and_old_ones() -> None:
+    now = 0.0
+    watch = GarbageWatch(clock=lambda: now)
+    for begins, ends in ((0.0, 30.0), (40.0, 42.0), (70.0, 71.0)):
+        now = begins
+        watch._notice("start", {"generation": 2})
+        now = ends
+        watch._notice("stop", {"generation": 2})
+    now = 95.0
+    watch._notice("start", {"generation": 2})
+    now = 98.5
+    found = watch.read()
+    # The first ended more than a minute ago.
+    assert found == GarbageFacts(
+        running_s=3.5, longest_s=2.0, ended_ago_s=56.5, total_s=3.0, count=2, blocks=found.blocks
+    )
+
+
+def ended(process: "subprocess.Popen[bytes]") -> None:
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_children_that_were_killed_or_failed_are_seen_and_left_to_their_parent() -> None:
+    killed = subprocess.Popen(["sleep", "60"])
+    failed, fine, alive = (subprocess.Popen(["sh", "-c", text]) for text in ("exit 3", "exit 0", "exec sleep 60"))
+    try:
+        killed.send_signal(signal.SIGKILL)
+        for process in (killed, failed, fine):
+            ended(process)
+        own = {killed.pid, failed.pid, fine.pid, alive.pid}
+        found = {child for child in ended_children() if child.pid in own}
+        assert found == {EndedProcess(pid=killed.pid, signal="SIGKILL"), EndedProcess(pid=failed.pid, exit_code=3)}
+    finally:
+        alive.kill()
+        codes = [process.wait() for process in (killed, failed, fine, alive)]
+    assert codes[:3] == [-signal.SIGKILL, 3, 0]
+
+
+def test_without_a_list_of_children_there_are_none(tmp_path: Path) -> None:
+    assert ended_children(tmp_path) == ()
+
+
+def test_a_gpu_is_asked_each_time() -> None:
+    states = [GpuStateFacts(power_w=70.0), GpuStateFacts(power_w=80.0)]
+    watch = GpuWatch(lambda: states.pop(0))
+    assert watch.read(AMPLE_S) is None
+    found = []
+    for _ in range(2):
+        watch.begin()
+        found.append(watch.read(AMPLE_S))
+    assert [state.power_w for state in found if state] == [70.0, 80.0]
+
+
+def test_a_driver_that_does_not_answer_is_not_asked_twice_and_said_so() -> None:
+    now, release, asked = 10.0, threading.Event(), []
+    watch = GpuWatch(lambda: asked.append(1) or (release.wait(AMPLE_S) and None), clock=lambda: now)
+    watch.begin()
+    now = 14.0
+    watch.begin()
+    try:
+        assert watch.read(0.0) == GpuStateFacts(no_answer_s=4.0)
+    finally:
+        release.set()
+    assert watch.read(AMPLE_S) is None
+    assert asked == [1]
+
+
+def test_a_driver_that_fails_tells_nothing() -> None:
+    def fail() -> GpuStateFacts:
+        raise OSError("no driver")
+
+    watch = GpuWatch(fail)
+    watch.begin()
+    assert watch.read(AMPLE_S) is None
+
+
+def test_a_note_costs_next_to_nothing() -> None:
+    probe = MachineProbe()
+    began_s = time.perf_counter()
+    for _ in range(10_000):
+        probe.note()
+    took_s = time.perf_counter() - began_s
+    probe.close()
+    assert took_s < 2

@@ -1,0 +1,234 @@
+"""What a rank's steps leave out, what it logs and what failed to be saved, as its own Trainer shows it."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes import steps
+from lightning_ncclsafe.probes.source_lines import HookSource
+from lightning_ncclsafe.probes.steps import StepRecord
+
+HERE = str(Path(__file__))
+
+
+class Parameter:
+    def __init__(self, *, grad: object = None, requires_grad: bool = True) -> None:
+        self.grad = grad
+        self.requires_grad = requires_grad
+
+
+class Module:
+    """What of a LightningModule is looked at."""
+
+    def __init__(self, **parameters: Parameter) -> None:
+        self.parameters = {name.replace("_", "."): parameter for name, parameter in parameters.items()}
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        return list(self.parameters.items())
+
+    def forward(self, x: Any) -> Any:
+        return self.branch(x) if x else x  # type: ignore[attr-defined]  # <- branch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def inner() -> None:
+            return None
+
+        if batch is None:
+            return None  # <- nothing
+        if not batch:
+            return  # <- bare
+        self.log("loss", inner(), sync_dist=True)  # type: ignore[attr-defined]  # <- loss
+        if self.global_rank == 0:  # type: ignore[attr-defined]
+            self.log_dict({"a": 1, "b": 2}, sync_dist=True)  # type: ignore[attr-defined]  # <- dict
+        return batch
+
+
+def line_of(mark: str) -> int:
+    lines = Path(HERE).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
+
+
+def metric(
+    name: str, *, hook: str = "training_step", synced: bool = True, tensor: bool = True, zero: bool = False
+) -> Any:
+    sync = SimpleNamespace(should=synced, rank_zero_only=zero)
+    return SimpleNamespace(is_tensor=tensor, meta=SimpleNamespace(name=name, fx=hook, sync=sync))
+
+
+def trainer(module: Module | None = None, *, ready: int = 1, processed: int = 0, **results: Any) -> Any:
+    progress = SimpleNamespace(current=SimpleNamespace(ready=ready, processed=processed))
+    epoch_loop = SimpleNamespace(batch_progress=progress, _results=results, val_loop=SimpleNamespace(_results=None))
+    return SimpleNamespace(
+        current_epoch=0, lightning_module=module, fit_loop=SimpleNamespace(epoch_loop=epoch_loop), validate_loop=None
+    )
+
+
+def test_a_batch_without_a_backward_pass_is_noted() -> None:
+    record = StepRecord(trainer(Module(), ready=4))
+    for batch in range(4):
+        record.begin_batch(batch)
+        if batch != 1:
+            record.backward()
+            record.backward()
+    facts = record.facts()
+    assert (facts.with_backward, facts.skipped, facts.skipped_epoch, facts.skipped_batch) == (3, 1, 0, 1)
+    assert facts.returns_nothing == tuple(f"{HERE}:{line_of(mark)} in training_step" for mark in ("nothing", "bare"))
+
+
+def test_the_last_batch_of_an_epoch_belongs_to_that_epoch() -> None:
+    of = trainer(Module())
+    record = StepRecord(of)
+    record.begin_batch(5)
+    of.current_epoch = 1
+    record.begin_batch(0)
+    assert (record.facts().skipped_epoch, record.facts().skipped_batch) == (0, -1)
+
+
+@pytest.mark.parametrize(
+    ("processed", "error", "skipped"),
+    [(3, "", 0), (4, "", 1), (3, "Skipping the `training_step` by returning None in distributed", 1), (3, "other", 0)],
+)
+def test_the_batch_under_way_counts_when_it_is_over(processed: int, error: str, skipped: int) -> None:
+    record = StepRecord(trainer(Module(), ready=4, processed=processed))
+    record.begin_batch(3)
+    facts = record.facts(error=error)
+    assert (facts.skipped, facts.skipped_batch) == (skipped, 3 if skipped else -1)
+
+
+def test_what_has_no_gradient_counts_beside_what_has() -> None:
+    some = Module(branch_weight=Parameter(), head_weight=Parameter(grad=1), frozen=Parameter(requires_grad=False))
+    facts = StepRecord(trainer(some)).facts()
+    assert (facts.without_gradient, facts.without_gradient_count) == (("branch.weight",), 1)
+    assert facts.unused_at == f"{HERE}:{line_of('branch')} in forward"
+    assert StepRecord(trainer(Module(branch_weight=Parameter()))).facts().without_gradient == ()
+
+
+def test_many_names_are_cut_and_counted() -> None:
+    many = Module(has=Parameter(grad=1), **{f"p{n}": Parameter() for n in range(20)})
+    facts = StepRecord(trainer(many)).facts()
+    assert (len(facts.without_gradient), facts.without_gradient_count) == (8, 20)
+
+
+def test_keys_that_ranks_reduce_are_told_with_their_lines() -> None:
+    keys = {
+        "1": metric("loss"),
+        "2": metric("b"),
+        "3": metric("local", synced=False),
+        "4": metric("first", zero=True),
+        "5": metric("accuracy", synced=False, tensor=False, hook="validation_step"),
+    }
+    logged = StepRecord(trainer(Module(), **keys)).facts().logged
+    assert [(key.name, key.hook) for key in logged] == [
+        ("loss", "training_step"),
+        ("b", "training_step"),
+        ("accuracy", "validation_step"),
+    ]
+    assert [key.place for key in logged] == [
+        f"{HERE}:{line_of('loss')} in training_step",
+        f"{HERE}:{line_of('dict')} in training_step",
+        "",
+    ]
+    assert "if self.global_rank == 0:" in logged[1].rank_condition
+
+
+def test_a_trainer_that_has_nothing_yet() -> None:
+    assert StepRecord(SimpleNamespace()).facts() == steps.StepFacts()
+
+
+@pytest.mark.parametrize("hook", [None, len, time.sleep, pytest.fixture])
+def test_a_hook_that_is_not_the_users(hook: Callable[..., Any] | None) -> None:
+    source = HookSource(hook)
+    assert (source.file, source.returns_nothing(), source.logs("x"), source.uses("x")) == ("", (), 0, 0)
+
+
+def test_a_source_that_is_gone(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def step(self):\n    return None\n", str(tmp_path / "train.py"), "exec"), names)
+    assert HookSource(names["step"]).returns_nothing() == ()
+
+
+def test_a_save_that_failed_and_was_caught() -> None:
+    from lightning.pytorch.profilers import PassThroughProfiler
+
+    record, tracker, profiler = StepRecord(trainer()), PhaseTracker(), PassThroughProfiler()
+    tracker.on_failed_save = record.save_failed
+    tracker.attach(profiler)
+    for name in ("save_checkpoint", "other"):
+        with pytest.raises(OSError, match="No space"), profiler.profile(name):
+            raise OSError("No space")  # <- raise
+    tracker.detach()
+    failed = record.failed_save
+    assert failed is not None
+    assert (failed.type, failed.message, failed.is_consequence) == ("OSError", "No space", False)
+    assert (failed.stack[-1].function, failed.stack[-1].line) == (
+        "test_a_save_that_failed_and_was_caught",
+        line_of("raise"),
+    )
+    assert sum(frame.function == "test_a_save_that_failed_and_was_caught" for frame in failed.stack) == 1
+    record.saved()
+    assert record.failed_save is None
+
+
+def test_a_lost_connection_in_a_save_is_a_consequence() -> None:
+    record = StepRecord(trainer(), lambda error: True)
+    record.save_failed(RuntimeError("Connection closed by peer"))
+    assert record.failed_save is not None
+    assert record.failed_save.is_consequence
+
+
+def in_main(file: str, function: str, arguments: dict[str, Any]) -> Callable[[Callable[[], Any]], Any]:
+    """Calls something from another thread while the main thread is in a function of that name, in that file."""
+    names: dict[str, Any] = {}
+    code = f"def {function}({', '.join([*arguments, 'look'])}):\n    return look()\n"
+    exec(compile(code, file, "exec"), names)
+
+    def look_from_aside(look: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(look()))
+
+        def run() -> None:
+            thread.start()
+            thread.join()
+
+        names[function](**arguments, look=run)
+        return found[0]
+
+    return look_from_aside
+
+
+def test_the_key_that_is_being_reduced() -> None:
+    owner = SimpleNamespace(meta=SimpleNamespace(name="val_loss"))
+    inside = in_main(
+        "/venv/lightning/pytorch/trainer/connectors/logger_connector/result.py", "compute", {"self": owner}
+    )
+    assert inside(lambda: StepRecord(trainer()).facts().reducing) == "val_loss"
+    assert StepRecord(trainer()).facts().reducing == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "peer"),
+    [
+        ("recv", {"tensor": 0, "src": 3}, 3),
+        ("send", {"tensor": 0, "dst": 1}, 1),
+        ("recv", {"tensor": 0, "src": None}, -1),
+    ],
+)
+def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer: int) -> None:
+    inside = in_main("/venv/torch/distributed/distributed_c10d.py", function, arguments)
+    assert inside(lambda: StepRecord(trainer()).facts().peer) == peer
+
+
+def test_noting_a_step_costs_next_to_nothing() -> None:
+    """On the training's thread: a few hundred nanoseconds a batch are allowed."""
+    record = StepRecord(trainer())
+    began_ns = time.perf_counter_ns()
+    for batch in range(10_000):
+        record.begin_batch(batch)
+        record.backward()
+    assert (time.perf_counter_ns() - began_ns) / 10_000 < 5_000

@@ -1,0 +1,300 @@
+"""Dumps of all versions, in any form and under any name, become facts and then the right verdict."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dumps import FRAMES, as_json, dump, entry, idle, waiting, write
+
+from lightning_ncclsafe.facts import Group
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.reading.dumps import from_pickle, rank_of
+from lightning_ncclsafe.reading.entries import parsed
+from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+HERE = Path(__file__).parent
+
+
+def read(*paths: Path) -> Evidence:
+    evidence = Evidence()
+    for path in paths:
+        evidence.read(str(path))
+    return evidence
+
+
+def first_of(*paths: Path) -> Finding:
+    evidence = read(*paths)
+    assert evidence.errors == []
+    job = evidence.job()
+    assert job is not None
+    diagnosis = judge(job, RECORDED_RULES)
+    assert not [line for line in diagnosis.unanswered if "failed" in line]
+    return diagnosis.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("nccl_trace_rank_3", 3),
+        ("comm_lib_trace_rank_0", 0),
+        ("/tmp/nccl_trace_rank_17", 17),
+        ("trace_12.json", 12),
+        ("fr3.pickle", 3),
+        ("prefix5", 5),
+        ("node7_nccl_trace_rank_31.pkl.gz", 31),
+        ("rank-4-1795279081.json", 4),
+        ("dump", None),
+        ("trace_99999999", None),
+    ],
+)
+def test_the_rank_in_a_files_name(name: str, rank: int | None) -> None:
+    assert rank_of(name) == rank
+
+
+def test_an_entry_becomes_a_collective() -> None:
+    groups, calls = parsed(waiting())
+    everybody = (0, 1, 2, 3)
+    assert groups == (
+        Group(
+            name="0", description="default_pg", ranks=everybody, last_enqueued=61, last_started=61, last_completed=60
+        ),
+    )
+    assert (calls[0].completed, calls[1].completed, calls[1].started) == (True, False, True)
+    assert (calls[1].op, calls[1].backend, calls[1].input_sizes) == ("all_reduce", "nccl", ((128, 10),))
+    # Innermost last, as everywhere here; the user's own code is told by its path.
+    assert [frame.function for frame in calls[1].stack] == ["<module>", "training_step", "all_reduce"]
+    assert [frame.user for frame in calls[1].stack] == [True, True, False]
+
+
+def test_json_and_pickle_say_the_same() -> None:
+    made = waiting()
+    groups, calls = parsed(made)
+    same_groups, same_calls = parsed(as_json(made))
+    assert same_groups == groups
+    assert [call.seq for call in same_calls] == [call.seq for call in calls]
+    assert same_calls[1].stack == ()
+
+
+VERSIONS: dict[str, dict[str, Any]] = {
+    "2.1, of torch 2.4: one number for all, and a group's name alone": {
+        "drop": (
+            "collective_seq_id",
+            "p2p_seq_id",
+            "is_p2p",
+            "record_id",
+            "timeout_ms",
+            "output_dtypes",
+            "thread_name",
+        ),
+        "set": {"seq_id": 61, "process_group": "0"},
+    },
+    "2.3, of torch 2.5": {"drop": ("thread_id", "thread_name"), "set": {}},
+    "2.10, of torch 2.13": {"drop": (), "set": {}},
+    "nccl2": {"drop": (), "set": {"profiling_name": "nccl2:all_reduce"}},
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_versions_differ_in_keys(version: str) -> None:
+    change = VERSIONS[version]
+    one = {key: value for key, value in entry(61, state="started").items() if key not in change["drop"]} | change["set"]
+    _, (call,) = parsed(dump(one, enqueued=61, completed=60))
+    assert (call.group, call.seq, call.op, call.completed, call.is_p2p) == ("0", 61, "all_reduce", False, False)
+
+
+def test_what_gloo_has_retired_has_ended_and_what_nccl_has_retired_may_have_timed_out() -> None:
+    def ended(op: str) -> bool:
+        _, (call,) = parsed(dump(entry(61, state="scheduled", op=op, retired=True), enqueued=61, completed=60))
+        return call.completed
+
+    assert (ended("gloo:all_reduce"), ended("nccl:all_reduce")) == (True, False)
+
+
+def test_counters_that_nobody_has_written_to_are_not_believed() -> None:
+    groups, (call,) = parsed(dump(entry(1, state="started"), enqueued=1, completed=93_459_313_471_793))
+    assert (groups[0].last_completed, call.completed) == (0, False)
+
+
+def test_the_default_groups_position_is_known_without_any_entry() -> None:
+    """A dump of active entries alone, of the one rank that has none."""
+    (group,), calls = parsed(dump(enqueued=60, completed=60))
+    assert (group.name, group.description, group.last_enqueued, calls) == ("0", "default_pg", 60, ())
+
+
+def test_of_a_long_queue_the_oldest_outstanding_and_the_newest_are_kept() -> None:
+    queue = [entry(seq, state="scheduled") for seq in range(2, 500)]
+    _, calls = parsed(dump(entry(1), *queue, enqueued=499, completed=1))
+    assert (calls[0].seq, calls[-1].seq, len(calls)) == (2, 499, 32 + 64)
+
+
+def test_what_is_coalesced_counts_as_a_whole() -> None:
+    parts = [entry(5, op="nccl:broadcast", state="scheduled") for _ in range(3)]
+    _, calls = parsed(dump(*parts, entry(5, op="nccl:coalesced"), enqueued=5, completed=5))
+    assert [call.op for call in calls] == ["coalesced"]
+
+
+def test_point_to_point_has_a_numbering_of_its_own() -> None:
+    _, (sent,) = parsed(
+        dump(entry(0, op="nccl:send 0->1", state="started", is_p2p=True, p2p_seq_id=9), enqueued=0, completed=0)
+    )
+    assert (sent.is_p2p, sent.seq, sent.op) == (True, 9, "send 0->1")
+
+
+FORMS = ("nccl_trace_rank_{}", "comm_lib_trace_rank_{}", "fr{}.pickle", "trace_{}.json")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_rank_with_nothing_outstanding_is_what_the_others_wait_for(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, {0: waiting(), 1: waiting(), 2: idle(), 3: waiting()}, name)
+    first = first_of(folder)
+    assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (2,), Confidence.LIKELY)
+    assert "never called number 61" in first.summary
+
+
+def test_it_is_found_in_dumps_of_active_entries_too(tmp_path: Path) -> None:
+    active = {rank: dump(entry(61, state="started"), enqueued=61, completed=60) for rank in (0, 1, 3)}
+    first = first_of(write(tmp_path, active | {2: dump(enqueued=60, completed=60)}))
+    assert (first.rule, first.ranks) == ("host-stuck", (2,))
+
+
+def test_the_last_line_that_called_is_told_as_that(tmp_path: Path) -> None:
+    first = first_of(write(tmp_path, {0: waiting(), 1: idle()}))
+    assert "its last call was at train.py:40 in training_step" in first.summary
+    # Where it stands now, nobody knows.
+    assert first.location == ""
+
+
+def test_a_rank_without_a_dump_is_a_class_of_its_own(tmp_path: Path) -> None:
+    first = first_of(write(tmp_path, {0: waiting(), 1: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("no-dump", (2,), Confidence.LIKELY)
+
+
+def test_several_ranks_without_a_dump_are_only_possible(tmp_path: Path) -> None:
+    first = first_of(write(tmp_path, {0: waiting(), 1: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("no-dump", (2, 3), Confidence.POSSIBLE)
+
+
+def test_a_rank_without_a_dump_is_no_culprit_where_another_one_is(tmp_path: Path) -> None:
+    folder = write(tmp_path, {0: waiting(), 1: waiting(), 3: idle()})
+    evidence = read(folder)
+    diagnosis = judge(evidence.job() or pytest.fail(), RECORDED_RULES)
+    assert [finding.rule for finding in diagnosis.findings] == ["host-stuck"]
+    assert "Nothing was read of rank 2: what it did is not known." in diagnosis.unanswered
+
+
+def test_the_first_difference_is_named_with_its_lines(tmp_path: Path) -> None:
+    other = [{**FRAMES[1], "name": "validation_step", "line": 77}]
+    odd = waiting(op="nccl:broadcast", input_sizes=[[1]], frames=other)
+    first = first_of(write(tmp_path, {0: waiting(), 1: waiting(), 2: odd, 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (2,), Confidence.CERTAIN)
+    assert "broadcast (1 element of Float) at train.py:77 in validation_step" in first.summary
+    assert first.location == "/home/me/train.py:77 in validation_step"
+    assert any("SIGTERM broadcast" in item.text for item in first.evidence)
+
+
+def test_one_operation_with_another_size_has_a_name_of_its_own(tmp_path: Path) -> None:
+    odd = waiting(input_sizes=[[127, 10]])
+    first = first_of(write(tmp_path, {0: waiting(), 1: odd, 2: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("mismatched-collective", (1,), Confidence.CERTAIN)
+
+
+def test_all_have_called_the_same(tmp_path: Path) -> None:
+    first = first_of(write(tmp_path, {rank: waiting() for rank in range(4)}))
+    assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1, 2, 3), Confidence.LIKELY)
+    assert any(item.text == "Started on every device." for item in first.evidence)
+
+
+def test_a_gpu_that_does_not_finish_what_all_others_have_finished(tmp_path: Path) -> None:
+    done = idle(61)
+    first = first_of(write(tmp_path, {0: done, 1: done, 2: waiting(61), 3: done}))
+    assert (first.rule, first.ranks) == ("gpu-stuck", (2,))
+
+
+def test_groups_entered_in_another_order(tmp_path: Path) -> None:
+    def member(waits_in: str) -> dict[str, Any]:
+        calls = [
+            entry(8, pg_id=number, process_group=(name, name), state="started" if name == waits_in else "completed")
+            for number, name in enumerate(("dp", "tp"), 1)
+            if name == waits_in
+        ]
+        position = {"last_started_collective": 7, "last_completed_collective": 7}
+        status = {str(number): position for number in (1, 2)}
+        made = dump(
+            entry(7, pg_id=1, process_group=("dp", "dp")),
+            entry(7, pg_id=2, process_group=("tp", "tp")),
+            *calls,
+            enqueued=0,
+            completed=0,
+        )
+        made["pg_status"] = {
+            number: one | {"last_enqueued_collective": 8 if ("dp", "tp")[int(number) - 1] == waits_in else 7}
+            for number, one in status.items()
+        }
+        made["pg_config"] = {name: {"name": name, "desc": name, "ranks": "[0, 1]"} for name in ("dp", "tp")}
+        return made
+
+    first = first_of(write(tmp_path, {0: member("dp"), 1: member("tp")}))
+    assert first.rule == "crossed-groups"
+
+
+def test_groups_of_one_name_and_other_members_are_kept_apart(tmp_path: Path) -> None:
+    """Each pair has its own group "1": rank 2 is behind in that of ranks 2 and 3, and rank 1 in none."""
+
+    def pair(rank: int, seq: int, state: str) -> dict[str, Any]:
+        low = rank // 2 * 2
+        made = dump(entry(seq, state=state, pg_id=1, process_group=("1", "tp")), enqueued=0, completed=0)
+        made["pg_status"] = {
+            "1": {"last_enqueued_collective": seq, "last_completed_collective": seq - (state == "started")}
+        }
+        made["pg_config"] = {"1": {"name": "1", "desc": "tp", "ranks": f"[{low}, {low + 1}]"}}
+        return made
+
+    made = {
+        0: pair(0, 5, "completed"),
+        1: pair(1, 5, "completed"),
+        2: pair(2, 8, "completed"),
+        3: pair(3, 9, "started"),
+    }
+    first = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks) == ("host-stuck", (2,))
+    assert "group '1 of ranks 2-3'" in first.summary
+
+
+def test_two_recorders_of_a_rank_are_joined(tmp_path: Path) -> None:
+    """NCCL's recorder and the general one are dumped apart: this is no conflict."""
+    gloo = dump(entry(3, op="gloo:barrier", pg_id=1, process_group=("9", "side")), enqueued=0, completed=0)
+    gloo["pg_status"], gloo["pg_config"] = {}, {}
+    write(tmp_path, {rank: waiting() for rank in (0, 1, 3)} | {2: idle()})
+    write(tmp_path, {rank: gloo for rank in range(4)}, "fr_trace_{}.json")
+    evidence = read(tmp_path)
+    assert evidence.missing == []
+    assert judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].ranks == (2,)
+
+
+def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> None:
+    write(tmp_path / "a", {0: waiting(), 1: waiting(), 2: waiting(), 3: idle(50)})
+    write(tmp_path / "b", {3: idle(60)})
+    evidence = read(tmp_path)
+    (line,) = evidence.missing
+    assert line.startswith("There are two dumps of rank 3") and line.endswith("the later is used.")
+    assert "called 60 collectives" in judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].summary
+
+
+def test_real_dumps_of_gloo() -> None:
+    """Torch 2.13, 2 ranks: rank 1 sleeps before its fourth all_reduce. Gloo does not name its groups' members."""
+    first = first_of(HERE / "gloo")
+    assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (1,), Confidence.LIKELY)
+
+
+def test_a_pickle_of_something_else_is_no_dump() -> None:
+    with pytest.raises(ReadingError, match="no dump of PyTorch's Flight Recorder"):
+        from_pickle(pickle.dumps({"weights": [1.0]}, protocol=2))
+
+
+def test_a_dump_without_a_rank_in_its_name_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "dump").write_bytes(pickle.dumps(waiting(), protocol=2))
+    (error,) = read(tmp_path / "dump").errors
+    assert "its name does not say which rank wrote it" in error

@@ -1,0 +1,288 @@
+"""Lines that users have pasted into public issues, of torch 2.0 to 2.13, and what they say.
+
+The files in ``logs`` are named after the issue that they are from (project and number) and are short excerpts.
+"""
+
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Diagnosis
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.lines import lines, taken_apart
+from lightning_ncclsafe.reading.logs import Log
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+LOGS = Path(__file__).with_name("logs")
+
+# File without suffix, the first finding's name, its ranks, how sure it is, and the number of ranks that is concluded.
+CASES = [
+    ("accelerate_3861", "silent-rank", (0,), "likely", 3),
+    ("arctic_219", "watchdog-stuck", (5, 7), "possible", 8),
+    ("colossalai_3514", "dead-rank", (3,), "likely", 4),
+    ("dgx_spark_desync", "host-stuck", (1,), "likely", 1),
+    ("frontier_dump_signal", "host-stuck", (0, 2), "likely", 15),
+    ("llamafactory_6269", "silent-rank", (1, 5, 7), "possible", 8),
+    ("milabench_269", "silent-rank", (0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 13), "possible", 15),
+    ("nccl_1610", "rank-behind", (), "possible", 16),
+    ("nccl_849", "host-stuck", (4, 5, 6, 7), "likely", 1),
+    ("open_clip_1024", "silent-rank", (0, 1, 2, 3, 6), "possible", 8),
+    ("open_clip_1087", "rank-behind", (), "possible", 4),
+    ("open_r1_620", "rank-behind", (), "possible", 3),
+    ("pytorch_20630", "diverged-collectives", (3,), "likely", 4),
+    ("recbole_2069", "late-at-init", (0,), "likely", 6),
+    ("vllm_2734", "rank-behind", (), "possible", 5),
+]
+
+
+def read(text: str | bytes, rank: int | None = None) -> JobFacts | None:
+    evidence = Evidence()
+    data = text.encode() if isinstance(text, str) else text
+    evidence.log.read(io.BytesIO(data), len(data) + 1, rank)
+    return evidence.job()
+
+
+def judged(text: str | bytes, rank: int | None = None) -> Diagnosis:
+    job = read(text, rank)
+    assert job is not None
+    diagnosis = judge(job, RECORDED_RULES)
+    assert not [line for line in diagnosis.unanswered if "failed" in line]
+    return diagnosis
+
+
+@pytest.mark.parametrize(("name", "rule", "ranks", "confidence", "world"), CASES, ids=[case[0] for case in CASES])
+def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], confidence: str, world: int) -> None:
+    diagnosis = judged((LOGS / f"{name}.log").read_bytes())
+    first = diagnosis.findings[0]
+    assert (first.rule, first.ranks, first.confidence.value) == (rule, ranks, confidence), first.summary
+    assert diagnosis.job.world_size == world
+    for finding in diagnosis.findings:
+        assert finding.evidence and finding.remedy and finding.summary.endswith(".")
+        assert "  " not in finding.summary
+
+
+def test_every_excerpt_is_a_case() -> None:
+    assert {case[0] for case in CASES} == {path.stem for path in LOGS.iterdir()}
+
+
+def timeout(rank: int, seq: int = 61, op: str = "ALLREDUCE", numel: int = 4096, group: str = "0") -> str:
+    about = "(default_pg)" if group == "0" else ""
+    return (
+        f"[rank{rank}]:[E1126 18:44:12.7 ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog caught collective operation "
+        f"timeout: WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000) ran for "
+        "600061 milliseconds before timing out.\n"
+        f"[rank{rank}]:[E1126 18:44:12.7 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID {group}{about} Rank {rank}]  "
+        f"failure detected by watchdog at work sequence id: {seq} PG status: last enqueued work: {seq}, last completed "
+        f"work: {seq - 1}\n"
+    )
+
+
+PREFIXES = {
+    "none": "{}",
+    "torchrun": "[default1]:{}",
+    "srun": "3: {}",
+    "kubectl": "[pod/train-worker-0/pytorch] {}",
+    "ray": "(RayTrainWorker pid=615, ip=10.72.7.6) {}",
+    "time": "2026-11-21T18:44:12.123Z {}",
+    "time and bar": "  | 2024-08-23T22:22:52.876Z | {}",
+    "line number": "[80746] {}",
+    "clock": "18:11:06.680 {}",
+    "colours": "\x1b[36m{}\x1b[0m",
+    "progress bar": " 24/1752 [01:08<1:22:56,  2.88s/it]\r{}",
+    "quoted": "> {}",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_what_launchers_put_before_a_line(prefix: str) -> None:
+    text = "".join(PREFIXES[prefix].format(line) + "\n" for rank in (0, 1, 3) for line in timeout(rank).splitlines())
+    first = judged(f"world_size: 4\n{text}").findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (2,), Confidence.LIKELY)
+
+
+def test_the_same_number_and_another_operation() -> None:
+    text = timeout(0) + timeout(1) + timeout(2, op="BROADCAST", numel=1)
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (2,), Confidence.CERTAIN)
+    assert any(
+        "An all_reduce of 1 element" in item.text or "A broadcast of 1 element" in item.text for item in first.evidence
+    )
+
+
+def test_the_same_number_and_another_size() -> None:
+    first = judged(timeout(0) + timeout(1) + timeout(2, numel=8)).findings[0]
+    assert (first.rule, first.ranks) == ("mismatched-collective", (2,))
+
+
+def test_all_ranks_in_the_same() -> None:
+    first = judged("world_size=3\n" + timeout(0) + timeout(1) + timeout(2)).findings[0]
+    assert (first.rule, first.ranks) == ("all-joined", (0, 1, 2))
+
+
+def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> None:
+    diagnosis = judged(timeout(0) + timeout(1))
+    assert any("2 ranks are the fewest" in line for line in diagnosis.unanswered)
+    assert all(2 not in finding.ranks for finding in diagnosis.findings)
+
+
+def test_a_rank_that_has_nothing_outstanding() -> None:
+    signal = (
+        "[rank2]:[E ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a "
+        "collective timeout from  rank 1 and we will try our best to dump the debug info. Last enqueued NCCL work: 60, "
+        "last completed NCCL work: 60.This is most likely caused by incorrect usages of collectives\n"
+    )
+    first = judged(timeout(0) + timeout(1) + signal).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (2,), Confidence.LIKELY)
+
+
+def test_a_position_in_one_group_says_nothing_of_another() -> None:
+    """Rank 2 is known to have finished in the default group; the others wait in group 1."""
+    signal = (
+        "[rank2]:[E] [PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a collective timeout from "
+        "rank 1. Last enqueued NCCL work: 6, last completed NCCL work: 6.\n"
+    )
+    text = timeout(0, group="1") + timeout(1, group="1") + signal
+    assert "host-stuck" not in {finding.rule for finding in judged(text).findings}
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 90, in <module>
+    trainer.fit(model)
+  File "/venv/lib/python3.12/site-packages/lightning/pytorch/trainer/trainer.py", line 1000, in _run
+    return self._run_stage()
+           ^^^^^^^^^^^^^^^^^
+  File "/home/me/train.py", line 42, in training_step
+    return self.loss(batch)
+ValueError: bad label 11
+"""
+
+
+def prefixed(prefix: str, text: str) -> str:
+    return "".join(f"{prefix}{line}\n" for line in text.splitlines())
+
+
+def test_an_exception_explains_the_timeouts() -> None:
+    text = prefixed("[rank3]: ", TRACEBACK) + timeout(0) + timeout(1) + timeout(2)
+    first, *others = judged(text).findings
+    assert (first.rule, first.ranks, first.location) == ("failed-rank", (3,), "/home/me/train.py:42 in training_step")
+    assert first.summary.startswith("Rank 3 raised ValueError: bad label 11 at train.py:42")
+    assert "silent-rank" not in {finding.rule for finding in others}
+
+
+def test_tracebacks_of_several_ranks_line_by_line_in_turns() -> None:
+    both = [prefixed(f"[rank{rank}]: ", TRACEBACK.replace("42", str(rank))).splitlines() for rank in (1, 2)]
+    text = "".join(f"{line}\n" for pair in zip(*both, strict=True) for line in pair)
+    job = read(text)
+    assert job is not None
+    assert [(facts.rank, facts.exception.stack[-1].line) for facts in job.ranks if facts.exception] == [(1, 1), (2, 2)]
+
+
+def test_no_memory_on_a_gpu_has_a_name_of_its_own() -> None:
+    error = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11"
+    )
+    error += " GiB of which 1.20 GiB is free."
+    text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error)) + timeout(0)
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks) == ("gpu-memory-exhausted", (1,))
+    assert "epoch" not in first.summary
+
+
+def test_more_memory_than_there_is_follows_from_a_mismatch() -> None:
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory."
+    text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error))
+    text += timeout(0) + timeout(2) + timeout(1, op="BROADCAST")
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (1,))
+    assert any("taken other data for a length" in item.text for item in first.evidence)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3.",
+        "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+        "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15",
+    ],
+)
+def test_exceptions_that_only_follow_from_something_else(error: str) -> None:
+    text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error)) + timeout(0)
+    assert "failed-rank" not in {finding.rule for finding in judged(text).findings}
+
+
+def test_the_stack_of_the_failed_collective_is_read() -> None:
+    stack = (
+        "[rank0]:[E710 ProcessGroupNCCL.cpp:801] Stack trace of the failed collective: \n"
+        "#0 all_reduce from /usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py:3174\n"
+        "#1 training_step from /home/me/train.py:42\n"
+        "#2 <module> from /home/me/train.py:90\n\n"
+    )
+    first = judged("world_size 2\n" + timeout(0) + stack + timeout(1, op="BROADCAST")).findings[0]
+    assert first.rule == "diverged-collectives"
+    assert "at train.py:42 in training_step" in first.summary
+
+
+def test_srun_names_the_task_that_had_no_memory() -> None:
+    first = judged(timeout(0) + "srun: error: node-7: task 3: Out Of Memory\n").findings[0]
+    assert (first.rule, first.ranks) == ("dead-rank", (3,))
+
+
+def test_an_abort_is_what_the_watchdog_does() -> None:
+    summary = "  host      : node-7\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 77)\n"
+    rules = [finding.rule for finding in judged("world_size=3\n" + timeout(0) + timeout(1) + summary).findings]
+    assert rules == ["silent-rank"]
+
+
+def test_a_log_whose_name_says_whose_it_is() -> None:
+    job = read(TRACEBACK, rank=5)
+    assert job is not None
+    assert [facts.rank for facts in job.ranks] == [5]
+
+
+def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "all.log").write_text(TRACEBACK + timeout(0) + timeout(1))
+    evidence = Evidence()
+    evidence.read(str(tmp_path))
+    first = judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0]
+    assert (first.rule, first.ranks, first.location) == ("failed-rank", (), "/home/me/train.py:42 in training_step")
+    assert first.summary.startswith("A rank that the log does not name raised ValueError: bad label 11")
+    assert judged(TRACEBACK).findings[0].rule == "failed-rank"
+
+
+def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path) -> None:
+    from dumps import idle, write
+
+    (tmp_path / "all.log.gz").write_bytes(gzip.compress(timeout(0).encode() + timeout(1).encode()))
+    write(tmp_path, {2: idle()})
+    evidence = Evidence()
+    evidence.read(str(tmp_path))
+    first = judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0]
+    assert (first.rule, first.ranks) == ("host-stuck", (2,))
+
+
+def test_lines_are_cut_and_blocks_are_joined() -> None:
+    data = b"a" * 40_000 + b"\nsecond\rthird\r\n" + b"b" * (1024 * 1024) + b"\nlast"
+    found = list(lines(io.BytesIO(data), len(data) + 1))
+    assert [line for line in found if len(line) < 100] == [b"second", b"third", b"last"]
+    assert max(map(len, found)) <= 16_384
+
+
+def test_a_stream_is_read_up_to_a_limit() -> None:
+    assert sum(map(len, lines(io.BytesIO(b"x\n" * 5_000_000), 1024))) <= 2 * 1024 * 1024
+
+
+def test_what_stands_before_a_line() -> None:
+    line = taken_apart(b"(Worker[rank=97] pid=3421713, ip=10.1.2.206) [rank97]:[E323 05:14:22] [Rank 6] Watchdog")
+    assert (line.rank, line.text) == (97, "[E323 05:14:22] [Rank 6] Watchdog")
+    assert taken_apart(b"[5] is setting up NCCL").text == "[5] is setting up NCCL"
+
+
+def test_a_log_without_anything_in_it_is_no_job() -> None:
+    assert read("epoch 3, loss 0.1\nNCCL INFO comm 0x1 rank 0 nranks 8\n") is None
+    assert Log().said() == ()

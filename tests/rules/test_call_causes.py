@@ -1,0 +1,280 @@
+"""Causes in what ranks call and how their code goes: their words, how sure they are, and what they must not claim."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import call_scenes as scenes
+import pytest
+from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, RUN, TRAINING_STEP, Backend, job, raised, user
+
+from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.step_facts import StepFacts
+
+
+def found(facts: JobFacts) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in judge(facts).findings}
+
+
+@pytest.mark.parametrize(
+    ("scene", "confidence", "parts"),
+    [
+        (
+            scenes.another_size,
+            Confidence.CERTAIN,
+            (
+                "rank 2 called all_reduce (9,000 elements of Float) as number 61 of the default group",
+                "the same operation with another size",
+            ),
+        ),
+        (scenes.another_type, Confidence.CERTAIN, ("25,557 elements of Double", "another type")),
+        (
+            scenes.overrun_rank,
+            Confidence.CERTAIN,
+            ("Gloo has ended the process of rank 0, as to it more was sent than it had room for.",),
+        ),
+        (
+            scenes.groups_in_another_order,
+            Confidence.CERTAIN,
+            ("group '1') of group '1' (side 1) for rank 1, rank 1 waits in", "wait for each other in a circle"),
+        ),
+        (
+            scenes.both_receive,
+            Confidence.CERTAIN,
+            ("Rank 0 waits in recv for rank 1, rank 1 waits in recv for rank 0",),
+        ),
+        (
+            scenes.key_of_one_rank,
+            Confidence.CERTAIN,
+            (
+                "Rank 1 alone logs 'val_extra' with sync_dist=True in validation_step: ",
+                "rank 1 waits in the reduction of the logged value 'val_extra'",
+            ),
+        ),
+        (
+            scenes.key_that_one_rank_lacks,
+            Confidence.CERTAIN,
+            ("Ranks 0-1, 3 log 'val_extra' with sync_dist=True in validation_step, and rank 2 does not: ",),
+        ),
+        (
+            scenes.step_that_lightning_refuses,
+            Confidence.CERTAIN,
+            (
+                "Rank 1 has skipped batch 11 of epoch 0: its training_step returned without a backward pass",
+                "(its only line that returns nothing is train.py:88 in training_step), which Lightning refuses",
+            ),
+        ),
+        (scenes.step_skipped_by_hand, Confidence.LIKELY, ("skipped batch 3 of epoch 0", "past the end of the Trainer")),
+        (
+            scenes.branch_without_gradient,
+            Confidence.CERTAIN,
+            ("Rank 1 had no gradient for branch.weight, branch.bias in the step before batch 12 of epoch 0",),
+        ),
+        (
+            scenes.branch_unused_before_validation,
+            Confidence.LIKELY,
+            ("Rank 1 has no gradient for branch.weight, which its peers have, and stands", "in validation"),
+        ),
+        (
+            scenes.expert_left_out,
+            Confidence.LIKELY,
+            ("Rank 2 waits in the all-gather of FSDP unit head, in forward, and rank 0 in the all-gather of FSDP",),
+        ),
+        (
+            scenes.group_with_a_shorter_timeout,
+            Confidence.CERTAIN,
+            ("gave up a wait after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has a",),
+        ),
+        (scenes.one_rank_compiles, Confidence.LIKELY, ("Rank 1 compiles, in training_step at train.py:82",)),
+        (
+            scenes.save_failed_and_was_caught,
+            Confidence.CERTAIN,
+            ("save on rank 0 raised OSError: [Errno 28] No space left on device", "which was caught", "ranks 1-3 wait"),
+        ),
+        (
+            scenes.save_failed,
+            Confidence.CERTAIN,
+            (
+                "Rank 0 raised OSError: [Errno 28] No space left on device",
+                "while it saved a checkpoint at train.py:117",
+            ),
+        ),
+        (scenes.aborted_alone, Confidence.POSSIBLE, ("The process of rank 1 has ended itself (SIGABRT)",)),
+    ],
+)
+def test_words_and_confidence(
+    scene: Callable[[Backend], JobFacts], confidence: Confidence, parts: tuple[str, ...]
+) -> None:
+    names = {"overrun_rank": "mismatched-collective", "aborted_alone": "mismatched-collective"}
+    findings = judge(scene(GLOO)).findings
+    finding = next(item for item in findings if item.rule == names.get(scene.__name__, findings[0].rule))
+    assert finding.confidence is confidence
+    for part in parts:
+        assert part in finding.summary
+
+
+def test_a_process_that_gloo_has_ended_is_the_consequence() -> None:
+    findings = judge(scenes.overrun_rank(GLOO)).findings
+    assert [(item.rule, item.ranks) for item in findings] == [("mismatched-collective", (1,)), ("dead-rank", (0,))]
+
+
+def test_what_follows_is_not_told_beside_its_cause() -> None:
+    assert set(found(scenes.key_of_one_rank(NCCL))) == {"diverged-log-keys"}
+    assert set(found(scenes.save_failed(NCCL))) == {"exception-during-save"}
+    assert set(found(scenes.branch_without_gradient(NCCL))) == {"unused-parameters"}
+    assert set(found(scenes.save_failed_and_was_caught(NCCL))) == {"checkpoint-skipped-barrier"}
+
+
+def test_keys_that_all_have_logged_before_are_only_possible() -> None:
+    """Then both are told, and what decides between them."""
+    scene = scenes.key_of_one_rank(GLOO)
+    alike = tuple(
+        replace(facts, steps=replace(facts.steps, logged=scene.ranks[1].steps.logged)) for facts in scene.ranks
+    )
+    rules = found(replace(scene, ranks=alike))
+    assert list(rules) == ["diverged-collectives", "diverged-log-keys"]
+    assert rules["diverged-log-keys"].confidence is Confidence.POSSIBLE
+    assert "If the step at this moment does not log it" in rules["diverged-log-keys"].remedy
+
+
+def test_a_key_is_not_missed_before_its_hook_is_over() -> None:
+    """Rank 2 is in another reduction of the same hook: it may log the key yet."""
+    scene = scenes.key_that_one_rank_lacks(GLOO)
+    inside = tuple(
+        replace(facts, progress=scenes.in_hook(facts.progress, "validation_step")) if facts.rank == 2 else facts
+        for facts in scene.ranks
+    )
+    assert found(replace(scene, ranks=inside))["diverged-log-keys"].confidence is Confidence.LIKELY
+
+
+def test_skipped_steps_are_not_counted_where_backward_is_not_seen() -> None:
+    """loss.backward() of one's own leaves no trace: batches without a backward pass say nothing then."""
+    scene = scenes.step_skipped_by_hand(GLOO)
+    blind = tuple(replace(facts, steps=replace(facts.steps, with_backward=0)) for facts in scene.ranks)
+    assert "skipped-step" not in found(replace(scene, ranks=blind))
+
+
+def test_steps_skipped_alike_are_no_cause() -> None:
+    scene = scenes.step_skipped_by_hand(GLOO)
+    alike = tuple(replace(facts, steps=replace(facts.steps, skipped=2)) for facts in scene.ranks)
+    assert "skipped-step" not in found(replace(scene, ranks=alike))
+
+
+def test_a_backward_pass_that_is_not_over_lacks_gradients_by_nature() -> None:
+    steps = StepFacts(without_gradient=("branch.weight",), without_gradient_count=1)
+    slow = replace(GLOO.working(1, user("hook", 40), seq=60, action=BACKWARD), steps=steps)
+    assert "unused-parameters" not in found(job(*(slow if n == 1 else scenes.in_backward(GLOO, n) for n in range(4))))
+
+
+def test_what_nobody_uses_is_nobodys_fault() -> None:
+    """With find_unused_parameters=True all ranks may lack the same gradients."""
+    scene = scenes.branch_unused_before_validation(GLOO)
+    alike = tuple(replace(facts, steps=scene.ranks[1].steps) for facts in scene.ranks)
+    assert "unused-parameters" not in found(replace(scene, ranks=alike))
+
+
+def test_reading_a_checkpoint_is_not_saving_one() -> None:
+    load = Frame(file="/venv/lib/python3.12/site-packages/torch/serialization.py", line=1500, function="load")
+    culprit = raised(GLOO.working(3, seq=60), "OSError", "No space left on device", RUN, user("setup", 9), load)
+    assert list(found(job(*(GLOO.waiting(n, seq=61) for n in range(3)), culprit))) == ["failed-rank"]
+
+
+def _in_group(name: str, description: str, timeout_ms: int) -> JobFacts:
+    def rank(number: int) -> RankFacts:
+        base = GLOO.rank(number, user("training_step", 79), ALL_REDUCE, seq=60, action=TRAINING_STEP)
+        call = Collective(
+            group=name, seq=1, op="all_reduce", backend="gloo", input_sizes=((4,),), timeout_ms=timeout_ms
+        )
+        own = Group(name=name, description=description, ranks=(0, 1, 2, 3), last_enqueued=1)
+        return replace(base, groups=(*base.groups, own), collectives=(*base.collectives, call))
+
+    slow = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP)
+    return job(rank(0), slow, rank(2), rank(3))
+
+
+def test_a_shorter_timeout_is_told_before_it_strikes() -> None:
+    rules = found(_in_group("1", "metrics", 4000))
+    assert (rules["timeout-misuse"].confidence, rules["timeout-misuse"].ranks) == (Confidence.POSSIBLE, (0, 2, 3))
+    assert judge(_in_group("1", "metrics", 4000)).findings[0].rule != "timeout-misuse"
+    assert "timeout-misuse" not in found(_in_group("1", "metrics", 1_815_000))
+    assert "timeout-misuse" not in found(_in_group("1", VOTE_GROUP, 4000))
+
+
+@pytest.mark.parametrize(
+    ("message", "is_short"),
+    [
+        ("[gloo/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete", True),
+        ("[gloo/unbound_buffer.cc:78] Timed out waiting 1815000ms for recv operation to complete", False),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, Timeout(ms)=600000) ran for 600971", True),
+        ("[1] is setting up NCCL communicator, but store->get('0') got error: wait timeout after 60000ms", True),
+        ("Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 30000 ms", True),
+        ("Connection closed by peer", False),
+    ],
+)
+def test_timeouts_that_are_told(message: str, is_short: bool) -> None:
+    lost = raised(GLOO.working(0, seq=60), "RuntimeError", message, RUN, user("training_step", 79), consequence=True)
+    slow = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP)
+    assert ("timeout-misuse" in found(job(lost, slow, world=2))) is is_short
+
+
+def test_a_variable_that_nothing_reads_is_named() -> None:
+    scene = scenes.group_with_a_shorter_timeout(GLOO)
+    machine = replace(scene.ranks[0].machine, settings={"NCCL_TIMEOUT": "7200"})
+    finding = found(replace(scene, ranks=(replace(scene.ranks[0], machine=machine), *scene.ranks[1:])))
+    assert "NCCL_TIMEOUT is read by nothing" in finding["timeout-misuse"].remedy
+
+
+def test_a_cold_cache_is_that_of_a_host() -> None:
+    scene = scenes.one_rank_compiles(GLOO)
+    apart = tuple(replace(facts, host="node-2") if facts.rank == 1 else facts for facts in scene.ranks)
+    assert "on node-2 are cold" in found(replace(scene, ranks=apart))["compile-skew"].summary
+    assert "cold" not in found(scene)["compile-skew"].summary
+
+
+def test_no_circle_where_the_last_one_works() -> None:
+    """Rank 0 waits for 1, which waits in another group for 2, and that one is slow: it alone is behind."""
+    scene = scenes.groups_in_another_order(GLOO)
+    slow = replace(scene.ranks[2], stack=(RUN, user("slow", 90)), collectives=())
+    groups = tuple(replace(group, last_enqueued=0) for group in slow.groups)
+    first = replace(scene.ranks[0], groups=tuple(replace(g, last_enqueued=1) for g in scene.ranks[0].groups))
+    moved = (first, scene.ranks[1], replace(slow, groups=groups))
+    assert "crossed-groups" not in found(replace(scene, ranks=moved))
+
+
+def test_a_circle_by_way_of_three_ranks() -> None:
+    """0 waits in a for 1, 1 in b for 2, 2 in c for 0."""
+    waits_in = {0: "a", 1: "b", 2: "c"}
+    members = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
+
+    def rank(number: int) -> RankFacts:
+        groups = tuple(
+            Group(name=name, ranks=ranks, last_enqueued=int(waits_in[number] == name))
+            for name, ranks in members.items()
+            if number in ranks
+        )
+        call = Collective(group=waits_in[number], seq=1, op="all_reduce", backend="gloo", input_sizes=((4,),))
+        base = GLOO.rank(number, user("step", 5), ALL_REDUCE, seq=0, world=3)
+        return replace(base, groups=groups, collectives=(call,))
+
+    finding = judge(job(*(rank(n) for n in range(3)), world=3)).findings[0]
+    assert (finding.rule, finding.ranks) == ("crossed-groups", (0, 1, 2))
+    assert "rank 2 waits in all_reduce (sequence number 1, 4 elements, group 'c') for rank 0" in finding.summary
+
+
+def test_nccl_says_between_whom_a_receive_is() -> None:
+    def rank(number: int) -> RankFacts:
+        call = Collective(group="0", seq=1, op=f"recv {number}<-{1 - number}", backend="nccl", is_p2p=True)
+        base = NCCL.working(number, user("exchange", 73), scenes.RECV, seq=60, world=2)
+        return replace(base, collectives=(*base.collectives, call))
+
+    finding = judge(job(rank(0), rank(1), world=2)).findings[0]
+    assert (finding.rule, finding.ranks) == ("crossed-groups", (0, 1))
+
+
+def test_gradients_that_one_rank_alone_reduces_are_no_mismatch() -> None:
+    """Buckets of the model and a value of the user's: the same operation, and another purpose."""
+    line = user("on_train_epoch_end", 50)
+    alone = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((10,),))
+    others = (scenes.in_backward(GLOO, n) for n in (1, 2, 3))
+    assert list(found(job(alone, *others))) == ["diverged-collectives"]

@@ -1,0 +1,445 @@
+"""Causes in host, process, device and network: what looks like one and is another, and what is said of each."""
+
+from dataclasses import replace
+
+import machine_scenes as scenes
+import pytest
+from builders import ENGINE, GLOO, NCCL, TRAINING_STEP, Backend, job, process, transport_error, user
+from scenes import _in_init as scenes_in_init
+
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.machine_facts import (
+    EndedProcess,
+    GarbageFacts,
+    GpuStateFacts,
+    InterfaceFacts,
+    MainThreadFacts,
+    PressureFacts,
+)
+from lightning_ncclsafe.preflight_facts import GpuFacts
+from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
+
+GB = 1_000_000_000
+
+
+def rules_found(facts: JobFacts) -> list[str]:
+    return [finding.rule for finding in judge(facts).findings]
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+def silent(**seen: object) -> Finding:
+    """Rank 2 does not answer and is seen so."""
+    return first(scenes.without_answer(GLOO, process(2, **seen)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scene", "parts"),
+    [
+        (scenes.paused_container, ("Rank 2 is frozen with its control group, as by a paused container, while ranks",)),
+        (scenes.native_code_waits_with_the_gil, ("held by native code called at train.py:15 in gilsleep",)),
+        (scenes.collects_garbage, ("Rank 2 is in Python's garbage collector, at train.py:40 in training_step",)),
+        (scenes.collected_garbage, ("was in Python's garbage collector for 19 s, until 0.4 s ago",)),
+        (scenes.page_fault_on_a_dead_mount, ("in rpc_wait_bit_killable, waiting for storage on a network",)),
+        (scenes.fsync_hangs, ("Rank 2 waits for storage in percpu_rwsem_wait", "at train.py:21 in dump")),
+        (scenes.starved_of_cores, ("waiting for a core most of the time (18 s of the last 20 s), in training_step",)),
+        (scenes.throttled_by_a_quota, ("the CPU quota of its control group (in 199 of the last 201 periods)",)),
+        (scenes.too_starved_to_answer, ("starved of its host's cores, which got 4% of a core",)),
+        (scenes.swapped_out, ("waiting for memory that is swapped out",)),
+        (scenes.worker_is_killed, ("worker 4711 of rank 2 was killed by a signal (Killed), and the kernel's out-of-",)),
+        (scenes.queue_that_nobody_fills, ("Rank 2 waits for worker 4711, which was killed by SIGKILL",)),
+        (scenes.worker_dies_of_a_bus_error, ("(/dev/shm) is used up on rank 2 (30.0 MB of its 64.0 MB are free now)",)),
+        (scenes.out_of_gpu_memory, ("(it needed 2.00 GiB, with 1.20 GiB free) at train.py:42 in training_step",)),
+        (scenes.not_started_on_one_gpu, ("on the GPU of rank 2 it has not started, on those of ranks 0-1, 3 it has",)),
+        (
+            scenes.not_ended_on_one_gpu,
+            ("on the GPU of rank 2 it has not ended, on those of ranks 0-1, 3 it has ended",),
+        ),
+        (scenes.sync_with_a_broken_gpu, ("Rank 2 waits for its own GPU, in training_step at train.py:44",)),
+        (scenes.first_collective_of_all_gpus, ("The first collective, all_reduce (sequence number 1", "peer-to-peer")),
+        (scenes.link_fails_for_a_moment, ("Connections to node-2 (ranks 2-3) were lost", "all 4 ranks are alive")),
+        (scenes.bridges_of_docker, ("use the same address 172.17.0.1 (docker0), a bridge's",)),
+        (scenes.loopback_between_hosts, ("Ranks 0-1 use the loopback interface",)),
+    ],
+)
+def test_summaries(scene: object, parts: tuple[str, ...]) -> None:
+    summary = first(scene(GLOO)).summary  # type: ignore[operator]
+    for part in parts:
+        assert part in summary
+
+
+@pytest.mark.parametrize(
+    ("channel", "wait"),
+    [
+        ("", Wait.UNKNOWN),
+        ("futex_wait_queue", Wait.UNKNOWN),
+        ("do_sys_poll", Wait.UNKNOWN),
+        ("kernel_clone", Wait.UNKNOWN),
+        ("nfs_wait_bit_killable", Wait.NETWORK_STORAGE),
+        ("request_wait_answer", Wait.NETWORK_STORAGE),
+        ("nvme_submit_sync_cmd", Wait.STORAGE),
+        ("io_schedule", Wait.STORAGE),
+        ("folio_wait_bit_common", Wait.STORAGE),
+        ("jbd2_log_wait_commit", Wait.STORAGE),
+        ("nv_wait_for_lock", Wait.DRIVER),
+        ("uvm_va_block_wait", Wait.DRIVER),
+        ("anon_pipe_read", Wait.PIPE),
+        ("__refrigerator", Wait.FREEZER),
+        ("do_freezer_trap", Wait.FREEZER),
+    ],
+)
+def test_what_a_kernel_function_waits_for(channel: str, wait: Wait) -> None:
+    assert wait_of(channel) is wait
+
+
+def test_uninterruptible_sleep_for_no_known_reason_is_not_certain_to_be_storage() -> None:
+    finding = silent(state="disk-sleep", wait_channel="kernel_clone")
+    assert (finding.rule, finding.confidence) == ("blocked-on-disk", Confidence.LIKELY)
+    assert silent(state="disk-sleep", wait_channel="io_schedule").confidence is Confidence.CERTAIN
+
+
+def test_uninterruptible_sleep_of_what_is_swapped_out_is_want_of_memory() -> None:
+    assert silent(state="disk-sleep", wait_channel="io_schedule", swap_bytes=4 * GB).rule == "host-starved"
+
+
+def test_a_busy_process_that_gets_no_core_does_not_keep_the_gil() -> None:
+    """On an overloaded host all the same, one that gets a third of a core could have answered."""
+    seen = {"state": "running", "gil_held": True, "stack": (user("f", 1),)}
+    assert silent(**seen, ran_share=0.08, queued_share=0.9).rule == "host-starved"
+    assert silent(**seen, ran_share=0.3, queued_share=0.7).rule == "gil-held"
+    assert silent(**seen).rule == "gil-held"
+
+
+def test_a_process_that_sleeps_and_nobody_knows_why_is_frozen() -> None:
+    assert silent(state="sleeping").rule == "frozen-rank"
+    assert silent(state="sleeping", ran_share=0.0, queued_share=0.0).rule == "frozen-rank"
+
+
+def not_joined(**seen: object) -> list[str]:
+    facts = (scenes_in_init(rank) for rank in range(3))
+    return rules_found(job(*facts, witnessed=(process(3, **seen),)))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_has_not_joined_is_late_unless_it_is_stopped_or_its_storage_is_dead() -> None:
+    assert not_joined(state="disk-sleep", wait_channel="folio_wait_bit_common") == ["late-at-init"]
+    assert not_joined(state="disk-sleep", wait_channel="nfs_wait_bit", swap_bytes=GB) == ["late-at-init"]
+    assert not_joined(state="disk-sleep", wait_channel="nfs_wait_bit") == ["blocked-on-disk"]
+    assert not_joined(state="disk-sleep", wait_channel="__refrigerator") == ["stopped-process"]
+    assert not_joined(state="stopped") == ["stopped-process"]
+
+
+def thread(**more: object) -> MainThreadFacts:
+    return MainThreadFacts(**({"over_s": 20.0, "looks": 11, "state": "sleeping"} | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "main_thread",
+    [
+        # Now and then, as one that reads many files.
+        thread(state="disk-sleep", wait_channel="io_schedule", blocked_looks=3),
+        thread(state="disk-sleep", wait_channel="nv_lock", blocked_looks=11),
+        thread(wait_channel="futex_wait_queue"),
+        thread(state="running", ran_s=19.0, queued_s=1.0),
+    ],
+)
+def test_slow_work_is_neither_blocked_nor_starved(main_thread: MainThreadFacts) -> None:
+    line = user("training_step", 40, code="np.save(path, everything)")
+    assert rules_found(scenes.at_work(GLOO, line, main_thread=main_thread)) == ["rank-behind"]
+
+
+def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:
+    line = user("training_step", 40, code="np.save(path, everything)")
+    finding = first(scenes.at_work(GLOO, line, main_thread=thread()))
+    assert (finding.rule, finding.confidence) == ("blocked-on-disk", Confidence.POSSIBLE)
+
+
+@pytest.mark.parametrize(
+    "pressure",
+    [
+        # A little, too short, and of a host that others use as well.
+        PressureFacts(over_s=20.0, periods=200, throttled_periods=40, throttled_s=3.0),
+        PressureFacts(over_s=0.6, periods=6, throttled_periods=6, throttled_s=0.5),
+        PressureFacts(over_s=20.0, cpu_waited=0.99, memory_stalled=0.9, io_stalled=0.9),
+        PressureFacts(over_s=20.0, periods=0, throttled_periods=0, throttled_s=0.0),
+    ],
+)
+def test_pressure_on_a_host_alone_explains_no_rank(pressure: PressureFacts) -> None:
+    main_thread = thread(state="running", ran_s=18.0, queued_s=2.0, major_faults=0)
+    assert rules_found(scenes.at_work(GLOO, pressure=pressure, main_thread=main_thread)) == ["rank-behind"]
+
+
+def test_a_starved_rank_that_works_under_a_condition_is_both() -> None:
+    line = user("on_train_epoch_end", 40, condition="if rank == 0:  (line 39)")
+    starved = thread(state="running", ran_s=1.0, queued_s=18.0)
+    assert rules_found(scenes.at_work(GLOO, line, main_thread=starved)) == ["rank-zero-only-work", "host-starved"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        GarbageFacts(longest_s=0.8, ended_ago_s=0.1, total_s=0.8, count=1),
+        # It is over for longer than the rank stands still, and short beside that time.
+        GarbageFacts(longest_s=20.0, ended_ago_s=40.0, total_s=20.0, count=1),
+        GarbageFacts(longest_s=4.0, ended_ago_s=2.0, total_s=4.0, count=1),
+    ],
+)
+def test_a_collection_that_explains_nothing_is_not_blamed(garbage: GarbageFacts) -> None:
+    assert rules_found(scenes.at_work(GLOO, garbage=garbage)) == ["rank-behind"]
+
+
+def test_a_collection_that_goes_on_is_certain() -> None:
+    """A finalizer runs Python, so that the rank can answer."""
+    finding = first(scenes.at_work(GLOO, garbage=GarbageFacts(running_s=21.0)))
+    assert (finding.rule, finding.confidence) == ("gc-pause", Confidence.CERTAIN)
+    assert "has been in Python's garbage collector for 21 s" in finding.summary
+
+
+def test_a_dead_child_of_a_rank_that_does_not_wait_for_it_is_no_cause() -> None:
+    ended = (EndedProcess(pid=9, signal="SIGKILL"),)
+    assert rules_found(scenes.at_work(GLOO, ended=ended)) == ["rank-behind"]
+
+
+def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
+    facts = scenes.queue_that_nobody_fills(GLOO)
+    ended = (EndedProcess(pid=9, exit_code=1),)
+    ranks = tuple(
+        replace(one, machine=replace(one.machine, ended=ended if one.rank == 2 else ())) for one in facts.ranks
+    )
+    finding = first(replace(facts, ranks=ranks))
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
+    assert "has exited with code 1" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("message", "rule"),
+    [
+        ("DataLoader worker (pid(s) 11, 12) exited unexpectedly", "worker-died"),
+        ("DataLoader worker (pid 11) is killed by signal: Segmentation fault. ", "worker-died"),
+        (
+            "A process in the process pool was terminated abruptly while the future was running or pending.",
+            "worker-died",
+        ),
+        (
+            "unable to open shared memory object </torch_1_2> in read-write mode: No space left on device",
+            "shm-exhausted",
+        ),
+        ("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)", "shm-exhausted"),
+        ("[Errno 28] No space left on device: '/mnt/ckpt/last.ckpt'", "failed-rank"),
+        ("bad label 11", "failed-rank"),
+    ],
+)
+def test_what_an_exception_says(message: str, rule: str) -> None:
+    assert rules_found(scenes.failed(GLOO, "RuntimeError", message)) == [rule]
+
+
+def test_no_space_left_is_shared_memorys_where_that_is_full() -> None:
+    full = {"shm_total_bytes": 64_000_000, "shm_free_bytes": 4096}
+    assert rules_found(scenes.failed(GLOO, "OSError", "[Errno 28] No space left on device", **full)) == [
+        "shm-exhausted"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("type_", "message", "rule"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory.", "gpu-memory-exhausted"),
+        ("RuntimeError", "CUDA error: out of memory", "gpu-memory-exhausted"),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "gpu-memory-exhausted"),
+        # What follows from ranks that have called different collectives of objects.
+        ("OutOfMemoryError", scenes.EXABYTE, "failed-rank"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 12.5 EiB.", "failed-rank"),
+        ("MemoryError", "Unable to allocate 12 GiB for an array", "failed-rank"),
+    ],
+)
+def test_what_is_want_of_gpu_memory(type_: str, message: str, rule: str) -> None:
+    assert rules_found(scenes.failed(NCCL, type_, message)) == [rule]
+
+
+def test_a_full_gpu_among_others_with_room_is_possible_and_among_full_ones_no_news() -> None:
+    def job_with(free_of_others: int) -> JobFacts:
+        facts = scenes.at_work(NCCL, gpu=scenes.gpu_of(100_000_000))
+        others = scenes.gpu_of(free_of_others)
+        ranks = (one if one.rank == 2 else scenes.with_machine(one, gpu=others) for one in facts.ranks)
+        return replace(facts, ranks=tuple(ranks))
+
+    finding = first(job_with(40 * GB))
+    assert (finding.rule, finding.confidence) == ("gpu-memory-exhausted", Confidence.POSSIBLE)
+    assert rules_found(job_with(GB)) == ["rank-behind"]
+
+
+def test_where_nobody_knows_what_has_started_no_gpu_stands_out() -> None:
+    nobody = dict.fromkeys(range(4), False)
+    assert rules_found(scenes.on_nccl(nobody, {})) == ["all-joined"]
+
+
+def test_where_most_gpus_have_not_started_none_of_them_is_to_blame() -> None:
+    assert rules_found(scenes.on_nccl({1: False, 2: False, 3: False}, {})) == ["all-joined"]
+
+
+def test_a_root_that_is_done_before_the_others_blames_nobody() -> None:
+    ranks = []
+    for rank in range(4):
+        facts = NCCL.in_sigterm_broadcast(rank, seq=63)
+        last = replace(facts.collectives[-1], started=True, completed=rank in (0, 1))
+        ranks.append(replace(facts, collectives=(*facts.collectives[:-1], last)))
+    assert "gpu-stuck" not in rules_found(job(*ranks))
+
+
+def test_a_gpu_that_waits_in_another_group_is_not_stuck() -> None:
+    """Rank 2 has called in group "pair" before, which its device is still in."""
+    facts = scenes.not_started_on_one_gpu(NCCL)
+    call = Collective(group="pair", seq=5, op="all_reduce", backend="nccl", started=True, created_ns=1)
+    pair = Group(name="pair", ranks=(2, 3), last_enqueued=5, last_completed=4)
+    stuck = facts.ranks[2]
+    waits = replace(stuck, groups=(*stuck.groups, pair), collectives=(call, *stuck.collectives))
+    assert "gpu-stuck" not in rules_found(replace(facts, ranks=(*facts.ranks[:2], waits, facts.ranks[3])))
+
+
+def test_what_a_gpu_does_is_told() -> None:
+    state = GpuStateFacts(gpu=GpuFacts(index=0, xids=("74 (NVLink error)",)), utilization=1.0, power_w=71.0)
+    finding = first(scenes.on_nccl({2: False}, {}, gpu={2: state}))
+    texts = [item.text for item in finding.evidence if item.source == "gpu"]
+    assert texts == ["Its GPU is 100% busy, draws 71 W.", "Of its GPU: the kernel's log has Xid 74 (NVLink error)."]
+
+
+def recorded(facts: JobFacts) -> JobFacts:
+    """As it is read from the Flight Recorder's dumps: groups and collectives, and nothing else."""
+    progress = replace(facts.ranks[0].progress, phase=Phase.UNKNOWN, actions=(), batch_idx=-1, idle_s=0.0)
+    ranks = (
+        RankFacts(rank=one.rank, progress=progress, groups=one.groups, collectives=one.collectives)
+        for one in facts.ranks
+    )
+    return replace(facts, ranks=tuple(ranks), incident=replace(facts.incident, kind=IncidentKind.RECORDED))
+
+
+@pytest.mark.parametrize("scene", [scenes.not_started_on_one_gpu, scenes.not_ended_on_one_gpu])
+def test_dumps_alone_tell_of_a_stuck_gpu(scene: object) -> None:
+    finding = first(recorded(scene(NCCL)))  # type: ignore[operator]
+    assert (finding.rule, finding.ranks) == ("gpu-stuck", (2,))
+
+
+def test_the_first_collective_is_no_matter_of_p2p_between_hosts_nor_where_that_is_off() -> None:
+    facts = scenes.first_collective_of_all_gpus(NCCL)
+    assert rules_found(facts) == ["p2p-blocked", "all-joined"]
+    assert rules_found(replace(facts, ranks=scenes.on_two_hosts(*facts.ranks))) == ["all-joined"]
+    off = (scenes.with_machine(one, settings={"NCCL_P2P_DISABLE": "1"}) for one in facts.ranks)
+    assert rules_found(replace(facts, ranks=tuple(off))) == ["all-joined"]
+    # Dumps do not say on which host a rank was.
+    assert rules_found(recorded(facts)) == ["all-joined"]
+
+
+def test_a_later_collective_is_no_matter_of_p2p() -> None:
+    assert rules_found(scenes.on_nccl({}, {})) == ["all-joined"]
+
+
+def test_p2p_is_possible_only_where_nobody_knows_whether_it_has_started() -> None:
+    facts = scenes.first_collective_of_all_gpus(NCCL)
+    unknown = (replace(one, collectives=(replace(one.collectives[-1], started=False),)) for one in facts.ranks)
+    found = judge(replace(facts, ranks=tuple(unknown))).findings
+    assert [(finding.rule, finding.confidence) for finding in found] == [
+        ("all-joined", Confidence.LIKELY),
+        ("p2p-blocked", Confidence.POSSIBLE),
+    ]
+
+
+def lost(*said: str, finished: bool = False, hosts: bool = True) -> list[str]:
+    """Ranks 0, 1, … have been told so by their connections."""
+    ranks = [GLOO.waiting(rank, seq=61) for rank in range(4)]
+    for rank, text in enumerate(said):
+        told = transport_error(ranks[rank])
+        assert told.exception is not None
+        ranks[rank] = replace(told, exception=replace(told.exception, message=text))
+    if finished:
+        ranks[3] = GLOO.finished(3, seq=60, batch=19)
+    return rules_found(job(*(scenes.on_two_hosts(*ranks) if hosts else ranks)))
+
+
+RESET = "[gloo/transport/tcp/pair.cc:547] Connection reset by peer [10.0.0.2]:31337"
+LIMIT = "[gloo/transport/tcp/unbound_buffer.cc:81] Application timeout caused pair closure"
+NET_IB = "ncclRemoteError: … NET/IB : Got completion from peer 10.0.0.2<51000> with status=12 opcode=129"
+
+
+def test_what_is_a_cut_network() -> None:
+    assert lost(RESET, RESET)[0] == "network-cut"
+    assert lost(NET_IB)[0] == "network-cut"
+    # On one host there is no cable.
+    assert lost(RESET, RESET, hosts=False)[0] == "network-cut"
+    # Who has finished has left; who was too late has closed.
+    assert "network-cut" not in lost(RESET, RESET, finished=True)
+    assert "network-cut" not in lost(LIMIT, RESET)
+
+
+def test_the_host_that_others_have_lost_is_named() -> None:
+    ranks = [*scenes.on_two_hosts(*(NCCL.waiting(rank, seq=61) for rank in range(4)))]
+    for rank in (0, 1):
+        told = transport_error(ranks[rank])
+        assert told.exception is not None
+        message = "socketProgress: Connection closed by remote peer node-2<40321>"
+        ranks[rank] = replace(told, exception=replace(told.exception, message=message))
+    finding = first(job(*ranks))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("network-cut", (2, 3), Confidence.LIKELY)
+
+
+def test_a_rank_that_is_silent_or_has_failed_is_no_cut_network() -> None:
+    ranks = scenes.on_two_hosts(*(transport_error(GLOO.waiting(rank, seq=61)) for rank in range(4)))
+    assert rules_found(job(*ranks))[0] == "network-cut"
+    assert "network-cut" not in rules_found(job(*ranks[:3]))
+    assert "network-cut" not in rules_found(job(*ranks[:3], witnessed=(process(3, "gone"),)))
+
+
+def taking(*taken: InterfaceFacts, net: Backend = GLOO, seq: int = 1) -> list[Finding]:
+    ranks = scenes.on_two_hosts(*(net.in_barrier(n, "x", seq=seq, phase=Phase.INIT, batch=-1) for n in range(4)))
+    told = (scenes.with_machine(one, interface=by) for one, by in zip(ranks, taken, strict=True))
+    return [*judge(job(*told)).findings]
+
+
+def eth(rank: int, network: str = "10.0.0.0/24") -> InterfaceFacts:
+    return scenes.interface(rank, "eth0", f"10.0.0.{rank}", network)
+
+
+def test_interfaces_in_different_networks_are_possible_and_in_one_are_no_news() -> None:
+    found = taking(eth(0), eth(1), eth(2), eth(3, "192.168.1.0/24"))
+    assert {finding.rule: (finding.ranks, finding.confidence) for finding in found}["wrong-interface"] == (
+        (3,),
+        Confidence.POSSIBLE,
+    )
+    assert "wrong-interface" not in [finding.rule for finding in taking(*(eth(rank) for rank in range(4)))]
+
+
+def test_once_something_has_come_through_the_interface_is_right() -> None:
+    docker = [scenes.interface(rank, "docker0", "172.17.0.1") for rank in range(4)]
+    assert taking(*docker)[0].rule == "wrong-interface"
+    assert "wrong-interface" not in [finding.rule for finding in taking(*docker, seq=7)]
+
+
+def test_on_one_host_any_interface_will_do() -> None:
+    facts = scenes.bridges_of_docker(GLOO)
+    assert "wrong-interface" not in rules_found(
+        replace(facts, ranks=tuple(replace(one, host="node-1") for one in facts.ranks))
+    )
+
+
+def test_the_older_causes_keep_their_names_beside_facts_of_the_machine() -> None:
+    """A rank that waits on NCCL with a busy core, in backward, as all do."""
+    busy = MainThreadFacts(over_s=20.0, state="running", looks=11, ran_s=19.5, queued_s=0.4)
+    ranks = (
+        scenes.with_machine(NCCL.rank(rank, ENGINE, seq=63, outstanding=1), main_thread=busy) for rank in (0, 1, 3)
+    )
+    slow = scenes.with_machine(NCCL.working(2, user("slow", 9), seq=62, action=TRAINING_STEP), main_thread=busy)
+    assert rules_found(job(*ranks, slow)) == ["rank-behind"]
+
+
+def test_a_silent_process_is_said_with_what_it_got() -> None:
+    seen = ProcessFacts(pid=7, rank=2, state="running", wait_channel="", cpu_s=3.2, ran_share=0.05)
+    (evidence,) = first(scenes.without_answer(GLOO, seen)).evidence
+    assert evidence.text == ("Process 7 is running, 3.2 s of processor time used, 5% of a core got while looked at.")
+
+
+def test_swap_in_use_is_told_with_a_rank_that_lacks_memory() -> None:
+    finding = first(scenes.swapped_out(GLOO))
+    assert any("9.0 GB of it swapped out" in item.text for item in finding.evidence)
+    assert "too little memory" in finding.remedy
