@@ -252,11 +252,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def uses_cuda() -> bool:
-    """Whether this process has made a CUDA context; asking makes none."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 class _PlainUnpickler(pickle.Unpickler):
     """Reads what the recorder dumps: lists, dictionaries, numbers and text. Nothing that is imported or called."""
 

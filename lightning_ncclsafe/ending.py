@@ -79,14 +79,26 @@ def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int
             time.sleep(_POLL_S)
 
 
-def stay_until_all_finished(exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool]) -> None:
+def stay_until_all_finished(
+    exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool], leave_behind: Callable[[], None]
+) -> None:
     """Waits until all ranks have come this far, or this one may leave without them.
 
     Rank 0 counts and tells, so that the store is not asked for every rank by every rank.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        may_leave: Whether this rank has stayed for long enough.
+        leave_behind: Called before it leaves without others.
     """
     exchange.set(f"finished/{rank}", b"")
     keys = {"finished/all"} if rank else {f"finished/{other}" for other in range(world_size)}
-    while (keys := keys - get_all(exchange, keys).keys()) and not may_leave():
+    while keys := keys - get_all(exchange, keys).keys():
+        if may_leave():
+            leave_behind()
+            break
         time.sleep(max(_FINISH_POLL_S, world_size / _POLLS_PER_S))
     if rank == 0:
         exchange.set("finished/all", b"")

@@ -9,7 +9,7 @@ from enum import Enum
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.machine_facts import MachineFacts
+from lightning_ncclsafe.machine_facts import MachineFacts, TriedAddress
 from lightning_ncclsafe.preflight_facts import PreflightFacts
 from lightning_ncclsafe.recorded_facts import RecordFacts
 from lightning_ncclsafe.step_facts import StepFacts
@@ -468,6 +468,7 @@ class JobFacts:
         witnessed: What other processes on its host say of a silent rank, at most one entry per rank.
         missing: What could not be shared or gathered, one sentence each.
         silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
+        tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.
         launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
         unnamed: Exceptions in a log that does not say which rank raised them.
     """
@@ -478,6 +479,7 @@ class JobFacts:
     witnessed: tuple[ProcessFacts, ...] = ()
     missing: tuple[str, ...] = ()
     silent_hosts: tuple[SilentHost, ...] = ()
+    tried: tuple[TriedAddress, ...] = ()
     launch: str = ""
     unnamed: tuple[ExceptionFacts, ...] = ()
 

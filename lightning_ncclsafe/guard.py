@@ -21,6 +21,7 @@ from lightning_ncclsafe.moments import LONG_S, Moment
 from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import stacks
+from lightning_ncclsafe.probes.data_paths import try_addresses
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.reach import own_address_towards
 from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
@@ -109,6 +110,8 @@ class Guard:
         self._ended_s = 0.0
         self._began_ns = 0
         self._verdict: Verdict | None = None
+        self._is_leaving = False
+        self._leaving_is_told = threading.Event()
         self._exception_is_told = threading.Event()
         self._main_thread_left = threading.Event()
         self._watchdog = Watchdog(
@@ -169,7 +172,11 @@ class Guard:
         exchange, began = self._next_exchange or self._exchange, time.monotonic()
         with suppress(ExchangeError):
             stay_until_all_finished(
-                exchange, rank=rank, world_size=world_size, may_leave=lambda: self._may_leave(time.monotonic() - began)
+                exchange,
+                rank=rank,
+                world_size=world_size,
+                may_leave=lambda: self._may_leave(time.monotonic() - began),
+                leave_behind=self._ask_who_stays,
             )
             self._settle()
             say_goodbye(exchange, rank)
@@ -205,6 +212,13 @@ class Guard:
         # Others may have work of their own left, and then this rank may go; not so soon if somebody waits for it.
         stay_s = self._limits.suspect_after_s if self._open is None else self._limits.longest_s
         return waited_s > stay_s + LINGER_S or self.ends_run or self._off or bool(self._exchange.lost)
+
+    def _ask_who_stays(self) -> None:
+        """Once this rank has left, with the store perhaps, nobody can say any more what the others do."""
+        if self._open is None and not (self.ends_run or self._off or self._exchange.lost):
+            self._is_leaving = True
+            self._watchdog.wake()
+            self._leaving_is_told.wait(report_deadline_s(self._place.world_size))
 
     def _settle(self) -> None:
         """An incident that was open a moment ago is over; there is still time to say so."""
@@ -247,6 +261,8 @@ class Guard:
 
     def _write_round(self, idle_s: float) -> Round | None:
         entry = self._recovery(idle_s)
+        if entry is None and self._is_leaving and not self._leaving_is_told.is_set():
+            entry = Round(incident=self._incident(IncidentKind.SUSPECT, idle_s), is_leaving=True)
         if entry is None and (kind := self._reason(idle_s)) is not None:
             entry = Round(incident=self._incident(kind, idle_s))
         return self._log.write(entry) if entry is not None else None
@@ -317,6 +333,11 @@ class Guard:
         self._idle_s = max(self._idle_s, idle_s)
         before, self._open = self._open, incident
         verdict = self._gather(incident, idle_s)
+        if entry.is_leaving:
+            # Nobody waits, and what ranks that work on are told about is no incident of theirs.
+            self._open, self._incidents = before, max(self._incidents, incident.number)
+            self._leaving_is_told.set()
+            return
         if verdict is not None and verdict.quiet_s > 0:
             self._open, self._quiet_rounds = before, self._quiet_rounds + 1
             self._patience.be_quiet_for(verdict.quiet_s)
@@ -332,8 +353,8 @@ class Guard:
         if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
             # Often the same is about to be raised here, a moment later.
             self._main_thread_left.wait(_SAME_EXCEPTION_S)
-        if not self._joined:
-            self._neighbours.search()
+        # Of those that have left their cards it finds none anew.
+        self._neighbours.search()
         facts = self._probe.look(idle_s)
         gathering = Gathering(
             self._exchange,
@@ -359,6 +380,7 @@ class Guard:
                 self._exception_is_told.set()
 
     def _report(self, job: JobFacts) -> Verdict:
+        job = replace(job, tried=try_addresses(job, self._probe.card.host))
         return self._reporter.report(self._whereabouts.complete(job))
 
     def _end(self) -> None:
@@ -381,6 +403,7 @@ class Guard:
     def _switch_off(self, error: Exception) -> None:
         self._off = True
         self._exception_is_told.set()
+        self._leaving_is_told.set()
         with suppress(ExchangeError):
             self._exchange.set(f"off/{self._place.rank}", b"")
         say_own_failure(error, lambda text: self._say(f"rank {self._place.rank}: {text}"))

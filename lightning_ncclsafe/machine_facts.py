@@ -21,6 +21,7 @@ class MainThreadFacts:
         wait_channel: Kernel function it sleeps in now; empty where unreadable.
         looks: How often its state was looked at in this time.
         blocked_looks: How often it was in uninterruptible sleep then.
+        running_looks: How often it ran, or could have run, then.
         ran_s: Processor time it got, seconds.
         queued_s: Seconds for which it could have run, and had to wait for a core.
         preempted: How often a core was taken from it.
@@ -32,6 +33,7 @@ class MainThreadFacts:
     wait_channel: str = ""
     looks: int = 0
     blocked_looks: int = 0
+    running_looks: int = 0
     ran_s: float | None = None
     queued_s: float | None = None
     preempted: int | None = None
@@ -136,6 +138,25 @@ class InterfaceFacts:
     chosen_by: str = ""
     is_loopback: bool = False
     others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedAddress:
+    """A host whose ranks have answered, tried at the address that its back end uses: that may be another network.
+
+    Attributes:
+        host: Its name.
+        address: The address of the interface towards other hosts.
+        answers: Whether it answered there, to accept a connection or to refuse it; None where that cannot be told.
+        seen_from: Name of the host that tried.
+        tried: What came of it, in words.
+    """
+
+    host: str
+    address: str
+    answers: bool | None = None
+    seen_from: str = ""
+    tried: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,12 @@ class Round:
     Attributes:
         incident: What the round is about.
         recovered_after_s: If training moves again: seconds for which it stood still.
+        is_leaving: Whether nobody waits: a rank that has finished is about to leave others behind.
     """
 
     incident: Incident
     recovered_after_s: float | None = None
+    is_leaving: bool = False
 
 
 class RoundLog:

@@ -33,6 +33,16 @@ from lightning_ncclsafe.facts import (
     UnitKind,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.machine_facts import (
+    EndedProcess,
+    GarbageFacts,
+    GpuStateFacts,
+    InterfaceFacts,
+    MachineFacts,
+    MainThreadFacts,
+    PressureFacts,
+    TriedAddress,
+)
 from lightning_ncclsafe.preflight_facts import (
     DirectoryFacts,
     GpuFacts,
@@ -41,6 +51,7 @@ from lightning_ncclsafe.preflight_facts import (
     PreflightFacts,
     SwapFacts,
 )
+from lightning_ncclsafe.recorded_facts import RecordFacts
 
 FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
 WORKER = ProcessFacts(
@@ -55,6 +66,23 @@ WORKER = ProcessFacts(
     swap_growth_bytes_per_s=1_000_000,
     stack=(FRAME,),
     gil_held=True,
+    ran_share=0.25,
+    queued_share=0.5,
+)
+GPU = GpuFacts(
+    index=1,
+    name="H100",
+    uuid="GPU-1",
+    total_bytes=80,
+    free_bytes=79,
+    foreign_processes=("pid 7",),
+    ecc_errors=1,
+    pending_repair=True,
+    throttled_by=("thermal slowdown",),
+    recovery_action="reset",
+    xids=("79",),
+    driver="570",
+    cuda="12.8",
 )
 LOADER = LoaderFacts(
     name="train_dataloader[1]",
@@ -121,21 +149,7 @@ PREFLIGHT = PreflightFacts(
         io_stalled=0.2,
         cpu_waited=0.3,
     ),
-    gpu=GpuFacts(
-        index=1,
-        name="H100",
-        uuid="GPU-1",
-        total_bytes=80,
-        free_bytes=79,
-        foreign_processes=("pid 7",),
-        ecc_errors=1,
-        pending_repair=True,
-        throttled_by=("thermal slowdown",),
-        recovery_action="reset",
-        xids=("79",),
-        driver="570",
-        cuda="12.8",
-    ),
+    gpu=GPU,
     network=NetworkFacts(
         interfaces=("eth0 10000 Mbit/s 10.0.0.7",),
         default_interface="eth0",
@@ -214,7 +228,46 @@ RANK = RankFacts(
             duration_ms=1.25,
             timeout_ms=600_000,
             is_p2p=True,
+            stack=(FRAME,),
         ),
+    ),
+    machine=MachineFacts(
+        main_thread=MainThreadFacts(
+            over_s=20.0,
+            state="disk-sleep",
+            wait_channel="nfs_wait_bit_killable",
+            looks=21,
+            blocked_looks=19,
+            running_looks=2,
+            ran_s=0.5,
+            queued_s=0.25,
+            preempted=7,
+            major_faults=31,
+        ),
+        pressure=PressureFacts(
+            over_s=20.0,
+            throttled_s=1.5,
+            periods=200,
+            throttled_periods=15,
+            cpu_waited=0.5,
+            memory_stalled=0.25,
+            io_stalled=0.125,
+        ),
+        garbage=GarbageFacts(running_s=1.5, longest_s=2.5, ended_ago_s=30.0, total_s=4.0, count=2, blocks=7_000_000),
+        ended=(EndedProcess(pid=77, signal="SIGKILL", exit_code=1),),
+        shm_total_bytes=64_000_000,
+        shm_free_bytes=4096,
+        gpu=GpuStateFacts(gpu=GPU, utilization=0.99, power_w=71.5, no_answer_s=0.5),
+        interface=InterfaceFacts(
+            backend="nccl",
+            name="eth0",
+            address="10.0.0.7",
+            network="10.0.0.0/24",
+            chosen_by="first that is up",
+            is_loopback=True,
+            others=("docker0 172.17.0.1",),
+        ),
+        settings={"NCCL_DEBUG": "INFO"},
     ),
     host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),
     peers=(WORKER,),
@@ -272,6 +325,17 @@ RANK = RankFacts(
         ),
     ),
     exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
+    record=RecordFacts(
+        has_dump=True,
+        has_log=True,
+        group_known=False,
+        waited_ms=600_061,
+        awaited=(0,),
+        awaited_in="monitored_barrier",
+        exit_code=-9,
+        stuck_s=480,
+        lines=("[Rank 3] Watchdog caught",),
+    ),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),
 )
@@ -289,12 +353,14 @@ JOB = JobFacts(
     ranks=(RANK,),
     witnessed=(WORKER,),
     missing=("rank 0: the store is gone",),
+    tried=(TriedAddress(host="node-2", address="10.1.0.2", answers=True, seen_from="node-1", tried="it accepted it"),),
     silent_hosts=(
         SilentHost(
             host="node-2", ranks=(3,), address="10.0.0.2", answers=False, seen_from="node-1", tried="no route to host"
         ),
     ),
     launch="SLURM job 4711",
+    unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
 )
 
 

@@ -202,7 +202,17 @@ def test_an_import_of_torch_is_found() -> None:
 
 def loaded_with(statement: str) -> list[str]:
     """Heavy packages that are there after a statement in a fresh interpreter."""
-    heavy = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "numpy", "psutil", "rich")
+    heavy = (
+        "torch",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "torchmetrics",
+        "numpy",
+        "psutil",
+        "rich",
+        "jinja2",
+    )
     script = f"import sys\n{statement}\nprint(*[name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.split()

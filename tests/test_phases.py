@@ -148,6 +148,21 @@ def test_the_exception_in_a_profiled_hook_is_not_swallowed() -> None:
         raise KeyError("mine")
 
 
+@pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
+def test_a_save_that_raises_is_told_and_nothing_else(kind: type[Profiler]) -> None:
+    profiler, tracker = kind(), PhaseTracker()
+    told: list[BaseException] = []
+    tracker.on_failed_save = told.append
+    tracker.attach(profiler)
+    for name in ("save_checkpoint", "[Callback]ModelCheckpoint.on_validation_end"):
+        with pytest.raises(OSError, match=name[-5:]), profiler.profile(name):
+            raise OSError(name)
+    with profiler.profile("save_checkpoint"):
+        pass
+    assert [str(error) for error in told] == ["save_checkpoint"]
+    assert not tracker.actions()
+
+
 def test_the_users_profiler_still_records_its_durations() -> None:
     profiler, tracker = SimpleProfiler(), PhaseTracker()
     tracker.attach(profiler)

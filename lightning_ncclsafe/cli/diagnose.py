@@ -2,19 +2,26 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules import HANG_RULES, RECORDED_RULES, judge
 
+_RULES = {
+    IncidentKind.SUSPECT: HANG_RULES,
+    IncidentKind.EXCEPTION: HANG_RULES,
+    IncidentKind.TIMEOUT: HANG_RULES,
+    IncidentKind.RECORDED: RECORDED_RULES,
+}
 _DIAGNOSE = "says why a run hung, from what it has left behind"
 _DESCRIPTION = (
     "Reads Flight Recorder dumps of PyTorch (pickle or JSON), logs of any launcher (also .gz), and reports of this"
@@ -23,7 +30,7 @@ _DESCRIPTION = (
     " read."
 )
 _PATHS = "files, or folders of them; - is a log from the standard input"
-_FORMAT = "text, or json as in report.json (default: text)"
+_FORMAT = "text, or json: a document as in report.json for each run and report (default: text)"
 
 
 def add_to(commands: Any) -> None:
@@ -54,21 +61,31 @@ def diagnose(paths: Iterable[str], format: str) -> int:
         evidence.read(path)
     for error in evidence.errors:
         _say(f"error: {safe(error)}", sys.stderr)
-    diagnoses = [diagnosis for _, diagnosis in evidence.reports]
-    job = evidence.job()
-    if job is not None:
-        diagnoses.append(judge(job, RECORDED_RULES))
+    diagnoses = list(_diagnoses(evidence))
     if not diagnoses:
         return _nothing(evidence)
-    for number, diagnosis in enumerate(diagnoses):
-        _say(_rendered(diagnosis, format, is_first=number == 0), sys.stdout)
-    return 0 if any(diagnosis.findings for diagnosis in diagnoses) else 1
+    for title, diagnosis in diagnoses:
+        if format == "json":
+            _say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
+        else:
+            _say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + render_text(diagnosis), sys.stdout)
+    return 0 if any(diagnosis.findings for _, diagnosis in diagnoses) else 1
 
 
-def _rendered(diagnosis: Diagnosis, format: str, *, is_first: bool) -> str:
-    if format == "json":
-        return report_json(diagnosis).decode("utf-8", "replace").rstrip("\n")
-    return ("" if is_first else "\n") + render_text(diagnosis).rstrip("\n")
+def _diagnoses(evidence: Evidence) -> Iterator[tuple[str, Diagnosis]]:
+    """What was found, with a title for where there are several."""
+    for path, diagnosis in evidence.reports:
+        yield f"=== {path}", _judged_again(diagnosis)
+    job = evidence.job()
+    if job is not None:
+        yield "=== dumps and logs", judge(job, RECORDED_RULES)
+
+
+def _judged_again(diagnosis: Diagnosis) -> Diagnosis:
+    """A hang by today's rules; ranks that were compared before they trained were compared under settings of then."""
+    rules = _RULES.get(diagnosis.job.incident.kind)
+    again = judge(diagnosis.job, rules) if rules is not None else diagnosis
+    return again if again.findings else diagnosis
 
 
 def _nothing(evidence: Evidence) -> int:

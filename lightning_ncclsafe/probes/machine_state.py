@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,11 +19,11 @@ from lightning_ncclsafe.probes.pressure import PressureLook, look_at_pressure, p
 from lightning_ncclsafe.probes.settings_seen import settings_seen
 
 # How often it is looked; a look takes some 0.3 ms.
-_EVERY_S = 2.0
+_EVERY_S = 1.0
 # What is counted is what happened while the rank stood still, within these limits.
 _LEAST_S, _MOST_S = 4.0, 20.0
 _SHORTEST_S = 0.5
-_LOOKS = 12
+_LOOKS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class MachineProbe:
     """Watches this process and its host. May be asked from any thread.
 
     Args:
-        interface: Finds the interface towards other hosts; None where there is none to look for. It is asked once.
+        interface: Finds the interface towards other hosts; None where there is none to look for. It is asked once,
+            on a thread of its own, and may take its time.
         shm: Where workers put what they hand over.
         clock: Seconds that only grow; for tests.
     """
@@ -52,24 +54,29 @@ class MachineProbe:
         self._shm = shm
         self._groups = ControlGroups()
         self._find_interface = interface
-        self._interface: list[InterfaceFacts | None] = []
+        self._interface: InterfaceFacts | None = None
+        self._seeks: threading.Thread | None = None
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._next_s = -math.inf
         self._garbage = GarbageWatch()
         self._garbage.start()
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Leaves nothing behind, but for a thread that may wait for an answer about the host's name."""
         self._garbage.close()
 
     def note(self) -> None:
-        """Looks, at most every 2 s; cheap enough for every tick of the guard."""
+        """Looks, at most once a second; cheap enough for every tick of the guard."""
+        if self._seeks is None:
+            # Now, as it may be down when it is asked for; the host's name is looked up meanwhile.
+            self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
+            self._seeks.start()
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + _EVERY_S
             self._looks.append(self._look())
 
     def read(self, idle_s: float = _MOST_S) -> MachineFacts:
-        """All but the interface and the GPU; takes about a millisecond, and waits for nothing.
+        """All but the GPU; takes about a millisecond, and waits for nothing.
 
         Args:
             idle_s: Seconds since this rank last made progress: what was before that is left out.
@@ -85,14 +92,12 @@ class MachineProbe:
             ended=ended_children(),
             shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
             shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
+            interface=self._interface,
             settings=settings_seen(),
         )
 
-    def interface(self) -> InterfaceFacts | None:
-        """The interface towards other hosts; names of hosts are looked up the first time, which may take seconds."""
-        if not self._interface:
-            self._interface.append(self._find_interface())
-        return self._interface[0]
+    def _seek(self) -> None:
+        self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
         return _Look(self._clock(), look_at_main_thread(), look_at_pressure(self._groups))
@@ -106,6 +111,7 @@ def _main_thread(looks: list[_Look]) -> MainThreadFacts:
         wait_channel=now.wait_channel,
         looks=len(looks),
         blocked_looks=sum(look.thread.is_blocked for look in looks),
+        running_looks=sum(look.thread.is_running for look in looks),
         ran_s=_seconds(now.ran_s, before.ran_s),
         queued_s=_seconds(now.queued_s, before.queued_s),
         preempted=_count(now.preempted, before.preempted),

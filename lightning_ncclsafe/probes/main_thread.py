@@ -7,10 +7,10 @@ from pathlib import Path
 from lightning_ncclsafe.probes.absent import or_none
 
 _PROC = Path("/proc")
-_BLOCKED = "disk-sleep"
+_BLOCKED, _RUNNING = "disk-sleep", "running"
 # As psutil calls them; it reads them of whole processes, and slower.
 _STATES = {
-    "R": "running",
+    "R": _RUNNING,
     "S": "sleeping",
     "D": _BLOCKED,
     "T": "stopped",
@@ -47,6 +47,11 @@ class ThreadLook:
     def is_blocked(self) -> bool:
         """Whether it is in uninterruptible sleep."""
         return self.state == _BLOCKED
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs, or waits for a core."""
+        return self.state == _RUNNING
 
 
 def look_at_main_thread(pid: int | None = None, proc: Path = _PROC) -> ThreadLook:

@@ -179,8 +179,6 @@ class RankProbe:
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             "storage": self._trainer.storage,
             "versions": _torch.versions,
-            # Last: for it the host's name may be looked up.
-            "interface": self._machine.interface,
         }
         if facts.exception is not None:
             slow["exception"] = lambda: _sourced(facts.exception)
@@ -191,14 +189,13 @@ class RankProbe:
         # A copy first: a probe that is late may yet answer, while this is read.
         done = dict(parts)
         late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
-        interface = done.pop("interface", None)
         found = {name: value for name, value in done.items() if value is not None}
         gpu = self._gpu.read(ends_s - time.monotonic())
-        found["machine"] = replace(machine, interface=interface, gpu=gpu)
+        found["machine"] = replace(machine, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))
 
     def note_machine(self) -> None:
-        """Notes what this process and its host have been held up by, at most every 2 s; cheap."""
+        """Notes what this process and its host have been held up by, at most once a second; cheap."""
         self._machine.note()
 
     def note_memory(self) -> None:

@@ -8,8 +8,8 @@ from collections import defaultdict
 from typing import Any
 
 from lightning_ncclsafe.facts import Collective, Group
-from lightning_ncclsafe.reading.frames import stack_of
-from lightning_ncclsafe.reading.values import items, mapping, ranks, shapes, text, whole
+from lightning_ncclsafe.reading.frames import Stacks
+from lightning_ncclsafe.reading.values import items, mapping, ranks, shapes, text, texts, whole
 
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64
@@ -41,8 +41,9 @@ def parsed(dump: dict[Any, Any]) -> tuple[tuple[Group, ...], tuple[Collective, .
             names[str(whole(entry.get("pg_id"), -1))] = (name, description)
     groups = _groups(dump, names, by_group)
     last_completed = {group.name: group.last_completed for group in groups}
+    stacks = Stacks()
     calls = [
-        _collective(entry, name, last_completed.get(name, 0))
+        _collective(entry, name, last_completed.get(name, 0), stacks)
         for name, entries in list(by_group.items())[:_MOST_GROUPS]
         for entry in _kept(_without_parts(entries))
     ]
@@ -121,7 +122,7 @@ def _has_ended(entry: dict[Any, Any]) -> bool:
     return entry.get("state") == "completed" or (is_gloo and entry.get("retired") is True)
 
 
-def _collective(entry: dict[Any, Any], group: str, last_completed: int) -> Collective:
+def _collective(entry: dict[Any, Any], group: str, last_completed: int, stacks: Stacks) -> Collective:
     backend, _, op = text(entry.get("profiling_name")).partition(":")
     is_p2p, seq = entry.get("is_p2p") is True, _seq(entry)
     duration = entry.get("duration_ms")
@@ -135,10 +136,10 @@ def _collective(entry: dict[Any, Any], group: str, last_completed: int) -> Colle
         started=entry.get("state") in ("started", "completed"),
         input_sizes=shapes(entry.get("input_sizes")),
         output_sizes=shapes(entry.get("output_sizes")),
-        dtypes=tuple(map(text, items(entry.get("input_dtypes"))[:64])),
+        dtypes=texts(entry.get("input_dtypes")),
         created_ns=max(whole(entry.get("time_created_ns")), 0),
         duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
         timeout_ms=max(whole(entry.get("timeout_ms")), 0),
         is_p2p=is_p2p,
-        stack=stack_of(entry.get("frames")),
+        stack=stacks.read(entry.get("frames")),
     )

@@ -1,12 +1,14 @@
 """Python frames of dumps and logs, which were made on another machine: whose code a line is, its path must tell."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.reading.values import items, mapping, text, whole
 
 _MOST = 60
+_MOST_GIVEN = 1000
 _NOT_USERS = re.compile(
     r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python3|[/\\]pythonlib[/\\]|^<(?!ipython-input)|^\?\?"
 )
@@ -26,10 +28,24 @@ def _same(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return stack
 
 
-def stack_of(value: object) -> tuple[Frame, ...]:
-    """The stack of an entry, outermost frame first: in a dump the innermost is."""
+class Stacks:
+    """The stacks of one dump, whose entries share their frames: each is read once. The dump must outlive this."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[Frame, ...]] = {}
+
+    def read(self, value: object) -> tuple[Frame, ...]:
+        """The stack of an entry, outermost frame first: in a dump the innermost is."""
+        given = items(value)[:_MOST_GIVEN]
+        same = tuple(map(id, given))
+        if same not in self._known:
+            self._known[same] = _read(given)
+        return self._known[same]
+
+
+def _read(given: Sequence[object]) -> tuple[Frame, ...]:
     found = []
-    for item in items(value)[:1000]:
+    for item in given:
         fields = mapping(item)
         file = text(fields.get("filename"))
         if file.endswith(_SOURCES):

@@ -8,6 +8,7 @@ from lightning_ncclsafe.reading.said import UNKNOWN_GROUP, Said
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.reading.watchdog import TimedOut
 
+_Called = tuple[str, tuple[int, ...] | None, int | None]
 _SIZED = ("all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
 
 
@@ -22,6 +23,7 @@ class Membership:
     def __init__(self, all_said: Collection[Said], size: int) -> None:
         """Takes what was said of all ranks, and the number of ranks where a log gives it; 0 otherwise."""
         _complete(all_said)
+        _adopt(all_said)
         speakers: dict[str, set[int]] = defaultdict(set)
         sizes: dict[str, int] = defaultdict(int)
         for said in all_said:
@@ -60,6 +62,25 @@ def _complete(all_said: Iterable[Said]) -> None:
             groups = known.get((call.seq, call.op), set())
             if len(groups) == 1:
                 said.at.setdefault(call.seq, next(iter(groups)))
+
+
+def _adopt(all_said: Iterable[Said]) -> None:
+    """Of a rank that says only at which number it stands, the others say what that is, if they agree.
+
+    Otherwise it waits there in an operation that is not known.
+    """
+    known: dict[tuple[str, int], set[_Called]] = defaultdict(set)
+    for said in all_said:
+        for call in said.timeouts.values():
+            known[(said.group_of(call), call.seq)].add((call.op, call.takes, call.gives))
+    for said in all_said:
+        theirs = {(said.group_of(call), call.seq) for call in said.timeouts.values()}
+        for place in said.waits_at():
+            if place not in theirs:
+                calls = known.get(place, set())
+                op, takes, gives = next(iter(calls)) if len(calls) == 1 else ("", None, None)
+                said.has_timed_out(TimedOut(place[1], op, takes, gives, 0, 0, None))
+                said.at.setdefault(place[1], place[0])
 
 
 def _numbered_alike(all_said: Iterable[Said]) -> set[str]:

@@ -109,6 +109,15 @@ class Said:
             return UNKNOWN_GROUP
         return DEFAULT_GROUP[0]
 
+    def waits_at(self) -> list[tuple[str, int]]:
+        """Groups, and the numbers in them, in which the rank waits by its standings."""
+        places = []
+        for group, standing in self.standings.items():
+            seq = standing.completed + 1 if standing.seq is None else standing.seq
+            if 0 < seq <= standing.enqueued:
+                places.append((group, seq))
+        return places
+
     def _collective(self, call: TimedOut) -> Collective:
         return Collective(
             group=self.group_of(call),

@@ -22,6 +22,7 @@ _FIXED = re.compile(
 )
 # Those with a length of their own, and the length of that: text, bytes, whole numbers.
 _COUNTED = {**dict.fromkeys(b"U\x8cC\x8a", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e", 8)}
+_LENGTHS = {**dict.fromkeys(b"Kqh\x80", 2), ord("M"): 3, **dict.fromkeys(b"Jjr", 5), **dict.fromkeys(b"G\x95", 9)}
 _STOP = ord(".")
 # For these Python's unpickler asks find_class, which says what was asked for.
 _NAMES = b"c\x93i"
@@ -66,6 +67,8 @@ def _look_over(data: bytes) -> None:
         if code == _STOP or code in _NAMES:
             return
         if code not in _COUNTED:
+            if end - position < _LENGTHS.get(code, 0):
+                break
             raise ReadingError(f"it is no plain data: it has the instruction {bytes([code])!r} at byte {position:,}")
         start = position + 1 + _COUNTED[code]
         position = start + int.from_bytes(data[position + 1 : start], "little")

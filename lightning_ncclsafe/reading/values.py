@@ -10,6 +10,7 @@ _LONGEST_RANKS = 2_000_000
 _LONGEST_TEXT = 400
 _LARGEST = 2**63
 _MOST_SHAPES = 4096
+_MOST_LENGTHS = 64
 
 
 def whole(value: object, default: int = 0) -> int:
@@ -41,7 +42,29 @@ def mapping(value: object) -> dict[Any, Any]:
 
 def shapes(value: object) -> tuple[tuple[int, ...], ...]:
     """Shapes of tensors, which must be whole numbers and no less than 0."""
-    return tuple(tuple(max(whole(length), 0) for length in items(shape)[:64]) for shape in items(value)[:_MOST_SHAPES])
+    try:
+        return _shapes(tuple(map(tuple, items(value)[:_MOST_SHAPES])))
+    except TypeError:  # of whatever stands there instead
+        return ()
+
+
+@lru_cache(maxsize=4096)
+def _shapes(value: tuple[tuple[object, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Ranks and steps call alike: each is checked once, and kept once."""
+    return tuple(tuple(max(whole(length), 0) for length in shape[:_MOST_LENGTHS]) for shape in value)
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """Texts, each cut to 400 characters; what is no text is empty."""
+    try:
+        return _texts(tuple(items(value)[:_MOST_SHAPES]))
+    except TypeError:
+        return ()
+
+
+@lru_cache(maxsize=4096)
+def _texts(value: tuple[object, ...]) -> tuple[str, ...]:
+    return tuple(map(text, value))
 
 
 def ranks(value: object) -> tuple[int, ...]:

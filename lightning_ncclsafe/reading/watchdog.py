@@ -66,6 +66,7 @@ _STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
 _COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IGNORECASE)
 
 _STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds")
+_NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks")
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
 _MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 _NOT_JOINED = re.compile(r"\[([\d, ]+)\] finished collective #\d+, but didn't join collective #(\d+)")
@@ -136,8 +137,8 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 def standing(text: str) -> Standing | None:
     """How far this line says that a rank has come in a group."""
-    enqueued, completed = _ENQUEUED.search(text), _COMPLETED.search(text)
-    group = _GROUP.search(text)
+    group = _GROUP.search(text) if "work:" in text else None
+    enqueued, completed = (_ENQUEUED.search(text), _COMPLETED.search(text)) if group else (None, None)
     if group is None or enqueued is None or completed is None or int(group["rank"]) >= MOST_RANKS:
         return None
     at, started = _AT.search(text), _STARTED.search(text)
@@ -154,6 +155,8 @@ def standing(text: str) -> Standing | None:
 
 def awaited(text: str) -> Iterator[Awaited]:
     """Ranks that this line says were waited for."""
+    if not _NAMES_RANKS.search(text):
+        return
     if unique := _UNIQUE_ID.search(text):
         yield Awaited(whole(unique[1]), ranks([unique[2]]), "the set-up of the NCCL communicator")
     if barrier := _MONITORED.search(text):

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from functools import cached_property
 
+from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.report.recorded import is_recorded
 from lightning_ncclsafe.rules.sentences import batch_words, wait_words
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import location_of
@@ -22,7 +24,10 @@ class Alike:
 
     @cached_property
     def states(self) -> dict[int, str]:
-        """``"is in user code"``, ``"waits in broadcast (sequence number 7)"``, ``"raised ValueError"``, ascending."""
+        """``"is in user code"``, ``"waits in broadcast (sequence number 7)"``, ``"raised ValueError"``, ascending.
+
+        Empty where nobody knows.
+        """
         return {rank: self._state(rank) for rank in sorted(self.view.facts)}
 
     def _state(self, rank: int) -> str:
@@ -30,7 +35,17 @@ class Alike:
         if exception is not None:
             return f"raised {exception.type}"
         doing = self.view.activities[rank]
-        return f"waits in {wait_words(self.view, rank)}" if doing.waits_for_peers else f"is in {doing.kind.value}"
+        if doing.waits_for_peers:
+            return f"waits in {wait_words(self.view, rank)}"
+        # Of a rank of which only a record was read, nobody knows.
+        return f"is in {doing.kind.value}" if self.view.facts[rank].progress.phase is not Phase.UNKNOWN else ""
+
+    def silence(self, rank: int) -> str:
+        """``"did not answer; its process is stopped"``: what there is to say of a rank that has said nothing."""
+        if is_recorded(self.view.job):
+            return "left nothing behind that was read"
+        process = self.view.witnesses.get(rank)
+        return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"
 
     def groups(self, *, waiting_anywhere: bool = False) -> list[tuple[int, ...]]:
         """The ranks that answered, those that are alike together; ascending by their lowest rank.

@@ -24,6 +24,7 @@ from lightning_ncclsafe.report.html_stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html_tables import tables_of
 from lightning_ncclsafe.report.opening import incident_words, nothing_found
 from lightning_ncclsafe.report.picture import picture
+from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.rules.timeline import Timeline
 
@@ -70,6 +71,7 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     yield "nothing", "" if diagnosis.findings else nothing_found(diagnosis)
     yield "unanswered", diagnosis.unanswered
     yield "picture", picture(diagnosis, alike) if hangs else None
+    yield "recorded", list(recorded_table(job)) if is_recorded(job) else []
     stacks = stacks_of(diagnosis) if hangs else None
     yield "stacks", stacks
     facts = raw_facts(diagnosis, alike, stacks.number_of if stacks else {})
@@ -77,7 +79,7 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     tables = list(tables_of(diagnosis, view))
     yield "tables", tables
     yield "causes", causes_of(diagnosis, view, facts.place, {table.name for table in tables})
-    yield "silent", list(silent_words(view))
+    yield "silent", list(silent_words(alike))
     yield "style", _style()
     yield "style_hash", base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
 

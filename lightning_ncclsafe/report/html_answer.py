@@ -15,7 +15,7 @@ Place = Callable[[int, str], str]
 
 
 # Tables of all ranks, for observations that are about several.
-_TABLES = {"flight recorder": "groups", "host": "hosts", "loader": "data-1"}
+_TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "loader": "data-1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,23 @@ _FIELDS_OF = {
     "phase": ("progress",),
     "host": ("host_facts", "machine", "preflight"),
     "process": ("workers", "peers", "host_facts"),
-    "exception": ("exception",),
+    "exception": ("exception", "failed_save"),
     "loader": ("loaders", "data", "workers"),
     "storage": ("storage", "loggers"),
     "collective times": ("stragglers",),
+    "log": ("record",),
+    "counters": ("groups",),
+    "network": ("exception", "machine", "peers"),
+    "gpu": ("machine",),
+    "logger": ("loggers",),
+    "steps": ("steps",),
+    "parameters": ("units", "steps"),
+    "settings": ("machine", "preflight"),
+    "size": ("collectives",),
 }
+
+# Which process it is, and when it was asked.
+_IDENTITY = ("rank", "local_rank", "host", "pid", "taken_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +164,18 @@ def _row(alike: Alike, rank: int, full: int | None) -> Row:
 
 
 def _in_full(facts: RankFacts, stack: int) -> InFull:
+    identity = {name: value_words(name, getattr(facts, name)) for name in _IDENTITY}
+    told = tuple((label_of(name), words) for name, words in identity.items() if words)
+    process = Section(name="process", title="Process", pairs=told)
     title = " · ".join(filter(None, [f"Rank {facts.rank}", facts.host, f"pid {facts.pid}" if facts.pid else ""]))
     sections = (_section(field.name, getattr(facts, field.name), facts, stack) for field in fields(facts))
-    return InFull(rank=facts.rank, title=title, sections=tuple(section for section in sections if section is not None))
+    return InFull(
+        rank=facts.rank, title=title, sections=(process, *(section for section in sections if section is not None))
+    )
 
 
 def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | None:
-    if name == "rank" or value in (None, (), {}, ""):
+    if name in _IDENTITY or value in (None, (), {}, ""):
         return None
     title = capitalised(label_of(name))
     if name == "stack" and stack and facts.exception is None:
@@ -174,10 +191,11 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
     return Section(name=name, title=title, pairs=(("", words),)) if words else None
 
 
-def silent_words(view: Timeline) -> Iterator[tuple[str, str]]:
-    """Ranks that did not answer, and what others saw of them; as far as there is room."""
+def silent_words(alike: Alike) -> Iterator[tuple[str, str]]:
+    """Ranks that did not answer, and all that others saw of them; as far as there is room."""
+    view = alike.view
     for rank in view.silent[:_MOST_ITEMS]:
         process = view.witnesses.get(rank)
-        yield f"Rank {rank}", value_words("process", process) if process else "Nobody saw its process."
+        yield f"Rank {rank}", alike.silence(rank) + (f": {value_words('process', process)}" if process else "")
     if len(view.silent) > _MOST_ITEMS:
-        yield capitalised(ranks_words(view.silent[_MOST_ITEMS:])), "These did not answer either."
+        yield capitalised(ranks_words(view.silent[_MOST_ITEMS:])), "and others like it"

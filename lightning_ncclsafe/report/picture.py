@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.report.alike import Alike
+from lightning_ncclsafe.report.picture_axis import Axis, Bar, last_progress_ns, taken_at_ns
+from lightning_ncclsafe.report.recorded import is_recorded
 from lightning_ncclsafe.rules.activity import hook_words
 from lightning_ncclsafe.rules.sentences import batch_words
 from lightning_ncclsafe.rules.timeline import Timeline
@@ -19,29 +21,6 @@ _FEW_RANKS = 8
 _MOST_LANES = 16
 _MOST_ACTIONS = 3
 _MOST_WAITS = 3
-# What happened before the standstill is shown for so much of its length.
-_BEFORE = 0.4
-_MARGIN = 1.03
-_SHORTEST_S = 2.0
-_STEPS_S = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-_MOST_MARKS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """Something that lasts until now.
-
-    Attributes:
-        kind: ``"outer"`` for what goes on around the innermost action, else ``"works"`` or ``"waits"``.
-        x: Where it begins, per cent of the width.
-        width: How wide it is, per cent.
-        words: What it is.
-    """
-
-    kind: str
-    x: float
-    width: float
-    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +80,9 @@ def picture(diagnosis: Diagnosis, alike: Alike) -> Picture:
     named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
     few = len(view.facts) <= _FEW_RANKS
     groups = _ordered([(rank,) for rank in view.facts] if few else alike.groups(waiting_anywhere=True), named)
-    axis = _Axis.of([view.facts[ranks[0]] for ranks in groups])
-    silent = list(_silent_lanes(view, named))
+    shown = [view.facts[ranks[0]] for ranks in groups]
+    axis = Axis.of_record(shown) if is_recorded(view.job) else Axis.of(shown)
+    silent = list(_silent_lanes(alike, named))
     lanes = [_lane(alike, axis, ranks, bool(named.intersection(ranks))) for ranks in groups[:_MOST_LANES]]
     lanes = [*silent, *lanes] if any(lane.is_named for lane in silent) else [*lanes[:1], *silent, *lanes[1:]]
     return Picture(lanes=tuple(lanes), marks=tuple(axis.marks()), left_out=max(len(groups) - _MOST_LANES, 0))
@@ -113,78 +93,26 @@ def _ordered(groups: Sequence[tuple[int, ...]], named: set[int]) -> list[tuple[i
     return sorted(groups, key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axis:
-    """The time that is shown: nanoseconds since the epoch, by the clocks of the hosts."""
-
-    begin_ns: int
-    end_ns: int
-
-    @classmethod
-    def of(cls, shown: Sequence[RankFacts]) -> "_Axis":
-        end_ns = max((facts.taken_ns for facts in shown), default=0)
-        stopped_ns = min((_stopped_ns(facts, end_ns) for facts in shown), default=end_ns)
-        recorded_ns = (call.created_ns for facts in shown for call in facts.collectives[:1] if call.created_ns)
-        # No room for a time of which nothing is known.
-        known_ns = end_ns - round((end_ns - min(recorded_ns, default=stopped_ns)) * _MARGIN)
-        span_ns = max(round((end_ns - stopped_ns) * _MARGIN), round(_SHORTEST_S * 1e9))
-        before_ns = end_ns - round((end_ns - stopped_ns) * (1 + _BEFORE))
-        return cls(begin_ns=min(max(before_ns, known_ns), end_ns - span_ns), end_ns=end_ns)
-
-    def place(self, ns: int) -> float:
-        """Per cent of the width, unrounded ends cut off."""
-        return round(min(max((ns - self.begin_ns) / (self.end_ns - self.begin_ns), 0.0), 1.0) * 100, 2)
-
-    def shows(self, ns: int) -> bool:
-        return self.begin_ns <= ns <= self.end_ns
-
-    def bar(self, kind: str, begin_ns: int, end_ns: int, words: str) -> Bar:
-        x = self.place(begin_ns)
-        return Bar(kind=kind, x=x, width=round(max(self.place(end_ns) - x, 0.2), 2), words=words)
-
-    def marks(self) -> Iterator[tuple[float, str]]:
-        span_s = (self.end_ns - self.begin_ns) / 1e9
-        step_s = next((step for step in _STEPS_S if span_s / step <= _MOST_MARKS), span_s)
-        for number in range(int(span_s / step_s), 0, -1):
-            before_s = number * step_s
-            yield round((1 - before_s / span_s) * 100, 2), f"\u2212{_mark_words(before_s)}"
-        yield 100.0, "now"
-
-
-def _mark_words(seconds: float) -> str:
-    for unit_s, name in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s or seconds == unit_s:
-            return f"{seconds / unit_s:.3g} {name}"
-    return f"{seconds:.3g} s"
-
-
-def _taken_ns(facts: RankFacts, now_ns: int) -> int:
-    return facts.taken_ns or now_ns
-
-
-def _stopped_ns(facts: RankFacts, now_ns: int) -> int:
-    return _taken_ns(facts, now_ns) - round(facts.progress.idle_s * 1e9)
-
-
-def _lane(alike: Alike, axis: _Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
+def _lane(alike: Alike, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
     idle = sorted(view.facts[rank].progress.idle_s for rank in ranks)
-    does = f"{alike.states[ranks[0]]}, no progress for {_range_words(idle)}"
-    where = ", ".join(filter(None, [doing.hook, batch_words(facts.progress)]))
+    is_seen = not is_recorded(view.job)
+    does = ", no progress for ".join(filter(None, [alike.states[ranks[0]], _range_words(idle) if is_seen else ""]))
+    where = ", ".join(filter(None, [doing.hook, batch_words(facts.progress)])) if is_seen else ""
     line = _line(view, ranks)
-    stop_ns = _stopped_ns(facts, axis.end_ns)
+    stop_ns = last_progress_ns(facts, axis.end_ns)
     return Lane(
         ranks=capitalised(ranks_words(ranks)),
         does=does,
         where=where,
         line=line,
-        label=f"{capitalised(ranks_words(ranks))} {does}; {', '.join(filter(None, [where, line]))}",
+        label="; ".join(filter(None, [f"{capitalised(ranks_words(ranks))} {does}".rstrip(), where, line])),
         is_named=is_named,
         actions=tuple(_actions(facts, axis, waits=doing.waits_for_peers)),
         waits=tuple(_waits(facts, axis)),
         calls=tuple(sorted(_calls(facts, axis))),
-        stop=axis.place(stop_ns) if axis.shows(stop_ns) else None,
+        stop=axis.place(stop_ns) if is_seen and axis.shows(stop_ns) else None,
     )
 
 
@@ -198,37 +126,34 @@ def _range_words(idle_s: list[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _actions(facts: RankFacts, axis: _Axis, *, waits: bool) -> Iterator[Bar]:
-    shown, taken_ns = facts.progress.actions[-_MOST_ACTIONS:], _taken_ns(facts, axis.end_ns)
+def _actions(facts: RankFacts, axis: Axis, *, waits: bool) -> Iterator[Bar]:
+    shown, now_ns = facts.progress.actions[-_MOST_ACTIONS:], taken_at_ns(facts, axis.end_ns)
     for number, action in enumerate(shown, 1):
         kind = ("waits" if waits else "works") if number == len(shown) else "outer"
         words = f"{hook_words(action.name)} for {duration_words(action.for_s)}"
-        yield axis.bar(kind, taken_ns - round(action.for_s * 1e9), taken_ns, words)
+        yield axis.bar(kind, now_ns - round(action.for_s * 1e9), now_ns, words)
 
 
-def _waits(facts: RankFacts, axis: _Axis) -> Iterator[Bar]:
-    taken_ns = _taken_ns(facts, axis.end_ns)
+def _waits(facts: RankFacts, axis: Axis) -> Iterator[Bar]:
+    now_ns = taken_at_ns(facts, axis.end_ns)
     outstanding = [call for call in facts.collectives if not call.completed and call.created_ns]
     for call in outstanding[:_MOST_WAITS]:
-        since_s = (taken_ns - call.created_ns) / 1e9
-        words = f"{call_words(call)}, sequence number {call.seq}, not completed after {duration_words(since_s)}"
-        yield axis.bar("waits", call.created_ns, taken_ns, words)
+        since = f", not completed after {duration_words((now_ns - call.created_ns) / 1e9)}" if facts.taken_ns else ""
+        yield axis.bar("waits", call.created_ns, now_ns, f"{call_words(call)}, sequence number {call.seq}{since}")
 
 
-def _calls(facts: RankFacts, axis: _Axis) -> set[float]:
+def _calls(facts: RankFacts, axis: Axis) -> set[float]:
     """Rounded, so that those that would share a pixel are drawn once."""
     calls = (call.created_ns for call in facts.collectives if call.completed)
     return {round(axis.place(ns), 1) for ns in calls if axis.shows(ns)}
 
 
-def _silent_lanes(view: Timeline, named: set[int]) -> Iterator[Lane]:
+def _silent_lanes(alike: Alike, named: set[int]) -> Iterator[Lane]:
     """What others saw of those that did not answer; alike ones together."""
-    alike: dict[str, list[int]] = {}
-    for rank in view.silent:
-        process = view.witnesses.get(rank)
-        seen = f"its process is {process.state}" if process else "nobody saw its process"
-        alike.setdefault(f"did not answer; {seen}", []).append(rank)
-    for does, ranks in list(alike.items())[:_MOST_LANES]:
+    groups: dict[str, list[int]] = {}
+    for rank in alike.view.silent:
+        groups.setdefault(alike.silence(rank), []).append(rank)
+    for does, ranks in list(groups.items())[:_MOST_LANES]:
         title = capitalised(ranks_words(ranks))
         is_named = bool(named.intersection(ranks))
         yield Lane(ranks=title, does=does, label=f"{title} {does}", is_silent=True, is_named=is_named)

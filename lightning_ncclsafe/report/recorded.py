@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.rules.recorded.telling import told
+from lightning_ncclsafe.rules.recorded.telling import Words
 from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
@@ -31,8 +31,9 @@ def recorded_words(job: JobFacts) -> str:
 def recorded_table(job: JobFacts) -> Iterator[str]:
     """One line for all ranks of which the same was read."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    words = Words()
     for facts in job.ranks:
-        alike[_state(facts)].append(facts.rank)
+        alike[_state(facts, words)].append(facts.rank)
     if job.silent:
         alike[("nothing was read of it" if len(job.silent) == 1 else "nothing was read of them",)] = [*job.silent]
     for number, (state, ranks) in enumerate(alike.items()):
@@ -42,9 +43,9 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
         yield capitalised(f"{ranks_words(ranks)}: {'; '.join(state)}")
 
 
-def _state(facts: RankFacts) -> tuple[str, ...]:
+def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     parts = [f"on {facts.host}"] if facts.host else []
-    parts += [_group_words(facts, number) for number in range(min(len(facts.groups), _MOST_GROUPS))]
+    parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
     if len(facts.groups) > _MOST_GROUPS:
         parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
     if facts.exception is not None:
@@ -56,12 +57,12 @@ def _state(facts: RankFacts) -> tuple[str, ...]:
     return tuple(parts) or ("says nothing of collectives",)
 
 
-def _group_words(facts: RankFacts, number: int) -> str:
+def _group_words(facts: RankFacts, number: int, words: Words) -> str:
     """What waits comes first: groups in which nothing is outstanding are of less interest."""
     pending = {call.group: call for call in reversed(facts.collectives) if not call.completed and not call.is_p2p}
     group = sorted(facts.groups, key=lambda one: one.name not in pending)[number]
     counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
     call = pending.get(group.name)
-    waits = f", waits in {told(call)}" if call is not None else ""
+    waits = f", waits in {words.of(call)}" if call is not None else ""
     about = f" ({group.description})" if group.description not in ("", "default_pg", "undefined") else ""
     return f"{group_words(group.name)}{about}: {counters}{waits}"

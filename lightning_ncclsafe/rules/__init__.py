@@ -43,6 +43,7 @@ from lightning_ncclsafe.rules.hang.host_starved import host_starved
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.mismatched_collective import mismatched_collective
 from lightning_ncclsafe.rules.hang.network_cut import network_cut
+from lightning_ncclsafe.rules.hang.own_code import own_code
 from lightning_ncclsafe.rules.hang.p2p_blocked import p2p_blocked
 from lightning_ncclsafe.rules.hang.rank_behind import rank_behind
 from lightning_ncclsafe.rules.hang.rank_zero_only_work import rank_zero_only_work
@@ -117,6 +118,7 @@ HANG_RULES: tuple[Rule, ...] = (
     gil_held,
     frozen_rank,
     unpresented_loader,
+    own_code,
     checkpoint_skipped_barrier,
     compile_skew,
     rank_zero_only_work,
@@ -272,8 +274,10 @@ def _superseded(finding: Finding, findings: list[Finding]) -> bool:
         return bool(finding.ranks) and told.issuperset(finding.ranks)
     if finding.rule in _FOLLOWS_FROM:
         return any(_names_cause(other, finding.rule) for other in findings)
+    if finding.rule != "rank-behind":
+        return False
     better = [other for other in findings if other.rule != "rank-behind"]
-    if finding.rule != "rank-behind" or not better:
+    if not better:
         return False
     covered = {rank for other in better for rank in other.ranks}
     return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE

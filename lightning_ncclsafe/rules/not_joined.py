@@ -28,7 +28,7 @@ def is_unborn(view: Timeline, rank: int) -> bool:
     """
     process = view.witnesses.get(rank)
     may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
-    return may_work and any(waits_in_init(facts) for facts in view.facts.values())
+    return may_work and view.awaits_joining
 
 
 def _is_held(process: ProcessFacts) -> bool:

@@ -14,6 +14,10 @@ _SAYS_SO = re.compile(
     re.IGNORECASE,
 )
 _NO_SPACE = re.compile(r"No space left on device|Bus error", re.IGNORECASE)
+# torch says after every bus error that shared memory may be used up; where there is much of it, that is a guess.
+_BUS_ERROR = re.compile(r"Bus error", re.IGNORECASE)
+_MUCH_BYTES = 4_000_000_000
+_ROOM_SHARE = 0.5
 
 
 def shm_is_full(facts: RankFacts) -> bool:
@@ -25,4 +29,16 @@ def shm_is_full(facts: RankFacts) -> bool:
 def says_shm_is_full(facts: RankFacts) -> bool:
     """Whether its exception says so; that there is no space left says so only where /dev/shm is full."""
     message = facts.exception.message if facts.exception is not None else ""
+    if _BUS_ERROR.search(message) and _has_much(facts):
+        return False
     return bool(_SAYS_SO.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))
+
+
+def is_bus_error(facts: RankFacts) -> bool:
+    """Whether its exception tells of a bus error, which shared memory that is used up is one reason for."""
+    return facts.exception is not None and bool(_BUS_ERROR.search(facts.exception.message))
+
+
+def _has_much(facts: RankFacts) -> bool:
+    total, free = facts.machine.shm_total_bytes, facts.machine.shm_free_bytes
+    return total is not None and free is not None and total > _MUCH_BYTES and free > _ROOM_SHARE * total

@@ -147,6 +147,12 @@ class Timeline:
         return tuple(rank for rank in sorted(self.facts) if self.waits(rank))
 
     @cached_property
+    def awaits_joining(self) -> bool:
+        """Whether some rank waits in ``init_process_group`` for others to come."""
+        names = (action.name for facts in self.facts.values() for action in facts.progress.actions)
+        return "init_process_group" in names
+
+    @cached_property
     def raised(self) -> tuple[int, ...]:
         """Ranks with an exception of their own, ascending."""
         own = (rank for rank, facts in self.facts.items() if facts.exception and not facts.exception.is_consequence)
@@ -187,12 +193,17 @@ class Timeline:
     @cached_property
     def divergence(self) -> Divergence | None:
         """The earliest difference between what ranks called under the same group and sequence number."""
-        found = [split for group in self.groups if self._stands(group) and (split := self._diverged(group))]
-        return min(found, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
+        return self._first_divergence(group for group in self.groups if group.seq is not None)
 
-    def _stands(self, group: GroupView) -> bool:
-        """Whether something is outstanding in a group, or was until the connection to a member broke."""
-        return group.seq is not None or any(self._is_cut_off(rank) for rank in group.enqueued)
+    @cached_property
+    def lost_divergence(self) -> Divergence | None:
+        """The same in groups in which nothing is outstanding any more, as the connection to a member broke."""
+        lost = (group for group in self.groups if group.seq is None and any(map(self._is_cut_off, group.enqueued)))
+        return self._first_divergence(lost)
+
+    def _first_divergence(self, groups: Iterable[GroupView]) -> Divergence | None:
+        found = [split for group in groups if (split := self._diverged(group))]
+        return min(found, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
 
     def _is_cut_off(self, rank: int) -> bool:
         exception = self.facts[rank].exception

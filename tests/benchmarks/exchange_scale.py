@@ -120,7 +120,7 @@ def measure(ranks: int, processes: int, *, stuck: bool, silent: bool) -> None:
     ]
     for child in children:
         child.start()
-    last, stuck_one = job.ranks[-1], None
+    last, stuck_one = job.ranks[-1 - silent], None
     began = time.monotonic()
     # As many connections may come at once as there are ranks; the kernel keeps no more waiting than somaxconn says.
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -137,7 +137,9 @@ def measure(ranks: int, processes: int, *, stuck: bool, silent: bool) -> None:
         while psutil.Process(stuck_one.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.02)
     size_kb = sum(len(codec.encode(facts)) for facts in job.ranks) / len(job.ranks) / 1e3
-    print(f"{ranks:,} ranks of {size_kb:.0f} kB in {processes} processes: connected in {time.monotonic() - began:.1f} s")
+    print(
+        f"{ranks:,} ranks of {size_kb:.0f} kB in {processes} processes: connected in {time.monotonic() - began:.1f} s"
+    )
     before_mb = psutil.Process().memory_info().rss / 1e6
     own = report_as_rank_0(job, exchange, pipes)
     after_mb = psutil.Process().memory_info().rss / 1e6

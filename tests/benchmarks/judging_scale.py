@@ -89,14 +89,14 @@ def placed(
 def outer(count: int) -> tuple[Frame, ...]:
     """What lies around the Trainer's function: a launcher, a sweep, a command line."""
     return tuple(
-        Frame(file=f"{SITE}/click/core.py", line=100 + depth, function=f"invoke_{depth}", code="return self.main(*args)")
+        Frame(
+            file=f"{SITE}/click/core.py", line=100 + depth, function=f"invoke_{depth}", code="return self.main(*args)"
+        )
         for depth in range(count)
     )
 
 
-def in_mesh(
-    facts: RankFacts, rank: int, world: int, net: Backend
-) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
+def in_mesh(facts: RankFacts, rank: int, world: int, net: Backend) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
     """The default group as the scene has it with more of its past, and three groups of a mesh that stand still."""
     if not facts.groups:
         return (), facts.collectives
@@ -167,9 +167,7 @@ def job_of_waiting(net: Backend, world: int) -> JobFacts:
 
 def each_elsewhere(rank: int, facts: RankFacts) -> RankFacts:
     """Every rank at a line, in a batch and in a collective of its own."""
-    calls = tuple(
-        call if call.completed else replace(call, input_sizes=((rank + 2,),)) for call in facts.collectives
-    )
+    calls = tuple(call if call.completed else replace(call, input_sizes=((rank + 2,),)) for call in facts.collectives)
     stack = (*facts.stack, user("training_step", 10 + rank), ENGINE)
     progress = replace(facts.progress, batch_idx=rank, idle_s=float(rank))
     return replace(facts, stack=stack, collectives=calls, progress=progress, missing=(f"gpu: no answer of {rank}",))

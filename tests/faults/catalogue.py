@@ -1,26 +1,32 @@
 """All scenarios: what is wrong, in files by theme, and what is not."""
 
+import faults_agreement
 import faults_alone
 import faults_calls
 import faults_checkpoints
-import faults_data
 import faults_ends
+import faults_frozen
 import faults_host
+import faults_loaders
 import faults_network
 import faults_start
+import faults_steps
 import healthy_starts
 import healthy_steps
 from truths import all_cases
 
 THEMES = (
+    faults_agreement,
     faults_alone,
     faults_calls,
     faults_checkpoints,
-    faults_data,
     faults_ends,
+    faults_frozen,
     faults_host,
+    faults_loaders,
     faults_network,
     faults_start,
+    faults_steps,
     healthy_starts,
     healthy_steps,
 )

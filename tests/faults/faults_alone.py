@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
-from training import FOR_LONG_S, Here, Net, rows
+from training import FOR_LONG_S, Here, MeetingNet, Net, rows
 from truths import Moment, fault
 
 BOTH = ("SafeDDP", "SafeModelParallel")
@@ -99,16 +99,8 @@ def large_sample_in_a_step(here: Here) -> None:
         # From a server that answers this rank late.
         time.sleep(FOR_LONG_S)  # <- here
 
-    net = LoggedNet(here)
+    net = MeetingNet(here)
     here.fit(forward, net=net)
-
-
-class LoggedNet(Net):
-    """Logs with all ranks in validation, where nothing else would let them wait."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 @fault("rank-behind", ranks=(0,), at={Moment.MIDDLE: (2, 3)})

@@ -1,4 +1,4 @@
-"""Ranks that call different collectives, in another order, or not all of them."""
+"""Ranks that call different collectives, in another order, or wait for them for too short a time."""
 
 import time
 from datetime import timedelta
@@ -113,106 +113,6 @@ def gathered_tensors_of_unequal_length(here: Here) -> None:
         dist.all_gather([torch.empty_like(mine) for _ in range(here.world_size)], mine)  # <- here
 
     here.fit(gather)
-
-
-@fault("skipped-step", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_line=False)
-def step_that_returns_none(here: Here) -> None:
-    class Skipping(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-            loss = super().training_step(batch, batch_idx)
-            if here.is_hit and self.current_epoch == 0 and batch_idx == (3 if here.case.moment is Moment.MIDDLE else 0):
-                here.begins()
-                return None
-            return loss
-
-    here.fit(net=Skipping(here))
-
-
-@fault("skipped-step", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, has_line=False)
-def loss_that_is_not_a_number(here: Here) -> None:
-    class Careful(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-            loss = super().training_step(batch, batch_idx)
-            if here.is_hit and batch_idx == 3:
-                here.begins()
-                loss = loss * float("nan")
-            return loss if torch.isfinite(loss) else None
-
-    here.fit(net=Careful(here))
-
-
-class Branching(Net):
-    """A part of the model that only some batches need."""
-
-    def __init__(self, here: Here, *, batch: int) -> None:
-        super().__init__(here)
-        self.batch = batch
-        self.expert = torch.nn.Sequential(torch.nn.Linear(8, 300_000 // 8), torch.nn.Linear(300_000 // 8, 2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.here.is_hit and batch_idx == self.batch and self.current_epoch == 0:
-            self.here.begins()
-            return loss
-        return loss + self.expert(batch[0]).square().mean()
-
-
-@fault("unused-parameters", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_line=False)
-def expert_without_tokens(here: Here) -> None:
-    batch = 3 if here.case.moment is Moment.MIDDLE else 0
-    here.fit(net=Branching(here, batch=batch), strategy=here.strategy(bucket_cap_mb=1))
-
-
-@fault("diverged-log-keys", ranks=(1,), at={Moment.MIDDLE: (2, 3), Moment.VALIDATION: (2,)}, has_phase=False)
-def logged_on_some_ranks(here: Here) -> None:
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if here.case.moment is Moment.MIDDLE and batch_idx == 3:
-                self.faces(loss)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx)
-            if batch_idx == 1:
-                self.faces(self.loss(batch))
-
-        def faces(self, loss: torch.Tensor) -> None:
-            here.begins()
-            # What one rank's batch has none of.
-            if here.is_hit:
-                self.log("faces", loss, sync_dist=True)  # <- here
-
-    here.fit(net=Logging(here))
-
-
-@fault("diverged-log-keys", ranks=None, at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False)
-def other_keys_on_each_rank(here: Here) -> None:
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 3:
-                here.begins()
-                names = ["loss_a", "loss_b"] if here.rank == 0 else ["loss_c"]
-                self.log_dict(dict.fromkeys(names, loss), sync_dist=True)
-            return loss
-
-    here.fit(net=Logging(here))
-
-
-@fault("diverged-log-keys", ranks=(0,), at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)
-def epoch_mean_logged_on_some_ranks(here: Here) -> None:
-    """It is reduced at the end of the epoch, where no line of the user's is."""
-
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if here.is_hit:
-                here.begins()
-                self.log("faces", loss, on_step=False, on_epoch=True, sync_dist=True)
-            return loss
-
-    here.fit(net=Logging(here))
 
 
 @fault("crossed-groups", ranks=None, at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (2,)}, has_line=False)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import torch
-from faults_data import stored
+from samples import stored
 from torch.utils.data import DataLoader, Dataset
 from training import BATCH_SIZE, FOR_LONG_S, Here, Net
 from truths import Moment, fault

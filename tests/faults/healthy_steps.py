@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 import torch
-from faults_data import Stream
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from samples import Stream
 from torch.utils.data import DataLoader
 from training import BATCH_SIZE, Here, Net, rows
 from truths import Moment, healthy

@@ -24,10 +24,10 @@ LIMIT_S = 75.0
 """How long a case may take before it is given up."""
 END_S = 10.0
 """How long a killed rank may take to be gone."""
-CGROUPS = Path("/sys/fs/cgroup/cpu")
+CGROUPS = tuple(Path("/sys/fs/cgroup") / name for name in ("cpu", "blkio"))
 PERMITTED: dict[str, Callable[[], bool]] = {
     "mounts": lambda: os.geteuid() == 0,
-    "cgroups (v1), to be written to": lambda: os.access(CGROUPS, os.W_OK),
+    "cgroups (v1), to be written to": lambda: all(os.access(one, os.W_OK) for one in CGROUPS),
     "a way to announce a pause": lambda: hasattr(lightning_ncclsafe, "pause"),
 }
 """Whether this machine and this version have what scenarios need."""
@@ -72,7 +72,8 @@ def run_case(warm: Warm, case: Case, *, strategy: str = "SafeDDP", suspect_after
         return Outcome(skipped=str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        _leave(CGROUPS / folder.name)
+        for one in CGROUPS:
+            _leave(one / folder.name)
 
 
 def _leave(group: Path) -> None:

@@ -26,7 +26,7 @@ from truths import Case  # noqa: E402
 from warm import Warm  # noqa: E402
 
 # Ranks mostly wait; more at once than this, and they wait for the machine.
-AT_ONCE = 2
+AT_ONCE = 3
 # Of the table in a file.
 WIDTH = 120
 

@@ -105,23 +105,37 @@ def test_the_last_twenty_seconds_are_told(probe: MachineProbe) -> None:
     facts = probe.read()
     assert facts.main_thread is not None and facts.pressure is not None
     assert facts.main_thread.over_s == facts.pressure.over_s == 20.0
-    # One each 2 s, and the one now.
-    assert facts.main_thread.looks == 11
+    # One each second, and the one now.
+    assert facts.main_thread.looks == facts.main_thread.running_looks == 21
     assert facts.main_thread.blocked_looks == 0
     assert facts.main_thread.state == "running"
     # Before it stood still it did something else.
     since = probe.read(9.0).main_thread
-    assert since is not None and (since.over_s, since.looks) == (8.0, 5)
+    assert since is not None and (since.over_s, since.looks) == (9.0, 10)
     at_least = probe.read(0.1).main_thread
     assert at_least is not None and at_least.over_s == 4.0
 
 
-def test_the_interface_is_looked_for_once() -> None:
-    asked: list[int] = []
-    probe = MachineProbe(interface=lambda: asked.append(1) or InterfaceFacts(backend="gloo", name="eth0"))
-    found = [probe.interface(), probe.interface()]
+def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
+    asked, release = [], threading.Event()
+
+    def find() -> InterfaceFacts:
+        asked.append(1)
+        release.wait(AMPLE_S)
+        return InterfaceFacts(backend="gloo", name="eth0")
+
+    probe = MachineProbe(interface=find)
+    try:
+        for _ in range(3):
+            probe.note()
+        assert probe.read().interface is None
+    finally:
+        release.set()
+    (seeks,) = (thread for thread in threading.enumerate() if thread.name == "ncclsafe-interface")
+    seeks.join(AMPLE_S)
+    probe.note()
     probe.close()
-    assert found == [InterfaceFacts(backend="gloo", name="eth0")] * 2
+    assert probe.read().interface == InterfaceFacts(backend="gloo", name="eth0")
     assert asked == [1]
 
 

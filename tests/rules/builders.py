@@ -39,6 +39,9 @@ TRY_GET = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1290, functi
 FETCH = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=54, function="fetch")
 TENSORBOARD = Frame(file=f"{SITE}/lightning/pytorch/loggers/tensorboard.py", line=215, function="save")
 SUMMARY_WRITER = Frame(file=f"{SITE}/torch/utils/tensorboard/writer.py", line=1200, function="flush")
+OWN_CALLBACK = Frame(
+    file=f"{SITE}/lightning_ncclsafe/callbacks/collective_timer.py", line=61, function="on_train_batch_end"
+)
 OFFLOAD_PUT = Frame(file=f"{SITE}/lightning_ncclsafe/loggers/offload.py", line=106, function="put")
 FLUSH = Frame(
     file=f"{SITE}/tensorboard/summary/writer/event_file_writer.py",

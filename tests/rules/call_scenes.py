@@ -143,12 +143,12 @@ def both_receive(net: Backend) -> JobFacts:
     return job(*pair, net.waiting(2, seq=61, world=3), world=3)
 
 
-def _logging(*names: str, reducing: str = "") -> StepFacts:
+def _logging(*names: str, reducing: str = "", passes: int = 12) -> StepFacts:
     keys = {"val_loss": 102, LOST_LOSS: 104}
     logged = (
         LoggedKey(name=n, hook="validation_step", place=f"{USER_FILE}:{keys[n]} in validation_step") for n in names
     )
-    return StepFacts(with_backward=12, logged=tuple(logged), reducing=reducing)
+    return StepFacts(with_backward=passes, logged=tuple(logged), reducing=reducing)
 
 
 def key_of_one_rank(net: Backend) -> JobFacts:
@@ -157,7 +157,9 @@ def key_of_one_rank(net: Backend) -> JobFacts:
         1, RESULT, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), phase=Phase.VALIDATE, batch=5, last=True
     )
     alone = replace(alone, steps=_logging("val_loss", LOST_LOSS, reducing=LOST_LOSS))
-    others = {n: replace(in_backward(net, n, epoch=1, batch=0), steps=_logging("val_loss")) for n in (0, 2, 3)}
+    others = {
+        n: replace(in_backward(net, n, epoch=1, batch=0), steps=_logging("val_loss", passes=13)) for n in (0, 2, 3)
+    }
     return ordered({1: alone} | others)
 
 
@@ -168,7 +170,7 @@ def key_that_one_rank_lacks(net: Backend) -> JobFacts:
     ranks = {
         n: replace(facts, steps=_logging("val_loss", LOST_LOSS, reducing=LOST_LOSS)) for n, facts in waiting.items()
     }
-    ranks[2] = replace(in_backward(net, 2, epoch=1, batch=0), steps=_logging("val_loss"))
+    ranks[2] = replace(in_backward(net, 2, epoch=1, batch=0), steps=_logging("val_loss", passes=13))
     return ordered(ranks)
 
 
@@ -208,8 +210,11 @@ def branch_without_gradient(net: Backend) -> JobFacts:
 
 
 def branch_unused_before_validation(net: Backend) -> JobFacts:
-    """As recorded: the same in the last batch; rank 1 is in the reduction at the end of validation."""
-    steps = StepFacts(with_backward=12, without_gradient=("branch.weight",), without_gradient_count=1)
+    """As recorded: the same in the last batch; rank 1 is in the reduction at the end of validation.
+
+    Its gradients are gone by then: only that it has left a backward pass tells.
+    """
+    steps = StepFacts(with_backward=12)
     options = {"op": "barrier", "sizes": (), "outstanding": 1, "phase": Phase.VALIDATE, "batch": 5, "last": True}
     culprit = replace(net.rank(1, RESULT, BARRIER, seq=61, **options), steps=steps)  # type: ignore[arg-type]
     return job(*(culprit if n == 1 else in_backward(net, n, batch=12, last=True) for n in range(4)))

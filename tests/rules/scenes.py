@@ -14,6 +14,7 @@ from builders import (
     NEXT,
     NEXT_DATA,
     OFFLOAD_PUT,
+    OWN_CALLBACK,
     RANK_ZERO,
     SUMMARY_WRITER,
     TENSORBOARD,
@@ -296,6 +297,12 @@ def link_is_broken(net: Backend) -> JobFacts:
     return job(*(net.waiting(rank, seq=61) for rank in range(4)))
 
 
+def own_callback_hangs(net: Backend) -> JobFacts:
+    """A fault of this package: its own callback does not return on rank 2."""
+    culprit = net.working(2, OWN_CALLBACK, seq=60, action="[Callback]CollectiveTimer.on_train_batch_end")
+    return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
 def slow_step(net: Backend) -> JobFacts:
     """Rank 2's training_step takes long, for no reason that can be seen."""
     culprit = net.working(2, user("training_step", 40), user("slow", 90), seq=60, action=TRAINING_STEP)
@@ -382,5 +389,6 @@ SCENES = (
     Scene("host of one rank is cut off", host_of_one_rank_is_cut_off, "unreachable-host", (3,)),
     Scene("host can be reached", host_can_be_reached, "frozen-rank", (2, 3)),
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
+    Scene("own callback hangs", own_callback_hangs, "own-code", (2,), f"{OWN_CALLBACK.file}:61 in on_train_batch_end"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
 )

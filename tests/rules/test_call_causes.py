@@ -7,7 +7,7 @@ import call_scenes as scenes
 import pytest
 from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, RUN, TRAINING_STEP, Backend, job, raised, user
 
-from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, JobFacts, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.step_facts import StepFacts
@@ -74,7 +74,10 @@ def found(facts: JobFacts) -> dict[str, Finding]:
         (
             scenes.branch_unused_before_validation,
             Confidence.LIKELY,
-            ("Rank 1 has no gradient for branch.weight, which its peers have, and stands", "in validation"),
+            (
+                "Rank 1 has left the backward pass in which its peers wait, without a gradient for a part of the",
+                "in valid",
+            ),
         ),
         (
             scenes.expert_left_out,
@@ -167,11 +170,32 @@ def test_a_backward_pass_that_is_not_over_lacks_gradients_by_nature() -> None:
     assert "unused-parameters" not in found(job(*(slow if n == 1 else scenes.in_backward(GLOO, n) for n in range(4))))
 
 
-def test_what_nobody_uses_is_nobodys_fault() -> None:
-    """With find_unused_parameters=True all ranks may lack the same gradients."""
+def test_parameters_that_one_rank_alone_does_not_use_are_named() -> None:
     scene = scenes.branch_unused_before_validation(GLOO)
-    alike = tuple(replace(facts, steps=scene.ranks[1].steps) for facts in scene.ranks)
-    assert "unused-parameters" not in found(replace(scene, ranks=alike))
+    steps = StepFacts(with_backward=11, without_gradient=("branch.weight",), without_gradient_count=1)
+    lacking = replace(scene, ranks=tuple(replace(f, steps=steps) if f.rank == 1 else f for f in scene.ranks))
+    assert "without a gradient for branch.weight, and stands" in found(lacking)["unused-parameters"].summary
+    # With find_unused_parameters=True all ranks may lack the same.
+    everywhere = tuple(replace(facts, steps=replace(steps, with_backward=12)) for facts in scene.ranks)
+    assert "unused-parameters" not in found(
+        replace(lacking, ranks=everywhere[:1] + lacking.ranks[1:2] + everywhere[2:])
+    )
+
+
+def test_a_bucket_that_a_device_has_still_to_reduce_is_not_left_out() -> None:
+    """NCCL: a rank that has called one collective more before it has left its backward pass all the same."""
+    scene = scenes.branch_unused_before_validation(NCCL)
+    culprit = scene.ranks[1]
+    bucket = next(call for call in scene.ranks[0].collectives if call.seq == 61)
+    late = replace(culprit, collectives=(*culprit.collectives, replace(bucket, seq=62)))
+    assert "unused-parameters" not in found(replace(scene, ranks=(scene.ranks[0], late, *scene.ranks[2:])))
+
+
+def test_a_rank_that_has_gone_through_fewer_backward_passes_has_used_all() -> None:
+    """It has run out of data, or is late: there is nothing that it has left out."""
+    scene = scenes.branch_unused_before_validation(GLOO)
+    fewer = (replace(f, steps=StepFacts(with_backward=11)) if f.rank == 1 else f for f in scene.ranks)
+    assert "unused-parameters" not in found(replace(scene, ranks=tuple(fewer)))
 
 
 def test_reading_a_checkpoint_is_not_saving_one() -> None:
@@ -278,3 +302,63 @@ def test_gradients_that_one_rank_alone_reduces_are_no_mismatch() -> None:
     alone = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((10,),))
     others = (scenes.in_backward(GLOO, n) for n in (1, 2, 3))
     assert list(found(job(alone, *others))) == ["diverged-collectives"]
+
+
+def test_who_works_may_come_to_log_the_key_yet() -> None:
+    """The first batch: rank 2 is slow before its self.log, in which the others wait already."""
+    scene = scenes.key_that_one_rank_lacks(GLOO)
+    slow = replace(GLOO.working(2, user("validation_step", 100), seq=60, phase=Phase.VALIDATE), steps=StepFacts())
+    rules = found(replace(scene, ranks=(*scene.ranks[:2], slow, scene.ranks[3])))
+    assert list(rules) == ["rank-behind"]
+
+
+def test_a_rank_that_is_ahead_may_have_skipped_more() -> None:
+    """Every other batch has no backward pass, on all ranks; rank 1 is a batch further."""
+    passes = {0: (10, 5), 1: (10, 6), 2: (10, 5), 3: (10, 5)}
+    ranks = (
+        replace(GLOO.waiting(n, seq=61), steps=StepFacts(with_backward=with_it, skipped=without))
+        for n, (with_it, without) in passes.items()
+    )
+    assert "skipped-step" not in found(job(*ranks))
+
+
+def test_the_limit_of_another_phase_is_no_misuse() -> None:
+    """The default group's timeout follows the phases; the rank that asked is in one with a longer limit."""
+    message = "[gloo/unbound_buffer.cc:78] Timed out waiting 21000ms for recv operation to complete"
+    base = GLOO.working(0, seq=60)
+    known = replace(base, collectives=tuple(replace(call, timeout_ms=21_000) for call in base.collectives))
+    lost = raised(known, "RuntimeError", message, RUN, consequence=True)
+    slow = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP)
+    assert "timeout-misuse" not in found(job(lost, slow, world=2))
+
+
+def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:
+    """It is over; in the present one rank 0 is late."""
+    scene = scenes.save_failed_and_was_caught(GLOO)
+    everywhere = tuple(replace(facts, failed_save=scene.ranks[0].failed_save) for facts in scene.ranks)
+    assert "checkpoint-skipped-barrier" not in found(replace(scene, ranks=everywhere))
+
+
+def test_a_circle_is_not_certain_with_more_outstanding_on_a_device() -> None:
+    scene = scenes.groups_in_another_order(NCCL)
+    more = tuple(
+        replace(facts, collectives=(*facts.collectives, replace(facts.collectives[0], group="0", seq=9)))
+        for facts in scene.ranks
+    )
+    assert found(scene)["crossed-groups"].confidence is Confidence.CERTAIN
+    assert found(replace(scene, ranks=more))["crossed-groups"].confidence is Confidence.LIKELY
+
+
+def test_another_size_of_unknown_purpose_is_only_possible() -> None:
+    """NCCL with more outstanding: the stacks say nothing about this call."""
+    scene = scenes.another_size(NCCL)
+    more = tuple(
+        replace(facts, collectives=(*facts.collectives, replace(facts.collectives[-1], seq=62)))
+        for facts in scene.ranks
+    )
+    rules = found(replace(scene, ranks=more))
+    assert [(name, rules[name].confidence) for name in rules] == [
+        ("diverged-collectives", Confidence.CERTAIN),
+        ("mismatched-collective", Confidence.POSSIBLE),
+    ]
+    assert "Where the stacks show different functions" in rules["mismatched-collective"].remedy

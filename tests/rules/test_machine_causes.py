@@ -16,6 +16,7 @@ from lightning_ncclsafe.machine_facts import (
     InterfaceFacts,
     MainThreadFacts,
     PressureFacts,
+    TriedAddress,
 )
 from lightning_ncclsafe.preflight_facts import GpuFacts
 from lightning_ncclsafe.rules import judge
@@ -172,6 +173,15 @@ def test_pressure_on_a_host_alone_explains_no_rank(pressure: PressureFacts) -> N
     assert rules_found(scenes.at_work(GLOO, pressure=pressure, main_thread=main_thread)) == ["rank-behind"]
 
 
+def test_a_wait_for_a_core_that_goes_on_counts_before_it_is_over() -> None:
+    """The lowest priority, beside a busy process: it could run in every look, and has hardly run."""
+    ready = thread(state="running", looks=11, running_looks=11, ran_s=0.3, queued_s=0.2)
+    finding = first(scenes.at_work(GLOO, main_thread=ready))
+    assert finding.rule == "host-starved" and "(20 s of the last 20 s)" in finding.summary
+    slept = thread(state="running", looks=11, running_looks=5, ran_s=0.3, queued_s=0.2)
+    assert rules_found(scenes.at_work(GLOO, main_thread=slept)) == ["rank-behind"]
+
+
 def test_a_starved_rank_that_works_under_a_condition_is_both() -> None:
     line = user("on_train_epoch_end", 40, condition="if rank == 0:  (line 39)")
     starved = thread(state="running", ran_s=1.0, queued_s=18.0)
@@ -234,6 +244,15 @@ def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
 )
 def test_what_an_exception_says(message: str, rule: str) -> None:
     assert rules_found(scenes.failed(GLOO, "RuntimeError", message)) == [rule]
+
+
+def test_a_bus_error_beside_much_shared_memory_is_the_workers_death_first() -> None:
+    much = {"shm_total_bytes": 25 * GB, "shm_free_bytes": 24 * GB}
+    found = judge(scenes.failed(GLOO, "RuntimeError", scenes.BUS_ERROR, **much)).findings
+    assert [(finding.rule, finding.confidence) for finding in found] == [
+        ("worker-died", Confidence.CERTAIN),
+        ("shm-exhausted", Confidence.POSSIBLE),
+    ]
 
 
 def test_no_space_left_is_shared_memorys_where_that_is_full() -> None:
@@ -443,3 +462,34 @@ def test_swap_in_use_is_told_with_a_rank_that_lacks_memory() -> None:
     finding = first(scenes.swapped_out(GLOO))
     assert any("9.0 GB of it swapped out" in item.text for item in finding.evidence)
     assert "too little memory" in finding.remedy
+
+
+def joined_on_two_hosts(*tried: TriedAddress) -> list[Finding]:
+    ranks = scenes.on_two_hosts(*(GLOO.waiting(rank, seq=61) for rank in range(4)))
+    return [*judge(replace(job(*ranks), tried=tried)).findings]
+
+
+def test_a_host_that_is_not_reached_where_its_data_goes_is_cut_off() -> None:
+    lost = TriedAddress(
+        host="node-2", address="10.1.0.2", answers=False, seen_from="node-1", tried="no answer within 1 s"
+    )
+    finding, *others = joined_on_two_hosts(lost)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("network-cut", (2, 3), Confidence.LIKELY)
+    assert "node-2 cannot be reached from node-1 at 10.1.0.2" in finding.summary
+    assert [other.rule for other in others] == ["all-joined"]
+    # That none is reached speaks of the host that tries.
+    finding, *_ = joined_on_two_hosts(lost, replace(lost, host="node-3"))
+    assert (finding.rule, finding.ranks) == ("network-cut", (0, 1))
+
+
+@pytest.mark.parametrize("answers", [True, None])
+def test_a_host_that_is_reached_or_of_which_nobody_knows_is_not_cut_off(answers: bool | None) -> None:
+    tried = TriedAddress(host="node-2", address="10.1.0.2", answers=answers, seen_from="node-1")
+    assert [finding.rule for finding in joined_on_two_hosts(tried)] == ["all-joined"]
+
+
+def test_a_late_rank_is_late_whatever_can_be_reached() -> None:
+    lost = TriedAddress(host="node-2", address="10.1.0.2", answers=False, seen_from="node-1")
+    late = scenes.at_work(GLOO)
+    ranks = scenes.on_two_hosts(*late.ranks)
+    assert rules_found(replace(late, ranks=ranks, tried=(lost,))) == ["rank-behind"]

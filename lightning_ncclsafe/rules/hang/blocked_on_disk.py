@@ -25,6 +25,7 @@ _ON_FILES = re.compile(
     r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
     r"|load|save\w*|dump|read\w*|write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
+_OF_PROCESSES = re.compile(r"/(?:multiprocessing/|concurrent/|subprocess\.py$|selectors\.py$|torch/)")
 _REMEDY = (
     "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does not "
     "answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
@@ -106,7 +107,8 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
         return None
     waits = wait_of(thread.wait_channel)
     # The pipe below a queue is no file of the user's.
-    if waits in _STORAGE or (waits is Wait.PIPE and frame is not None and frame.user):
+    is_queue = frame is not None and _OF_PROCESSES.search(frame.file.replace("\\", "/"))
+    if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
         return Confidence.LIKELY
     # Where the kernel does not say, the line alone tells; a socket or a lock has a name of its own.
     return Confidence.POSSIBLE if not thread.wait_channel else None

@@ -36,9 +36,14 @@ def checkpoint_skipped_barrier(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
-    behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]))
+    behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]) and not _has_failed(view, rank))
     if left and behind and not view.raised:
         yield _finding(view, left)
+
+
+def _has_failed(view: Timeline, rank: int) -> bool:
+    """Where a save failed on all ranks, nobody was left in it, and the present one is another."""
+    return view.facts[rank].failed_save is not None
 
 
 def _left_save(facts: RankFacts) -> bool:

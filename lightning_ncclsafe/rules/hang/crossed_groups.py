@@ -106,13 +106,18 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     return Finding(
         rule="crossed-groups",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN,
+        confidence=Confidence.CERTAIN if all(_is_alone(view.facts[rank]) for rank in circle) else Confidence.LIKELY,
         summary=f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
         ranks=ranks,
         location=calls_location(view, ranks),
         evidence=(*_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY,
     )
+
+
+def _is_alone(facts: RankFacts) -> bool:
+    """With collectives of several groups outstanding on a device, the main thread may wait for another one."""
+    return len({call.group for call in facts.collectives if not call.completed and not call.is_p2p}) <= 1
 
 
 def _odd_ones(view: Timeline, names: set[str]) -> tuple[int, ...]:

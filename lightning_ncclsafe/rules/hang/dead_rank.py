@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
+from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -51,8 +51,14 @@ def _presumed(view: Timeline) -> tuple[int, ...]:
     unseen = tuple(rank for rank in view.silent if rank not in view.witnesses)
     if any(host.answers is False and not {*host.ranks}.isdisjoint(unseen) for host in view.job.silent_hosts):
         return ()
-    broken = any(facts.exception and facts.exception.is_consequence for facts in view.facts.values())
+    broken = any(_has_lost_a_peer(facts) for facts in view.facts.values())
     return unseen if len(unseen) == 1 and broken and not view.raised else ()
+
+
+def _has_lost_a_peer(facts: RankFacts) -> bool:
+    """A connection that could not be made, before anything was sent over it, is none that broke."""
+    was_connected = facts.progress.phase is not Phase.INIT or bool(facts.collectives)
+    return was_connected and facts.exception is not None and facts.exception.is_consequence
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str) -> Finding:

@@ -42,12 +42,13 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
-    if not reducing or view.raised or ended_first(view):
+    # Who works may come to log it yet.
+    if not reducing or view.raised or view.working(view.facts) or ended_first(view):
         return
     odd = _odd_key(view, reducing)
     if odd is not None:
         yield _finding(view, odd)
-    elif len(reducing) < len(view.waiting):
+    elif len(reducing) < len(view.waiting) and not view.silent:
         yield _undecided(view, reducing)
 
 

@@ -1,14 +1,15 @@
 """The cause exception-during-save: a rank raised while it saved a checkpoint, and its peers wait in that save."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
+from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.saves import advice, is_save, said
 from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
 from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
 
 _REMEDY = (
     "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."
@@ -31,20 +32,24 @@ def exception_during_save(job: JobFacts) -> Iterable[Finding]:
         Whether the checkpoint's file is complete: rather take the one before.
     """
     view = timeline(job)
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         error = view.facts[rank].exception
         if error is not None and is_save(error.stack):
-            yield _finding(view, view.facts[rank], error)
+            alike[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
+    for ranks in alike.values():
+        yield _finding(view, tuple(ranks))
 
 
-def _finding(view: Timeline, facts: RankFacts, error: ExceptionFacts) -> Finding:
-    frame = exception_place(facts)
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    error, frame = facts.exception, exception_place(facts)
+    assert error is not None
     at = f" at {short_location(frame)}" if frame else ""
     places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=True))
     to = f" to {places}" if places else ""
-    ranks = (facts.rank,)
     text = (
-        f"{ranks_words(ranks)} raised {said(error)} while it saved a checkpoint{to}{at}, "
+        f"{ranks_words(ranks)} raised {said(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint{to}{at}, "
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
     return Finding(

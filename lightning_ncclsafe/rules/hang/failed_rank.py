@@ -11,6 +11,8 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _MESSAGE = 200
+# Nobody reads more; where every rank of a large job raises something else, one of these explains the others.
+_MOST = 16
 
 
 def failed_rank(job: JobFacts) -> Iterable[Finding]:
@@ -27,13 +29,13 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         Correct the error at the line given. The messages of the other ranks are its consequence.
 
     Cannot see:
-        An exception that the user's own code catches and swallows.
+        An exception that the user's own code catches and swallows; after the first 16 that differ, the others.
     """
     view = timeline(job)
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         alike[_key(view.facts[rank])].append(rank)
-    for ranks in alike.values():
+    for ranks in [*alike.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
 
 

@@ -76,10 +76,18 @@ def _needs(facts: RankFacts) -> Iterator[str]:
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is not None and _is_throttled(pressure):
         yield _REMEDY_QUOTA
-    if thread is not None and thread.over_s >= _SHORTEST_S and (thread.queued_s or 0.0) >= _QUEUED * thread.over_s:
+    if thread is not None and thread.over_s >= _SHORTEST_S and _queued_s(thread) >= _QUEUED * thread.over_s:
         yield _REMEDY_CORES
     if pressure is not None and _lacks_memory(facts, pressure, thread):
         yield _REMEDY_MEMORY
+
+
+def _queued_s(thread: MainThreadFacts) -> float:
+    """For how long it waited for a core. The kernel counts a wait when it is over: one that goes on is found here."""
+    told_s = thread.queued_s or 0.0
+    always_ready = thread.looks > 1 and thread.running_looks == thread.looks
+    waited_s = thread.over_s - thread.ran_s if always_ready and thread.ran_s is not None else 0.0
+    return min(max(told_s, waited_s), thread.over_s)
 
 
 def _is_throttled(pressure: PressureFacts) -> bool:
@@ -121,9 +129,7 @@ def _finding(view: Timeline, need: str, ranks: tuple[int, ...]) -> Finding:
 def _amount(facts: RankFacts, need: str) -> str:
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if need == _REMEDY_CORES and thread is not None:
-        # The kernel counts a wait when it is over, so that a short while may get more than its due.
-        queued_s = min(thread.queued_s or 0.0, thread.over_s)
-        return f" ({duration_words(queued_s)} of the last {duration_words(thread.over_s)})"
+        return f" ({duration_words(_queued_s(thread))} of the last {duration_words(thread.over_s)})"
     if need == _REMEDY_QUOTA and pressure is not None:
         return f" (in {pressure.throttled_periods} of the last {pressure.periods} periods)"
     return ""

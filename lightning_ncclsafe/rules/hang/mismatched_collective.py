@@ -65,7 +65,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         process is gone.
     """
     view = timeline(job)
-    split = view.divergence
+    split = view.divergence or view.lost_divergence
     if view.raised or ended_first(view):
         return
     if split is None:
@@ -75,7 +75,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
-            yield _finding(view, split, is_sure=alike is True)
+            yield _finding(view, split, Confidence.CERTAIN)
 
 
 def _aborted(view: Timeline) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _other_units(view: Timeline, split: Divergence) -> bool:
     return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
 
 
-def _finding(view: Timeline, split: Divergence, *, is_sure: bool) -> Finding:
+def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Finding:
     overrun = _overrun(view, split)
     ranks = _odd_ones(view, split, overrun)
     gone = (
@@ -130,12 +130,12 @@ def _finding(view: Timeline, split: Divergence, *, is_sure: bool) -> Finding:
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR if overrun else severity(view.job),
-        confidence=Confidence.CERTAIN if is_sure else Confidence.LIKELY,
+        confidence=confidence,
         summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         ranks=ranks,
         location=calls_location(view, ranks),
         evidence=(*call_evidence(split), *_gone_evidence(view, overrun), *where_evidence(view, split.calls)),
-        remedy=_REMEDY if is_sure else _REMEDY + _DECIDES,
+        remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.machine_facts import TriedAddress
 from lightning_ncclsafe.rules.devices import hosts
-from lightning_ncclsafe.rules.sentences import batch_words
+from lightning_ncclsafe.rules.sentences import batch_words, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import ranks_words, verb
+from lightning_ncclsafe.rules.wording import collective_words, ranks_words, verb
 
 # As the kernel, gloo, NCCL's sockets and its InfiniBand transport say it.
 _LOST = re.compile(
@@ -40,8 +41,8 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
     """Ranks on several hosts report lost connections, and every one of them is alive.
 
     Symptom:
-        Some ranks raise "Connection reset by peer", "Connection closed", "socket error", "NET/IB … status=12"; no rank
-        has raised anything else, and no process is dead.
+        All ranks wait in the same collective; or some raise "Connection reset by peer", "Connection closed", "socket
+        error", "NET/IB … status=12". No rank has raised anything else, and no process is dead.
 
     Cause:
         A link, a NIC, a cable or a switch port that fails for a moment, a firewall that forgets connections.
@@ -56,11 +57,12 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     told = {rank: text for rank, facts in view.facts.items() if (text := _said(facts))}
     where = hosts(view)
-    if not told or not _all_alive(view):
+    if not _all_alive(view) or any(_LIMIT.search(text) for text in told.values()):
         return
-    if any(_LIMIT.search(text) for text in told.values()):
-        return
-    yield _finding(view, told, where)
+    if told:
+        yield _finding(view, told, where)
+    elif cut := tuple(one for one in job.tried if one.answers is False):
+        yield from _silently_cut(view, cut, where)
 
 
 def _said(facts: RankFacts) -> str:
@@ -97,6 +99,36 @@ def _finding(view: Timeline, told: dict[int, str], where: dict[int, str]) -> Fin
     )
 
 
+def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int, str]) -> Iterator[Finding]:
+    """Packets are dropped and nobody is told: all have joined, and a host is not reached where its data should go."""
+    joined = next((calls for group in view.groups if (calls := view.joined(group))), None)
+    if not view.waiting or view.stragglers or joined is None:
+        return
+    # Where no other host is reached, it is this one that is cut off.
+    is_own = len(cut) == len(view.job.tried) > 1
+    names = [cut[0].seen_from] if is_own else [one.host for one in cut]
+    ranks = tuple(sorted(rank for rank, host in where.items() if host in names))
+    what = collective_words(joined[min(joined)])
+    text = (
+        f"All ranks have called {what}, and {cut[0].host} cannot be reached from {cut[0].seen_from} at "
+        f"{cut[0].address}, where its data should go, though its ranks answer otherwise: the connection to {', '.join(names[:4])} is cut."
+    )
+    yield Finding(
+        rule="network-cut",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=ranks,
+        evidence=(*(_tried(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
+        remedy=_REMEDY,
+    )
+
+
+def _tried(one: TriedAddress) -> Evidence:
+    text = f"From {one.seen_from}, {one.host} was tried at {one.address}: {one.tried}."
+    return Evidence(source="network", text=text)
+
+
 def _common_host(view: Timeline, told: dict[int, str], where: dict[int, str]) -> str:
     """The host that most of those on other hosts have lost, where no other one is named as often."""
     owners = dict(_addresses(view)) | {name: name for name in where.values()}
@@ -124,6 +156,10 @@ def _evidence(view: Timeline, told: dict[int, str]) -> Iterator[Evidence]:
     for rank, text in sorted(told.items())[:_LISTED]:
         yield Evidence(source="exception", rank=rank, text=text)
     yield Evidence(source="process", text=f"Every rank has answered: {ranks_words(view.facts)}.")
+    yield from _interfaces(view)
+
+
+def _interfaces(view: Timeline) -> Iterator[Evidence]:
     for rank, facts in sorted(view.facts.items())[:_LISTED]:
         interface = facts.machine.interface
         if interface is not None and interface.name:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.shared_memory import says_shm_is_full, shm_is_full
+from lightning_ncclsafe.rules.shared_memory import is_bus_error, says_shm_is_full, shm_is_full
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, size_words
 
@@ -35,24 +35,27 @@ def shm_exhausted(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     for _, facts in sorted(view.facts.items()):
-        if facts.exception is not None and says_shm_is_full(facts):
-            yield _raised(view, facts)
+        if says_shm_is_full(facts):
+            yield _raised(view, facts, Confidence.CERTAIN)
+        elif is_bus_error(facts):
+            yield _raised(view, facts, Confidence.POSSIBLE)
     for rank in view.working(view.stragglers):
         if shm_is_full(view.facts[rank]) and view.activities[rank].waits_for_data:
             yield _waits(view, rank)
 
 
-def _raised(view: Timeline, facts: RankFacts) -> Finding:
+def _raised(view: Timeline, facts: RankFacts, confidence: Confidence) -> Finding:
     exception, rank = facts.exception, facts.rank
     said = f"{exception.type}: {exception.message}" if exception else ""
+    used_up = "is used up" if confidence is Confidence.CERTAIN else "was perhaps used up for a moment"
     text = (
-        f"Shared memory (/dev/shm) is used up on rank {rank}{_room(facts)}, {batch_words(facts.progress)}"
+        f"Shared memory (/dev/shm) {used_up} on rank {rank}{_room(facts)}, {batch_words(facts.progress)}"
         f"{while_others_wait(view, (rank,))}."
     )
     return Finding(
         rule="shm-exhausted",
         severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
+        confidence=confidence,
         summary=text,
         ranks=(rank,),
         evidence=(Evidence(source="exception", rank=rank, text=said), *_evidence(facts)),

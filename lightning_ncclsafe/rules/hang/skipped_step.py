@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import exception_place, how_we_know, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.step_facts import StepFacts
 
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
@@ -53,8 +54,13 @@ def _skipped_more(view: Timeline) -> tuple[int, ...]:
     steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     if not steps or not all(known.with_backward for known in steps.values()):
         return ()
-    least = min(known.skipped for known in steps.values())
-    return tuple(rank for rank, known in steps.items() if known.skipped > least)
+    # A rank that is some batches ahead may have skipped as many more as all do.
+    least = min(steps.values(), key=lambda known: (known.skipped, -known.with_backward))
+    return tuple(rank for rank, known in steps.items() if known.skipped - least.skipped > max(_ahead(known, least), 0))
+
+
+def _ahead(steps: StepFacts, of: StepFacts) -> int:
+    return steps.with_backward + steps.skipped - of.with_backward - of.skipped
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:

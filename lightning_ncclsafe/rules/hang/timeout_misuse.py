@@ -17,6 +17,7 @@ _SAID = re.compile(
 # What people set in the hope that it is a timeout.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
 _LISTED = 8
+_RECENT = 16
 _REMEDY = (
     "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), "
     "DeviceMesh and the store have one of their own, and timeout=timedelta(...) of the strategy is for the groups that "
@@ -44,11 +45,19 @@ def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
     if job.incident.kind is IncidentKind.RECORDED or job.incident.timeout_s <= 0:
         return
     given_up = {rank: found for rank, facts in view.facts.items() if (found := _given_up_ms(facts))}
-    short = {rank: found for rank, found in sorted(given_up.items()) if found < job.incident.timeout_s * 1000}
+    usual = _usual_ms(view)
+    limit_ms = job.incident.timeout_s * 1000
+    short = {rank: found for rank, found in sorted(given_up.items()) if found < limit_ms and found not in usual}
     if short:
         yield _given_up(view, short)
     elif pending := _pending(view):
         yield _to_come(view, pending)
+
+
+def _usual_ms(view: Timeline) -> set[int]:
+    """Timeouts of the default group, which follow the strategy's limits from phase to phase."""
+    last = (facts.collectives[-_RECENT:] for facts in view.facts.values())
+    return {call.timeout_ms for calls in last for call in calls if call.group == "0"}
 
 
 def _given_up_ms(facts: RankFacts) -> int:
@@ -61,11 +70,12 @@ def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
     """Group and timeout, in milliseconds, of what each rank waits in, where that is shorter than the strategy's."""
     ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description == VOTE_GROUP}
     waits = {rank: view.activities[rank].collective for rank in view.waiting}
-    limit_ms = view.job.incident.timeout_s * 1000
+    limit_ms, usual = view.job.incident.timeout_s * 1000, _usual_ms(view)
     return {
         rank: (call.group, call.timeout_ms)
         for rank, call in waits.items()
-        if call is not None and 0 < call.timeout_ms < limit_ms and call.group not in ours
+        if call is not None and 0 < call.timeout_ms < limit_ms and call.timeout_ms not in usual
+        if call.group not in ours
     }
 
 
@@ -76,14 +86,18 @@ def _given_up(view: Timeline, short: dict[int, int]) -> Finding:
         f"{duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
         f"{while_others_wait(view, ranks)}."
     )
-    return _finding(view, ranks, text, Confidence.CERTAIN, Severity.ERROR)
+    is_known = _group_of(view, ranks[0], first) is not None
+    return _finding(view, ranks, text, Confidence.CERTAIN if is_known else Confidence.LIKELY, Severity.ERROR)
+
+
+def _group_of(view: Timeline, rank: int, waited_ms: int) -> str | None:
+    """The group with that very timeout among the rank's last collectives."""
+    calls = reversed(view.facts[rank].collectives)
+    return next((call.group for call in calls if call.timeout_ms == waited_ms), None)
 
 
 def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
-    """The group with that very timeout among the rank's last collectives, else what it is not."""
-    facts = view.facts[rank]
-    names = (call.group for call in reversed(facts.collectives) if call.timeout_ms == waited_ms)
-    name = next(names, None)
+    facts, name = view.facts[rank], _group_of(view, rank, waited_ms)
     if name is None:
         return "what it waited in"
     described = next((group.description for group in facts.groups if group.name == name), "")

@@ -40,7 +40,7 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
-    elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised)))
+    elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
     if presenting and elsewhere:
         yield _finding(view, presenting, elsewhere)
 
@@ -48,6 +48,12 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
 def _presents(facts: RankFacts) -> str:
     names = (action.name for action in facts.progress.actions)
     return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
+
+
+def _has_left(view: Timeline, presenting: dict[int, str]) -> set[int]:
+    """Ranks that come from this very comparison, which they have given up: it is not they who are missed there."""
+    left = {f"{AGREEMENT}{stage}" for stage in presenting.values()}
+    return {rank for rank, facts in view.facts.items() if facts.progress.last_action in left}
 
 
 def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:

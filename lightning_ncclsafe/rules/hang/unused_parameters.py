@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import calls_location, culprits, sent_words, units_of
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
 from lightning_ncclsafe.rules.units import unit_of
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -59,18 +59,36 @@ def _is_refused(facts: RankFacts) -> bool:
 
 
 def _left_out(view: Timeline) -> tuple[int, ...]:
-    """Ranks that have left their backward pass without all gradients, while peers wait in a bucket's all-reduce."""
-    if not any(_in_bucket(view, rank) for rank in view.waiting):
+    """Ranks that have left the very backward pass in which peers wait in a bucket's all-reduce, and not called that.
+
+    They have gone through as many backward passes as those have begun, or lack gradients that those have.
+    """
+    awaited = {rank: call for rank in view.waiting if (call := _bucket_call(view, rank)) is not None}
+    past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view.facts[rank], awaited)]
+    if not past:
         return ()
-    candidates = (rank for rank, facts in sorted(view.facts.items()) if facts.steps.without_gradient)
-    past = [rank for rank in candidates if not _in_bucket(view, rank) and not _in_backward(view.facts[rank])]
+    begun = max(view.facts[rank].steps.with_backward for rank in awaited)
     everywhere = _unused_by_peers(view)
-    return tuple(rank for rank in past if not everywhere.issuperset(view.facts[rank].steps.without_gradient))
+    steps = ((rank, view.facts[rank].steps) for rank in past)
+    return tuple(
+        rank
+        for rank, known in steps
+        if 0 < begun <= known.with_backward or not everywhere.issuperset(known.without_gradient)
+    )
+
+
+def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
+    """Whether a rank is in no backward pass, and has not called what others wait in under any number."""
+    call = next(iter(awaited.values()), None)
+    if call is None or any(action.name.endswith(".backward") for action in facts.progress.actions):
+        return False
+    later = (entry for entry in facts.collectives if entry.group == call.group and entry.seq >= call.seq)
+    return all(signature(entry) != signature(call) for entry in later)
 
 
 def _unused_by_peers(view: Timeline) -> set[str]:
     """Parameters without a gradient on ranks that wait in a bucket's all-reduce, and so have all that they will get."""
-    waiting = (view.facts[rank].steps for rank in view.waiting if _in_bucket(view, rank))
+    waiting = (view.facts[rank].steps for rank in view.waiting if _bucket_call(view, rank) is not None)
     return {name for steps in waiting for name in steps.without_gradient}
 
 
@@ -80,14 +98,11 @@ def _lacks(view: Timeline, rank: int) -> tuple[str, ...]:
     return tuple(name for name in view.facts[rank].steps.without_gradient if name not in everywhere)
 
 
-def _in_bucket(view: Timeline, rank: int) -> bool:
+def _bucket_call(view: Timeline, rank: int) -> Collective | None:
+    """The all-reduce of a DDP bucket that a rank waits in; None where it waits in something else."""
     call = view.activities[rank].collective
     unit = unit_of(call, view.facts[rank]) if call is not None else None
-    return unit is not None and unit.kind is UnitKind.DDP_BUCKET
-
-
-def _in_backward(facts: RankFacts) -> bool:
-    return any(action.name.endswith(".backward") for action in facts.progress.actions)
+    return call if unit is not None and unit.kind is UnitKind.DDP_BUCKET else None
 
 
 def _gather_others(view: Timeline, split: Divergence) -> bool:
@@ -115,11 +130,12 @@ def _which(names: tuple[str, ...], facts: RankFacts) -> str:
 
 
 def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
+    facts, names = view.facts[ranks[0]], _lacks(view, ranks[0])
+    which = _which(names, facts) if names else "a part of the model"
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} no gradient for {_which(_lacks(view, ranks[0]), facts)}, "
-        f"which {verb(ranks, 'its', 'their')} peers have, and {verb(ranks, 'stands', 'stand')} "
-        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left the backward pass in which "
+        f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
+        f"{verb(ranks, 'stands', 'stand')} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, severity(view.job))
 
@@ -163,6 +179,9 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         facts = view.facts[rank]
         if facts.exception is not None:
             yield Evidence(source="exception", rank=rank, text=f"{facts.exception.type}: {facts.exception.message}")
+        if facts.steps.with_backward:
+            text = f"Has gone through {facts.steps.with_backward} backward passes."
+            yield Evidence(source="steps", rank=rank, text=text)
         if facts.steps.without_gradient:
             text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."
             yield Evidence(source="parameters", rank=rank, text=text)

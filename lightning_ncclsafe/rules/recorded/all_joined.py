@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     DEFAULT_GROUP,
     counters_evidence,
@@ -39,7 +40,7 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         Which link or device it is. A rank that came just before the others gave up looks the same.
     """
     view = timeline(job)
-    if gone(view) or view.divergence is not None or view.stragglers:
+    if gone(view) or split_of(job) is not None or view.stragglers:
         return
     for group in view.groups:
         calls = view.joined(group)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
@@ -49,7 +50,7 @@ def no_dump(job: JobFacts) -> Iterable[Finding]:
 def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
-    only = len(ranks) == 1 and len(waiting) == len(group.members) - 1 and view.divergence is None
+    only = len(ranks) == 1 and len(waiting) == len(group.members) - 1 and split_of(view.job) is None
     who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left no dump, and the others wait"
     it = "It is" if len(ranks) == 1 else "One of them is"
     text = f"{who}: {waiting_words(waiting)}. {it} probably what they wait for"

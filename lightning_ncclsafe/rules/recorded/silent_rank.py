@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
@@ -54,7 +55,7 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
 def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
-    alone = len(ranks) == 1 and len(waiting) > 1 and view.divergence is None
+    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view.job) is None
     text = (
         f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing of number {group.seq:,}, while "
         f"{waiting_words(waiting)}"

@@ -29,9 +29,11 @@ def split_of(job: JobFacts) -> Divergence | None:
     """The first number under which ranks called what cannot complete together; None if there is none."""
     view = timeline(job)
     split = view.divergence
-    if split is None or gone(view) or not _conflict(split.calls.values()):
+    if split is None or gone(view):
         return None
-    return split
+    # Of some a log says only that they stand there.
+    calls = {rank: call for rank, call in split.calls.items() if call.op}
+    return Divergence(split.group, split.seq, calls) if _conflict(calls.values()) else None
 
 
 def is_one_operation(split: Divergence) -> bool:

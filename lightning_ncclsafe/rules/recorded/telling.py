@@ -73,7 +73,23 @@ def told(call: Collective) -> str:
     """The collective with what it is for, as far as its stack tells, and its line."""
     means = meaning(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
     site = call_site(call)
-    return collective_words(call, means) + (f" at {short_location(site)}" if site else "")
+    return collective_words(call if call.op else replace(call, op=UNKNOWN_CALL), means) + (
+        f" at {short_location(site)}" if site else ""
+    )
+
+
+class Words:
+    """The same of many collectives; as ranks call alike, each is put into words once. These must outlive this."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def of(self, call: Collective) -> str:
+        """See :func:`told`."""
+        same = (call.group, call.op, call.seq, call.input_sizes, call.output_sizes, call.dtypes, id(call.stack))
+        if same not in self._known:
+            self._known[same] = told(call)
+        return self._known[same]
 
 
 def one_element(calls: Iterable[Collective]) -> Iterable[Evidence]:
@@ -85,8 +101,9 @@ def one_element(calls: Iterable[Collective]) -> Iterable[Evidence]:
 def waiting_words(calls: Mapping[int, Collective]) -> str:
     """``"ranks 0-1, 3 wait in all_reduce (…)"``, like waits together; empty where nobody waits."""
     alike: dict[str, list[int]] = defaultdict(list)
+    words = Words()
     for rank, call in sorted(calls.items()):
-        alike[told(call)].append(rank)
+        alike[words.of(call)].append(rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(UNKNOWN_CALL), -len(item[1]), item[1]))
     parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:

@@ -1,0 +1,86 @@
+"""The cause own-code: this package itself holds a rank up."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import Frame, JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.activity import AGREEMENT, Kind
+from lightning_ncclsafe.rules.sentences import how_we_know, place_words, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+
+_OURS = "/lightning_ncclsafe/"
+_INSTALLED = ("site-packages/", "dist-packages/")
+_REMEDY = (
+    "This is a fault of lightning_ncclsafe, or of what it waits for on this host, and not of your code. Go on without "
+    "the callback that is named there, the strategy works without any, and report it with report.json."
+)
+
+
+def own_code(job: JobFacts) -> Iterable[Finding]:
+    """A rank stands in code of lightning_ncclsafe, which does not wait for other ranks, and the others wait for it.
+
+    Symptom:
+        Nothing moves; the stack of one rank ends in a callback or in the guard of this package.
+
+    Cause:
+        A fault of this package, or storage or a store that does not answer it.
+
+    Remedy:
+        Go on without the callback that is named; report it.
+
+    Cannot see:
+        Code of this package that waits in code of others: in a logger's, a dataset's or a file system's.
+    """
+    view = timeline(job)
+    held = tuple(rank for rank in view.working(view.stragglers) if _is_held(view, rank))
+    if ranks := held or _left_alone(view):
+        yield _finding(view, ranks)
+
+
+def _presented(view: Timeline, rank: int) -> str:
+    """The action of comparing loaders that a rank is in; empty if it is in none."""
+    names = (action.name for action in view.facts[rank].progress.actions)
+    return next((name for name in names if name.startswith(AGREEMENT)), "")
+
+
+def _is_held(view: Timeline, rank: int) -> bool:
+    return view.activities[rank].kind is Kind.LIGHTNING and _own_frame(view.facts[rank].stack) is not None
+
+
+def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
+    """The deepest frame of this package, where below it there is nothing but Python's own library."""
+    for frame in reversed(stack):
+        path = frame.file.replace("\\", "/")
+        if _OURS in path and not frame.user:
+            return frame
+        if frame.user or any(part in path for part in _INSTALLED):
+            return None
+    return None
+
+
+def _left_alone(view: Timeline) -> tuple[int, ...]:
+    """Ranks in a comparison of loaders that all others have left, without them: nobody has to present any more."""
+    inside = {rank: action for rank in view.facts if (action := _presented(view, rank))}
+    others = [view.facts[rank].progress.last_action for rank in view.facts.keys() - inside.keys()]
+    return tuple(sorted(inside)) if inside and others and {*inside.values()} == {*others} else ()
+
+
+def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    rank = ranks[0]
+    frame = _own_frame(view.facts[rank].stack)
+    at = place_words(frame)
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself{f' {at}' if at else ''}, "
+        f"{standing(view, rank)}{while_others_wait(view, ranks)}."
+    )
+    return Finding(
+        rule="own-code",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(frame),
+        evidence=how_we_know(view, ranks),
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,50 @@
+"""Which addresses of a job's hosts are tried: on this machine's loopback, where every address answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts
+from lightning_ncclsafe.probes import data_paths
+from lightning_ncclsafe.probes.data_paths import try_addresses
+
+
+def rank(number: int, host: str, address: str, **more: bool) -> RankFacts:
+    taken = InterfaceFacts(backend="gloo", name="eth0", address=address, **more)
+    progress = Progress(phase=Phase.TRAIN)
+    return RankFacts(rank=number, host=host, progress=progress, machine=MachineFacts(interface=taken))
+
+
+def job(*ranks: RankFacts, kind: IncidentKind = IncidentKind.SUSPECT) -> JobFacts:
+    return JobFacts(incident=Incident(number=1, kind=kind, opened_by=0), world_size=len(ranks), ranks=ranks)
+
+
+HERE = rank(0, "node-1", "127.0.0.1")
+THERE = (rank(1, "node-2", "127.0.0.2"), rank(2, "node-2", "127.0.0.2"), rank(3, "node-3", "127.0.0.3"))
+
+
+def test_each_other_host_is_tried_once() -> None:
+    found = try_addresses(job(HERE, *THERE), "node-1")
+    assert [(one.host, one.address, one.answers, one.seen_from) for one in found] == [
+        ("node-2", "127.0.0.2", True, "node-1"),
+        ("node-3", "127.0.0.3", True, "node-1"),
+    ]
+    assert all(one.tried for one in found)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        job(HERE),
+        job(HERE, *THERE, kind=IncidentKind.EXCEPTION),
+        # A bridge has the same address on every host; loopback leads nowhere; of some nothing is known.
+        job(HERE, rank(1, "node-2", "127.0.0.1")),
+        job(HERE, rank(1, "node-2", "127.0.0.2", is_loopback=True)),
+        job(HERE, replace(THERE[0], machine=MachineFacts())),
+        job(HERE, replace(THERE[0], host="")),
+    ],
+)
+def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_paths, "reach", lambda *_: pytest.fail("it tries"))
+    assert try_addresses(facts, "node-1") == ()

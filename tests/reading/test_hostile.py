@@ -1,0 +1,303 @@
+"""Files that nobody vouches for: nothing in them is run, memory is bounded, and each bad one is one clear error."""
+
+import copy
+import gzip
+import io
+import json
+import os
+import pickle
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dumps import idle, waiting, write
+
+from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.reading import dumps, evidence, files, lines
+from lightning_ncclsafe.reading.dumps import from_json, from_pickle
+from lightning_ncclsafe.reading.entries import parsed
+from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.logs import Log
+from lightning_ncclsafe.reading.unpickling import unpickled
+from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+SEEDS = 150
+LOGS = Path(__file__).with_name("logs")
+
+
+class Harm:
+    """What a pickle would call."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize("protocol", range(1, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_that_would_run_code_is_refused_by_name(
+    protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ReadingError, match=r"refused: it would call posix\.mkdir"):
+        unpickled(pickle.dumps({"entries": [Harm()]}, protocol=protocol))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        pytest.param(b"", "cut off", id="empty"),
+        pytest.param(pickle.dumps(idle(), protocol=2)[:-40], "cut off", id="truncated"),
+        pytest.param(b"\x80\x02]r\xff\xff\xff\xff.", "no plain data", id="a memo of four billion"),
+        pytest.param(b"\x80\x02X\xff\xff\xff\xffabc.", "cut off", id="a text of four gigabytes"),
+        pytest.param(b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc.", "cut off", id="bytes of eight exabytes"),
+        pytest.param(b"\x80\x02\x8b\xff\xff\xff\x7f1.", "cut off", id="a number of two gigabytes"),
+        pytest.param(b"\x80\x02Pabc\n.", "no plain data", id="a persistent id"),
+        pytest.param(b"\x80\x02\x82\x01.", "no plain data", id="an extension"),
+        pytest.param(b"\x80\x02(lp0\n.", "no plain data", id="protocol 0"),
+        pytest.param(b"\x80\x02u.", "no whole pickle", id="items of nothing"),
+        pytest.param(b"\x80\x02}]K\x01s.", "no whole pickle", id="a list as a key"),
+        pytest.param(b"\x80\x02h\x07.", "no whole pickle", id="a memo that is not there"),
+        pytest.param(b"\x80\x02" + b"]" * 5_000_001 + b".", "more than 5,000,000 lists", id="a bomb of lists"),
+    ],
+)
+def test_pickles_that_are_none(data: bytes, said: str) -> None:
+    with pytest.raises(ReadingError, match=said):
+        unpickled(data)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+def test_what_is_nested_deeply_is_read_and_is_no_dump() -> None:
+    with pytest.raises(ReadingError, match="no dump"):
+        from_pickle(nested(100_000))
+
+
+def test_json_that_is_nested_deeply_is_an_error() -> None:
+    with pytest.raises(ReadingError, match="no whole JSON"):
+        from_json(b'{"entries":' + b"[" * 100_000)
+
+
+def test_lists_of_lists_that_are_one_another_are_not_unfolded() -> None:
+    """Two to the power of sixty frames, by way of thirty lists that hold the one before twice."""
+    made: list[Any] = [{"filename": "a.py"}]
+    for _ in range(30):
+        made = [made, made]
+    one = waiting()
+    one["entries"][1] |= {"frames": made, "input_sizes": made, "input_dtypes": made, "process_group": made}
+    began = time.perf_counter()
+    parsed(from_pickle(pickle.dumps(one, protocol=2)))
+    assert time.perf_counter() - began < 1
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    float("nan"),
+    "x" * 1000,
+    "\x1b[31m",
+    b"\0",
+    [],
+    [[[]]],
+    {},
+    {"a": {}},
+    (1,),
+)
+
+
+def test_wrong_types_everywhere() -> None:
+    good = waiting()
+    for place in ("version", "pg_config", "pg_status", "entries"):
+        for wrong in WRONG:
+            parsed({**good, place: wrong})
+    for key in good["entries"][1]:
+        for wrong in WRONG:
+            one = copy.deepcopy(good)
+            one["entries"][1][key] = wrong
+            one["pg_config"]["0"]["ranks"] = wrong
+            one["pg_status"]["0"]["last_enqueued_collective"] = wrong
+            groups, calls = parsed(one)
+            assert all(type(call.seq) is int and type(call.op) is str for call in calls)
+            assert all(type(group.last_enqueued) is int for group in groups)
+
+
+def judge_text(found: Evidence) -> None:
+    job = found.job()
+    if job is not None:
+        diagnosis = judge(job, RECORDED_RULES)
+        assert not [line for line in diagnosis.unanswered if " failed (" in line]
+        text = render_text(diagnosis)
+        assert "\x1b" not in text and "\0" not in text
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        place = chance.randrange(len(changed))
+        if chance.random() < 0.6:
+            changed[place] = chance.randrange(256)
+        elif chance.random() < 0.5:
+            del changed[place : place + chance.randint(1, 20)]
+        else:
+            changed[place:place] = bytes(chance.randrange(256) for _ in range(chance.randint(1, 20)))
+    return bytes(changed)
+
+
+def test_mutated_pickles_are_read_or_refused() -> None:
+    chance = random.Random(1)
+    good = pickle.dumps(waiting(), protocol=2)
+    read = 0
+    for _ in range(SEEDS * 4):
+        try:
+            dump = from_pickle(mutated(good, chance))
+        except ReadingError:
+            continue
+        found = Evidence()
+        found.dumps = {0: dumps.dump_facts(dump, 0), 1: dumps.dump_facts(idle(), 1)}
+        judge_text(found)
+        read += 1
+    assert read > 20
+
+
+def test_mutated_json_is_read_or_refused() -> None:
+    chance = random.Random(2)
+    good = json.dumps(waiting()).encode()
+    for _ in range(SEEDS * 2):
+        try:
+            dump = from_json(mutated(good, chance))
+        except ReadingError:
+            continue
+        assert isinstance(dump, dict)
+        found = Evidence()
+        found.dumps = {0: dumps.dump_facts(dump, 0), 1: dumps.dump_facts(idle(), 1)}
+        judge_text(found)
+
+
+def test_mutated_logs_are_read() -> None:
+    chance = random.Random(3)
+    for path in sorted(LOGS.iterdir()):
+        good = path.read_bytes()
+        for _ in range(SEEDS // 50):
+            found = Evidence()
+            bad = mutated(good, chance)
+            found.log.read(io.BytesIO(bad), len(bad) + 1)
+            judge_text(found)
+
+
+def test_numbers_that_are_too_large_are_no_ranks() -> None:
+    text = (
+        b"[rank99999999999]:[E] [Rank 99999999999] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
+        + b"9" * 300
+    )
+    log = Log()
+    log.read(io.BytesIO(text + b", OpType=ALLREDUCE)\n"), 1_000_000)
+    assert log.said() == ()
+
+
+def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_BLOCK", 64 * 1024)
+
+    class Endless(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            return b"NCCL WorkNCCL(SeqNum=1 " * (size // 23)
+
+    tracemalloc.start()
+    try:
+        Log().read(Endless(), 1_500_000)  # type: ignore[arg-type]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # A block, and what is made of it.
+    assert peak < 750_000
+
+
+def test_words_that_make_patterns_slow_are_read_quickly() -> None:
+    began = time.perf_counter()
+    for word in (
+        b"#0 x from y:1 from ",
+        b"[PG ID 1 PG GUID ",
+        b'File "',
+        b"last enqueued work: ",
+        b"\x1b]",
+        b"[1m",
+        b"ranks [1, ",
+    ):
+        Log().read(
+            io.BytesIO(b"NCCL Stack trace of the failed collective [rank0]: " + word * 3000 + b"\n" + word * 3000),
+            10**7,
+        )
+    assert time.perf_counter() - began < 3
+
+
+def read(path: Path) -> Evidence:
+    found = Evidence()
+    found.read(str(path))
+    return found
+
+
+def test_each_bad_file_is_one_error_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, {0: waiting(), 1: waiting(), 3: waiting()})
+    (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps({"entries": [Harm()]}))
+    (tmp_path / "trace_5.json").write_text('{"entries": [')
+    (tmp_path / "broken.log.gz").write_bytes(gzip.compress(b"Traceback (most recent call last):\n" * 1000)[:-30])
+    (tmp_path / "weights.bin").write_bytes(b"\0" * 100)
+    (tmp_path / "train.py").write_text("Traceback (most recent call last)")
+    found = read(tmp_path)
+    assert sorted(Path(error.partition(":")[0]).name for error in found.errors) == [
+        "broken.log.gz",
+        "nccl_trace_rank_2",
+        "trace_5.json",
+    ]
+    assert sorted(found.dumps) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["nccl_trace_rank_0", "trace_0.json"])
+def test_a_file_that_is_too_large_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "MOST_BYTES", 100)
+    (error,) = read(write(tmp_path, {0: waiting()}, name)).errors
+    assert "it is larger than" in error
+
+
+def test_of_a_compressed_log_so_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bomb: it unpacks to a thousand times its size."""
+    monkeypatch.setattr(evidence, "MOST_UNPACKED", 1_000_000)
+    (tmp_path / "all.log.gz").write_bytes(gzip.compress(b"\n" * 30_000_000 + b"world_size=8\n"))
+    found = read(tmp_path)
+    assert (found.errors, found.log.world_size) == ([], 0)
+    (line,) = found.missing
+    assert "only the first" in line
+
+
+def test_pipes_devices_and_links_in_circles_are_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nccl_trace_rank_0")
+    (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "nccl_trace_rank_1").symlink_to("/dev/zero")
+    assert (read(tmp_path).errors, read(tmp_path).files) == ([], 0)
+    assert "neither a file nor a folder" in read(tmp_path / "nccl_trace_rank_0").errors[0]
+
+
+def test_a_folder_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_FILES", 3)
+    write(tmp_path, {rank: idle() for rank in range(5)})
+    assert "it holds more than 3 files" in read(tmp_path).errors[0]
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    assert read(tmp_path / "no").errors == [f"{tmp_path / 'no'}: No such file or directory"]
+
+
+def test_the_facts_say_that_they_were_read(tmp_path: Path) -> None:
+    job = read(write(tmp_path, {0: waiting(), 1: idle()})).job()
+    assert job is not None
+    assert job.incident.kind is IncidentKind.RECORDED
+    assert all(facts.record is not None and facts.record.has_dump for facts in job.ranks)

@@ -1,0 +1,47 @@
+"""What small trainings on 2 or 3 gloo ranks have recorded must still be judged as it was seen to have happened.
+
+Each is the job of a real report, without what its cause does not rest on; paths and process ids are others.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ncclsafe.codec import decode
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence
+from lightning_ncclsafe.rules import judge
+
+FOLDER = Path(__file__).parent / "recordings"
+CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "ranks", "confidence", "line"),
+    [
+        ("mismatched-size", "mismatched-collective", (1,), CERTAIN, "train.py:57 in training_step"),
+        ("mismatched-type", "mismatched-collective", (1,), CERTAIN, "train.py:62 in training_step"),
+        ("crossed-groups", "crossed-groups", (1,), CERTAIN, "train.py:70 in training_step"),
+        ("crossed-receives", "crossed-groups", (0, 1), CERTAIN, "train.py:73 in training_step"),
+        ("log-key-of-one-rank", "diverged-log-keys", (1,), CERTAIN, "train.py:90 in training_step"),
+        ("log-key-of-an-epoch", "diverged-log-keys", (1,), CERTAIN, "train.py:104 in validation_step"),
+        ("step-returned-none", "skipped-step", (1,), CERTAIN, "train.py:88 in training_step"),
+        ("step-returned-none-fsdp2", "skipped-step", (1,), CERTAIN, "train.py:88 in training_step"),
+        ("step-skipped-by-hand", "skipped-step", (1,), LIKELY, "train.py:88 in training_step"),
+        ("unused-branch", "unused-parameters", (1,), CERTAIN, "train.py:51 in forward"),
+        ("unused-before-validation", "unused-parameters", (1,), LIKELY, ""),
+        ("short-group-timeout", "timeout-misuse", (0, 2), CERTAIN, "train.py:79 in training_step"),
+        ("one-rank-compiles", "compile-skew", (1,), LIKELY, "train.py:82 in training_step"),
+        ("caught-save", "checkpoint-skipped-barrier", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
+        ("failed-save", "exception-during-save", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
+    ],
+)
+def test_what_was_recorded(name: str, rule: str, ranks: tuple[int, ...], confidence: Confidence, line: str) -> None:
+    first = judge(decode(JobFacts, (FOLDER / f"{name}.json").read_bytes())).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == (rule, ranks, confidence)
+    assert first.location.endswith(f"/{line}" if line else "")
+
+
+def test_every_recording_is_judged() -> None:
+    told = {mark.args[1][index][0] for mark in test_what_was_recorded.pytestmark for index in range(len(mark.args[1]))}
+    assert told == {path.stem for path in FOLDER.glob("*.json")}
