@@ -6,12 +6,14 @@ does not answer is looked at from outside by a rank of its host.
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange, get_all, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.reporter import Verdict
+from lightning_ncclsafe.rules.wording import size_words
 
 # Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
 ANSWER_S = 0.6
@@ -24,12 +26,35 @@ SEEN_S = 1.0
 _POLL_S = 0.02
 # The store serves about so many questions a second, from all ranks that wait for the verdict.
 _POLLS_PER_S = 2000.0
+# Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
+_MOST_BYTES = 4_000_000
+_FEW_COLLECTIVES = 100
 _CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
 
 
 def report_deadline_s(world_size: int) -> float:
-    """How long the others wait for the reporter, which reads and judges the facts of a hundred ranks a second or more."""
+    """How long the others wait for the reporter, which reads and judges a hundred ranks a second or more."""
     return REPORT_S + world_size / 100
+
+
+def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
+    """What matters most: where a rank stands, and the end of what it has called."""
+    left_out = (
+        f"Its facts were too long to be shared ({size_words(size_bytes)}): source lines, older collectives, loaders "
+        "and what it sees of other processes are left out."
+    )
+    return replace(
+        facts,
+        stack=tuple(replace(frame, code="", rank_condition="") for frame in facts.stack),
+        collectives=facts.collectives[-_FEW_COLLECTIVES:],
+        units=(),
+        peers=(),
+        workers=(),
+        loaders=(),
+        data=None,
+        preflight=None,
+        missing=(*facts.missing, left_out),
+    )
 
 
 class Gathering:
@@ -77,6 +102,8 @@ class Gathering:
         """Answers for this rank; if it leaves with an exception, for later rounds as well."""
         self._answers[self._rank] = facts
         encoded = codec.encode(facts)
+        if len(encoded) > _MOST_BYTES:
+            encoded = codec.encode(_shortened(facts, len(encoded)))
         self._exchange.set(self._facts_key(self._rank), encoded)
         self._exchange.set(self._here_key(self._rank), b"")
         if facts.exception is not None:

@@ -1,11 +1,21 @@
 """Lightning's launchers, whose function is watched in each process that they call it in."""
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_ncclsafe._lightning import _Launcher, _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+TELL_S = 6.0
+"""What ranks are given to say why, seconds, once one of them has ended: a report on a rank that is gone takes one, one
+that has to wait for another silent rank four."""
+
+# Lightning's name for what its observer of the ranks that it has started does in the end.
+_END_ALL = "_terminate_all"
 
 
 @runtime_checkable
@@ -29,6 +39,19 @@ def guarded(launcher: _Launcher | None) -> _Launcher:
     return launcher
 
 
+def _let_the_others_tell() -> None:
+    """Lightning's launcher looks for ended ranks every 5 s and kills all others at once: now once they have told."""
+    for thread in threading.enumerate():
+        end_all = getattr(thread, _END_ALL, None)
+        if end_all is not None and _END_ALL not in vars(thread):
+            vars(thread)[_END_ALL] = partial(_later, end_all)
+
+
+def _later(end_all: Callable[[], None]) -> None:
+    time.sleep(TELL_S)
+    end_all()
+
+
 @dataclass(frozen=True)
 class _GuardedFunction:
     """A Trainer's function that is watched where it runs; a class, so that it can be sent to a spawned process."""
@@ -40,6 +63,7 @@ class _GuardedFunction:
         strategy = getattr(trainer, "strategy", None)
         if not isinstance(strategy, Watching):
             return self.function(*args, **kwargs)
+        _let_the_others_tell()
         with strategy.watch(trainer):
             return self.function(*args, **kwargs)
 

@@ -122,14 +122,8 @@ class GuardedStrategy(ParallelStrategy):
         if watched is not None and name == "Trainer.save_checkpoint":
             watched.steps.saved()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lightning's hook for each training batch; here it is seen whether the one before had a backward pass."""
-        if self._watched is not None:
-            self._watched.steps.begin_batch(batch_idx)
-        super().on_train_batch_start(batch, batch_idx)
-
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's hook for each backward pass."""
+        """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
         if self._watched is not None:
             self._watched.steps.backward()
         return super().backward(*args, **kwargs)

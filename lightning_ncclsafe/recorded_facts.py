@@ -15,6 +15,7 @@ class RecordFacts:
         awaited: Ranks for which this one says that it has waited in vain, ascending.
         awaited_in: Where it did: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
         exit_code: With what its process ended, by its launcher; minus the signal's number where a signal ended it.
+        ended_first: Whether its launcher says that it was the first to fail.
         stuck_s: Seconds for which the watchdog's own thread did not move (PyTorch's heartbeat monitor); 0 if it did.
         lines: Its most telling lines, as they stand in the log, each cut to 300 characters.
     """
@@ -26,5 +27,6 @@ class RecordFacts:
     awaited: tuple[int, ...] = ()
     awaited_in: str = ""
     exit_code: int | None = None
+    ended_first: bool = False
     stuck_s: int = 0
     lines: tuple[str, ...] = ()

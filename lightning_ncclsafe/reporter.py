@@ -17,6 +17,9 @@ from lightning_ncclsafe.rules.expected import expected_for_s
 from lightning_ncclsafe.settings import Limits
 
 
+_MOST_TOLD = 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the reporter tells the other ranks about an incident.
@@ -74,7 +77,8 @@ class Reporter:
             incident=job.incident,
             answer=answer,
             folder=folder,
-            findings=diagnosis.findings,
+            # Every rank reads them, and a store takes only so much; the report has them all.
+            findings=diagnosis.findings[:_MOST_TOLD],
             ends_run=ends_run,
             logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
         )
@@ -84,7 +88,8 @@ class Reporter:
             folder = str(write_report(diagnosis, self._report_dir))
         except OSError as error:
             return "", f"the report could not be written: {error}"
-        return folder, f"report: {folder}"
+        elsewhere = Path(folder).parent != self._report_dir
+        return folder, f"report: {folder}" + (f" (nothing could be written to {self._report_dir})" if elsewhere else "")
 
     def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
         """Last of all. Why there is none is said once; it is tried for every incident, as no two are alike."""

@@ -139,6 +139,7 @@ class WatchedCall:
     def set_up(self) -> None:
         """Lightning has set everything up, and with it made the process groups that it had not made before."""
         self.trainer_probe.started = True
+        self._unharmed(self.steps.begin)
         self._group_timeouts.start()
 
     def prepared(self, loader: Any) -> Any:

@@ -23,7 +23,8 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.preflight_facts import DirectoryFacts, PreflightFacts
-from lightning_ncclsafe.rules import AGREEMENT_RULES, PREFLIGHT_RULES, judge
+from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.rules import AGREEMENT_RULES, PREFLIGHT_RULES, RECORDED_RULES, judge
 
 SITE = "/opt/conda/lib/python3.12/site-packages"
 S = 1_000_000_000
@@ -206,6 +207,23 @@ def preflight_incident(world: int) -> Diagnosis:
 
     ranks = (replace(rank_facts(rank, world=world), preflight=checked(rank)) for rank in range(world))
     return judge(of_kind(IncidentKind.PREFLIGHT, tuple(ranks)), PREFLIGHT_RULES)
+
+
+def recorded_incident(world: int) -> Diagnosis:
+    """What dumps of the same ranks would say: their collectives and nothing else, and not when that was."""
+    base = job_of(world)
+    ranks = (
+        RankFacts(
+            rank=facts.rank,
+            progress=Progress(phase=Phase.UNKNOWN),
+            groups=facts.groups,
+            collectives=facts.collectives,
+            record=RecordFacts(has_dump=True),
+        )
+        for facts in base.ranks
+    )
+    incident = replace(base.incident, kind=IncidentKind.RECORDED)
+    return judge(replace(base, incident=incident, ranks=tuple(ranks)), RECORDED_RULES)
 
 
 MARKUP = (

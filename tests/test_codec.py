@@ -52,6 +52,7 @@ from lightning_ncclsafe.preflight_facts import (
     SwapFacts,
 )
 from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
 FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
 WORKER = ProcessFacts(
@@ -325,6 +326,20 @@ RANK = RankFacts(
         ),
     ),
     exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
+    failed_save=ExceptionFacts(type="OSError", message="disk full", stack=(FRAME,), is_consequence=True),
+    steps=StepFacts(
+        with_backward=12,
+        skipped=1,
+        skipped_epoch=2,
+        skipped_batch=3,
+        returns_nothing=("train.py:88 in training_step",),
+        without_gradient=("branch.weight",),
+        without_gradient_count=1,
+        unused_at="train.py:51 in forward",
+        logged=(LoggedKey(name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:"),),
+        reducing="loss",
+        peer=3,
+    ),
     record=RecordFacts(
         has_dump=True,
         has_log=True,
@@ -333,6 +348,7 @@ RANK = RankFacts(
         awaited=(0,),
         awaited_in="monitored_barrier",
         exit_code=-9,
+        ended_first=True,
         stuck_s=480,
         lines=("[Rank 3] Watchdog caught",),
     ),

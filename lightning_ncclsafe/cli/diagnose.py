@@ -30,7 +30,7 @@ _DESCRIPTION = (
     " read."
 )
 _PATHS = "files, or folders of them; - is a log from the standard input"
-_FORMAT = "text, or json: a document as in report.json for each run and report (default: text)"
+_FORMAT = "text, or json: a document as in report.json for each run and report"
 
 
 def add_to(commands: Any) -> None:

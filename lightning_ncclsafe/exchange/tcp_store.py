@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 # A job that is stopped as a whole and continued misses one on waking up.
 MISSES_ALLOWED = 3
+# A store breaks the connection of who sends more than 8 MiB at once (torch 2.13).
+MOST_BYTES = 8_000_000
 
 
 class TcpStoreExchange:
@@ -44,7 +46,9 @@ class TcpStoreExchange:
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Publishes a value."""
+        """Publishes a value; one that is too long for a store is refused, and nothing else happens."""
+        if len(value) > MOST_BYTES:
+            raise ExchangeError(f"The job's store takes no value of {len(value):,} bytes: {key}.")
         self._call(lambda: self._set(key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:

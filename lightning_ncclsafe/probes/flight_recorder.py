@@ -10,6 +10,9 @@ from lightning_ncclsafe.facts import Collective, Group
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
 KEPT_PER_GROUP = 48
+# One rank reads those of all: of jobs with more ranks than this, fewer of each.
+_ALL_KEPT_RANKS = 1024
+_LEAST_KEPT = 8
 
 Position = tuple[tuple[str, str, str], ...]
 Names = dict[str, tuple[str, str]]
@@ -42,9 +45,10 @@ class FlightRecorder:
             found_groups, found_collectives = parse(dump, self._names[index])
             groups |= {group.name: group for group in found_groups}
             collectives += found_collectives
+        kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
         known = [_with_members(group, members.get(name)) for name, group in groups.items()]
         unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
-        return (*known, *(group for group in unused if group.name not in groups)), tuple(_newest(collectives))
+        return (*known, *(group for group in unused if group.name not in groups)), tuple(_newest(collectives, kept))
 
 
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
@@ -129,11 +133,16 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(map(int, size)) for size in sizes or ())
 
 
-def _newest(collectives: list[Collective]) -> list[Collective]:
+def kept_per_group(world_size: int) -> int:
+    """How many entries of each group are told, besides those that are outstanding."""
+    return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
+
+
+def _newest(collectives: list[Collective], most: int) -> list[Collective]:
     kept: dict[str, int] = defaultdict(int)
     newest = []
     for collective in sorted(collectives, key=lambda c: c.created_ns, reverse=True):
         kept[collective.group] += 1
-        if kept[collective.group] <= KEPT_PER_GROUP or not collective.completed:
+        if kept[collective.group] <= most or not collective.completed:
             newest.append(collective)
     return newest[::-1]

@@ -59,7 +59,6 @@ class MachineProbe:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._next_s = -math.inf
         self._garbage = GarbageWatch()
-        self._garbage.start()
 
     def close(self) -> None:
         """Leaves nothing behind, but for a thread that may wait for an answer about the host's name."""
@@ -68,6 +67,7 @@ class MachineProbe:
     def note(self) -> None:
         """Looks, at most once a second; cheap enough for every tick of the guard."""
         if self._seeks is None:
+            self._garbage.start()
             # Now, as it may be down when it is asked for; the host's name is looked up meanwhile.
             self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
             self._seeks.start()

@@ -1,6 +1,6 @@
 """Steps without a backward pass, saves that failed and what is logged on all ranks; Lightning is not imported.
 
-On the training's thread only a flag is set and looked at, twice a batch; everything else is read when ranks are asked.
+On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
 """
 
 import sys
@@ -44,24 +44,28 @@ class StepRecord:
         self._trainer = trainer
         self._is_consequence = is_consequence
         self.failed_save: ExceptionFacts | None = None
-        self._has_backward = True
+        self._total: Any = None
+        self._last = 0
         self._with_backward = 0
         self._skipped = 0
-        self._last = (-1, -1)
+        self._last_skipped = (-1, -1)
 
-    def begin_batch(self, batch_idx: int) -> None:
-        """The next training batch begins, on the main thread."""
-        if not self._has_backward:
-            epoch = self._trainer.current_epoch
-            self._skipped += 1
-            self._last = (epoch, batch_idx - 1) if batch_idx > 0 else (epoch - 1, -1)
-        self._has_backward = False
+    def begin(self) -> None:
+        """The first batch is to come; where training is resumed, some have been before."""
+        # A loop of the user's own may count in another way; then nothing is noted.
+        with suppress(AttributeError):
+            total = _batches(self._trainer).total
+            self._last, self._total = total.ready, total
 
     def backward(self) -> None:
-        """A backward pass begins, on the main thread."""
-        if not self._has_backward:
-            self._has_backward = True
+        """A backward pass begins, on the main thread: what is done here is done in every batch."""
+        ready = self._total.ready if self._total is not None else self._last
+        if ready != self._last:
             self._with_backward += 1
+            if ready > self._last + 1:
+                self._skipped += ready - self._last - 1
+                self._last_skipped = _before(self._trainer)
+            self._last = ready
 
     def save_failed(self, error: BaseException) -> None:
         """The save of a checkpoint has raised, on the main thread; whoever called it may catch that."""
@@ -78,16 +82,19 @@ class StepRecord:
         Args:
             error: Text of the exception that this rank raised, if any.
         """
-        skipped, (epoch, batch) = self._skipped, self._last
-        if not self._has_backward and (error.startswith(_REFUSED) or _batch_is_over(self._trainer)):
-            skipped, epoch, batch = skipped + 1, self._trainer.current_epoch, _batch_idx(self._trainer)
+        pending = self._total.ready - self._last if self._total is not None else 0
+        # What the batch under way will have is not known yet.
+        is_over = pending > 0 and (error.startswith(_REFUSED) or _batch_is_over(self._trainer))
+        skipped, last = self._skipped + max(pending - (not is_over), 0), self._last_skipped
+        if skipped > self._skipped:
+            last = _now(self._trainer) if is_over else _before(self._trainer)
         module = getattr(self._trainer, "lightning_module", None)
         missing = _without_gradient(module)
         return StepFacts(
             with_backward=self._with_backward,
             skipped=skipped,
-            skipped_epoch=epoch,
-            skipped_batch=batch,
+            skipped_epoch=last[0],
+            skipped_batch=last[1],
             returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
             without_gradient=tuple(missing[:_MAX_NAMES]),
             without_gradient_count=len(missing),
@@ -106,17 +113,25 @@ def _callers() -> list[Frame]:
 
 
 def _batches(trainer: Any) -> Any:
-    return trainer.fit_loop.epoch_loop.batch_progress.current
+    return trainer.fit_loop.epoch_loop.batch_progress
 
 
-def _batch_idx(trainer: Any) -> int:
-    return int(_batches(trainer).ready) - 1
+def _now(trainer: Any) -> tuple[int, int]:
+    """Epoch and index of the batch under way, or of the last one; -1 where the loop does not say."""
+    with suppress(AttributeError):
+        return int(trainer.current_epoch), int(_batches(trainer).current.ready) - 1
+    return -1, -1
+
+
+def _before(trainer: Any) -> tuple[int, int]:
+    """The same of the batch before; -1 in place of an index that is not known any more."""
+    epoch, batch = _now(trainer)
+    return (epoch, batch - 1) if batch > 0 else (max(epoch - 1, -1), -1)
 
 
 def _batch_is_over(trainer: Any) -> bool:
-    with suppress(AttributeError):
-        return bool(_batches(trainer).processed >= _batches(trainer).ready > 0)
-    return False
+    current = _batches(trainer).current
+    return bool(current.processed >= current.ready)
 
 
 def _without_gradient(module: Any) -> list[str]:

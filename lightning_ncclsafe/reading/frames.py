@@ -10,7 +10,7 @@ from lightning_ncclsafe.reading.values import items, mapping, text, whole
 _MOST = 60
 _MOST_GIVEN = 1000
 _NOT_USERS = re.compile(
-    r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python3|[/\\]pythonlib[/\\]|^<(?!ipython-input)|^\?\?"
+    r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python3|[/\\]bin[/\\][\w.-]+$|^<(?!ipython-input)|^\?\?"
 )
 # C++ frames, with TORCH_FR_CPP_STACK.
 _SOURCES = (".py", ">")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
 
+_FIRST = "Root Cause (first observed failure)"
 _RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
 _HOST = re.compile(r"^\s*host\s*:\s*(\S{1,100})")
 _EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
@@ -19,6 +20,7 @@ class Ended(NamedTuple):
     rank: int
     exit_code: int
     host: str = ""
+    is_first: bool = False
 
 
 class Summary:
@@ -27,18 +29,26 @@ class Summary:
     def __init__(self) -> None:
         self._host = ""
         self._rank: int | None = None
+        self._is_first = False
 
     def add(self, text: str) -> Ended | None:
         """Reads the next line; an end where this line completes one."""
-        if host := _HOST.match(text):
+        if _FIRST in text:
+            self._is_first = True
+        elif host := _HOST.match(text):
             self._host, self._rank = host[1], None
         elif rank := _RANK.match(text):
             self._rank = whole(rank[1], MOST_RANKS)
         elif (code := _EXIT.match(text)) and self._rank is not None and self._rank < MOST_RANKS:
-            ended = Ended(self._rank, whole(code[1]), self._host)
-            self._host, self._rank = "", None
+            ended = Ended(self._rank, whole(code[1]), self._host, self._is_first)
+            self._host, self._rank, self._is_first = "", None, False
             return ended
         return None
+
+
+def starts_again(text: str) -> bool:
+    """Whether torchrun says here that it starts all ranks again."""
+    return "will restart worker group" in text
 
 
 def srun_ended(text: str) -> list[Ended]:

@@ -1,7 +1,7 @@
 """A log's lines in bounded memory, without the colours, and what launchers put before each of them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple
 
 from lightning_ncclsafe.reading.values import MOST_RANKS
@@ -13,11 +13,29 @@ _ENDS = re.compile(rb"[\r\n]+")
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
-# Everything below begins with one of these words; most lines of a log have none.
-_TELLING = re.compile(
-    rb"NCCL|[Mm]onitoredBarrier|Traceback \(most|lagging ranks|join collective|finish collective|store based barrier"
-    rb"|exitcode|local_rank: |srun: error|(?:[Ww]orld_?[Ss]ize|WORLD_SIZE)\W|MEMBER: |distributed processes"
-    rb"|  host  *: |Starting with \d+ processes"
+# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
+_TELLING = (
+    b"WorkNCCL",
+    b"Watchdog caught",
+    b"[PG ",
+    b"got stuck for",
+    b"Stack trace of the failed",
+    b"ncclUniqueId",
+    b"onitoredBarrier",
+    b"join collective",
+    b"lagging ranks",
+    b"Traceback (most",
+    b"exitcode",
+    b"local_rank: ",
+    b"Root Cause (",
+    b"  host ",
+    b"srun: error",
+    b"will restart worker",
+    b"orld_size",
+    b"WORLD_SIZE",
+    b"MEMBER: ",
+    b"nranks ",
+    b"Starting with ",
 )
 
 # One after the other, any of these may stand before what a rank says.
@@ -50,19 +68,22 @@ class Line(NamedTuple):
     text: str
 
 
-def lines(stream: IO[bytes], most: int) -> Iterator[bytes]:
+def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda _: True) -> Iterator[bytes]:
     """The lines of a stream, also of one without any ends of lines; those of progress bars end where these go back.
 
     Args:
         stream: The stream.
         most: After how many bytes to stop.
+        wanted: Whether the lines in a block are of use; blocks of which they are not are left out.
     """
     rest, read = b"", 0
     while read < most and (block := stream.read(_BLOCK)):
         read += len(block)
-        *whole, rest = _ENDS.split(rest + block)
-        for line in whole:
-            yield line[:LONGEST_LINE]
+        block = rest + block
+        end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+        whole, rest = block[:end], block[end:]
+        if whole and wanted(whole):
+            yield from (line[:LONGEST_LINE] for line in _ENDS.split(whole) if line)
         while len(rest) > LONGEST_LINE:
             # What follows a progress bar is its last part, so nothing is thrown away.
             yield rest[:LONGEST_LINE]
@@ -71,9 +92,9 @@ def lines(stream: IO[bytes], most: int) -> Iterator[bytes]:
         yield rest[:LONGEST_LINE]
 
 
-def may_tell(line: bytes) -> bool:
-    """Whether a line may say something about ranks; made to be quick for the many that do not."""
-    return _TELLING.search(line) is not None
+def may_tell(text: bytes) -> bool:
+    """Whether a line, or many of them, may say something about ranks; made to be quick for those that do not."""
+    return any(word in text for word in _TELLING)
 
 
 def taken_apart(line: bytes) -> Line:

@@ -15,6 +15,7 @@ from lightning_ncclsafe.reading.values import MOST_RANKS
 _Key = tuple[int | None, str]
 _MOST_SAID = 100_000
 _MOST_OPEN = 4096
+_MOST_IDLE = 5000
 _MOST_BROKEN = 3
 _FAILED_AT = "Stack trace of the failed collective"
 
@@ -31,6 +32,8 @@ class Log:
         self.world_size = 0
         self.unnamed: list[ExceptionFacts] = []
         self._said: dict[int, Said] = {}
+        self._before: tuple[Said, ...] = ()
+        self._idle = 0
         self._open: dict[_Key, tracebacks.Traceback] = {}
         self._rank_of: dict[str, int] = {}
         self._default_rank: int | None = None
@@ -53,15 +56,25 @@ class Log:
         self._default_rank = rank
         self._open.clear()
         try:
-            for line in lines(stream, most):
-                if self._open or self._broken or self._failed is not None or may_tell(line):
+            for line in lines(stream, most, self._wants):
+                if self._wants(line):
                     self._add(taken_apart(line))
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"it could be read in part only ({error})") from error
 
+    def _wants(self, text: bytes) -> bool:
+        return bool(self._open or self._broken or self._failed) or may_tell(text)
+
     def said(self) -> tuple[Said, ...]:
-        """What was said of each rank, by rank; ranks of which it is only known that they live are left out."""
-        return tuple(said for _, said in sorted(self._said.items()) if said.tells)
+        """What was said of each rank, by rank; ranks of which it is only known that they live are left out.
+
+        Of several starts of a run in one log, the last one of which anything is said counts.
+        """
+        return _telling(self._said) or self._before
+
+    def _start_again(self) -> None:
+        self._before = _telling(self._said) or self._before
+        self._said, self._last, self._failed = {}, None, None
 
     def _of(self, rank: int | None) -> Said | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
@@ -74,6 +87,8 @@ class Log:
         text = self._whole_line(line)
         if text is None:
             return
+        if launchers.starts_again(text):
+            self._start_again()
         rank = self._speaker(line)
         self._traceback(line, rank, text)
         self._frame_of_failed(text)
@@ -107,6 +122,10 @@ class Log:
     def _traceback(self, line: Line, rank: int | None, text: str) -> None:
         key = (line.rank, line.stream)
         reading = self._open.get(key)
+        self._idle = 0 if reading is not None else self._idle + 1
+        if self._idle > _MOST_IDLE:
+            # Their ranks have been ended in the middle of them.
+            self._open.clear()
         if reading is not None and not reading.goes_on(text):
             del self._open[key]
             if reading.exception is not None:
@@ -137,6 +156,7 @@ class Log:
             said = self._of(end.rank)
             if said is not None:
                 said.exit_code = said.exit_code or end.exit_code
+                said.ended_first = said.ended_first or end.is_first
                 said.host = said.host or end.host
 
     def _collective(self, rank: int | None, line: Line, text: str) -> None:
@@ -174,3 +194,7 @@ class Log:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
             speaker.awaited_in = speaker.awaited_in or awaited.where
             speaker.quote(text)
+
+
+def _telling(said: dict[int, Said]) -> tuple[Said, ...]:
+    return tuple(one for _, one in sorted(said.items()) if one.tells)

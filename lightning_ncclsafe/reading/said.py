@@ -35,6 +35,7 @@ class Said:
     awaited: set[int] = field(default_factory=set)
     awaited_in: str = ""
     exit_code: int | None = None
+    ended_first: bool = False
     host: str = ""
     stuck_s: int = 0
     lines: list[str] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Said:
                 awaited=tuple(sorted(self.awaited)),
                 awaited_in=self.awaited_in,
                 exit_code=self.exit_code,
+                ended_first=self.ended_first,
                 stuck_s=self.stuck_s,
                 lines=tuple(self.lines),
             ),

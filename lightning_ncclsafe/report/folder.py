@@ -15,7 +15,7 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_text
 
 # Others wait for what is told after the page: it has a moment, and with more ranks it would take longer.
-_MOST_S = 2.0
+_MOST_S = 3.0
 _MOST_RANKS = 2_048
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.compared import compares
+from lightning_ncclsafe.report.recorded import is_recorded
 from lightning_ncclsafe.rules.sentences import others_wait
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words
@@ -76,7 +77,12 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
 
 
 def _waits(view: Timeline, finding: Finding) -> str:
-    """Most sentences end with what the others wait in: then who that is is enough."""
+    """Most sentences end with what the others wait in: then who that is is enough.
+
+    Of a record the rules tell it better: a log may not say in what a rank waits.
+    """
+    if is_recorded(view.job):
+        return ""
     words, ranks = others_wait(view, finding.ranks), view.held_up(finding.ranks)
     return capitalised(ranks_words(ranks) if ranks and words in finding.summary else words)
 

@@ -12,7 +12,6 @@ from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.report.alike import Alike
 from lightning_ncclsafe.report.html_words import label_of, pairs, table_of, value_words
 from lightning_ncclsafe.rules.sentences import batch_words
-from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words
 
 _MOST_IN_FULL = 40

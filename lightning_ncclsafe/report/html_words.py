@@ -32,7 +32,7 @@ def _seconds(value: float) -> str:
 _UNITS: tuple[tuple[str, Words], ...] = (
     ("_bytes_per_s", lambda value: f"{size_words(int(value))}/s"),
     ("_bytes", lambda value: size_words(int(value))),
-    ("_ms", lambda value: f"{value:,.3f} ms"),
+    ("_ms", lambda value: f"{value:,.3f} ms" if abs(value) < 1e3 else duration_words(value / 1e3)),
     ("_ns", _moment),
     ("_s", _seconds),
     ("_w", lambda value: f"{value:,.0f} W"),
@@ -68,7 +68,7 @@ def _nested_words(name: str, value: Any) -> str:
     if isinstance(value, Frame):
         return short_location(value)
     if is_dataclass(value):
-        return ", ".join(f"{label} {words}" for label, _, words in pairs(value))
+        return ", ".join(words if label == "name" else f"{label} {words}" for label, _, words in pairs(value))
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={value_words(str(key), item)}" for key, item in value.items())
     if name == "ranks":

@@ -54,6 +54,7 @@ from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
 from lightning_ncclsafe.rules.hang.stopped_process import stopped_process
 from lightning_ncclsafe.rules.hang.timeout_misuse import timeout_misuse
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
+from lightning_ncclsafe.rules.hang.unfinished_rank import unfinished_rank
 from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.hang.unused_parameters import unused_parameters
@@ -93,6 +94,7 @@ from lightning_ncclsafe.rules.recorded.mismatched_collective import mismatched_c
 from lightning_ncclsafe.rules.recorded.no_dump import no_dump
 from lightning_ncclsafe.rules.recorded.rank_behind import rank_behind as recorded_rank_behind
 from lightning_ncclsafe.rules.recorded.silent_rank import silent_rank
+from lightning_ncclsafe.rules.recorded.unmatched_p2p import unmatched_p2p
 from lightning_ncclsafe.rules.recorded.watchdog_stuck import watchdog_stuck
 from lightning_ncclsafe.rules.timeline import forget
 from lightning_ncclsafe.rules.unknowns import unknowns
@@ -127,6 +129,7 @@ HANG_RULES: tuple[Rule, ...] = (
     data_stall,
     blocked_on_disk,
     late_at_init,
+    unfinished_rank,
     uneven_batches,
     crossed_groups,
     diverged_log_keys,
@@ -217,6 +220,7 @@ RECORDED_RULES: tuple[Rule, ...] = (
     recorded_late_at_init,
     watchdog_stuck,
     host_stuck,
+    unmatched_p2p,
     crossed_groups,
     gpu_stuck,
     no_dump,

@@ -70,14 +70,6 @@ def _came_just_now(facts: RankFacts, call: Collective) -> bool:
     return 0 < facts.taken_ns < call.created_ns + _MOMENT_NS
 
 
-def hosts(view: Timeline) -> dict[int, str]:
-    """The host of each rank, as far as ranks have said so, or another one has seen them on its own."""
-    seen = {peer.rank: facts.host for facts in view.facts.values() for peer in facts.peers}
-    lost = {rank: host.host for host in view.job.silent_hosts for rank in host.ranks}
-    said = {rank: facts.host for rank, facts in view.facts.items()}
-    return {rank: host for rank, host in (seen | lost | said).items() if host}
-
-
 def uses_gpus(view: Timeline) -> bool:
     """Whether the job has groups on NCCL."""
     return any(entry.backend.startswith("nccl") for facts in view.facts.values() for entry in facts.collectives[-8:])

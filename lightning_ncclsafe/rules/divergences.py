@@ -96,22 +96,22 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     return len(Counter(purposes.values())) == 1
 
 
-def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str]:
+def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str] | None:
     facts = view.facts[rank]
     unit = unit_of(call, facts)
     if unit is not None:
         return "unit", unit.kind.value
     is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
     if not is_last or (view.activities[rank].kind is not Kind.COLLECTIVE and facts.exception is None):
-        return "", ""
+        return None
     return _caller(facts.exception.stack if facts.exception else facts.stack)
 
 
-def _caller(stack: tuple[Frame, ...]) -> tuple[str, str]:
+def _caller(stack: tuple[Frame, ...]) -> tuple[str, str] | None:
     """The deepest function below the Trainer that is not part of a collective itself."""
     inside = stack[trainer_start(stack) :]
     for frame in reversed(inside):
         found = landmark(frame)
         if frame.user or (found is None and "/torch/distributed/" not in frame.file.replace("\\", "/")):
             return frame.file, frame.function
-    return "", ""
+    return None

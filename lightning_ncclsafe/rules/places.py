@@ -13,15 +13,15 @@ _FEW = 4
 
 def with_places(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; where the job has several hosts, each says first where the ranks run that it names."""
-    hosts = _hosts(job)
+    hosts = hosts_of(job)
     # Where ranks are only compared, what is compared is said with its host.
     if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
         return [*findings]
     return [replace(finding, evidence=(*_evidence(finding, hosts), *finding.evidence)) for finding in findings]
 
 
-def _hosts(job: JobFacts) -> dict[int, str]:
-    """As far as ranks have said so, or another rank has seen them on its own host."""
+def hosts_of(job: JobFacts) -> dict[int, str]:
+    """The host of each rank, as far as ranks have said so, or another rank has seen them on its own host."""
     seen = {peer.rank: facts.host for facts in job.ranks for peer in facts.peers}
     lost = {rank: host.host for host in job.silent_hosts for rank in host.ranks}
     said = {facts.rank: facts.host for facts in job.ranks}

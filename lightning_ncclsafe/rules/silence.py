@@ -14,8 +14,8 @@ from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
 from lightning_ncclsafe.rules.wording import location_of, size_words
 
 _DEAD = ("gone", "zombie")
-# A guard needs some 0.2 s of processor time to answer; with less than this share of a core it cannot in time.
-_STARVED = 0.15
+# A guard needs some 0.1 s of processor time to answer; with a larger share of a core than this it can in time.
+_STARVED = 0.08
 _SWAPPED = 100_000_000
 
 

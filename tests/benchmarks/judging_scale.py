@@ -2,8 +2,8 @@
 
 ``python tests/benchmarks/judging_scale.py --ranks 1024`` judges a synthetic job of each scene of
 ``tests/rules/scenes.py``, on either back end, in a process of its own each: the scene's culprits, and 1,024 ranks of
-which the others do what they do in the scene. Every rank has a stack of 40 frames, 200 collectives in four groups, its
-peers and its host. ``--growth`` asks every rule alone, at two sizes.
+which the others do what they do in the scene. Every rank has a stack of 40 frames, its peers and its host, and in four
+groups as many collectives as the probe keeps for a job of this size: 200 up to 1,024 ranks, 40 of 16,384. ``--growth`` asks every rule alone, at two sizes.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from scenes import SCENES, Scene
 
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.facts import Collective, Frame, Group, HostFacts, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.probes.flight_recorder import kept_per_group
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_short, render_text
 from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
@@ -31,7 +32,6 @@ from lightning_ncclsafe.rules.timeline import forget
 
 PER_HOST = 8
 DEPTH = 40
-PER_GROUP = 48
 HOST = HostFacts(
     rss_bytes=61_000_000_000,
     process_swap_bytes=0,
@@ -100,26 +100,32 @@ def in_mesh(facts: RankFacts, rank: int, world: int, net: Backend) -> tuple[tupl
     """The default group as the scene has it with more of its past, and three groups of a mesh that stand still."""
     if not facts.groups:
         return (), facts.collectives
-    (default,) = facts.groups
+    (default,), kept = facts.groups, kept_per_group(world)
     first = facts.collectives[0].seq if facts.collectives else default.last_enqueued + 1
     (last,) = net.recorded(1, sizes=GRADIENTS)
-    before = [replace(last, seq=seq, created_ns=1_000_000 * seq) for seq in range(first, first + PER_GROUP)]
-    collectives = [replace(call, seq=call.seq + PER_GROUP) for call in facts.collectives]
+    before = [replace(last, seq=seq, created_ns=1_000_000 * seq) for seq in range(first, first + kept)]
+    collectives = [replace(call, seq=call.seq + kept) for call in facts.collectives]
     groups = [
         replace(
             default,
             ranks=everyone(world),
-            last_enqueued=default.last_enqueued + PER_GROUP,
-            last_started=default.last_started + PER_GROUP if default.last_started >= 0 else -1,
-            last_completed=default.last_completed + PER_GROUP,
+            last_enqueued=default.last_enqueued + kept,
+            last_started=default.last_started + kept if default.last_started >= 0 else -1,
+            last_completed=default.last_completed + kept,
         )
     ]
     sides: list[Collective] = []
     for name, ranks in mesh(rank, world).items():
         groups.append(
-            Group(name=name, description=f"mesh_{name}", ranks=ranks, last_enqueued=PER_GROUP, last_completed=PER_GROUP)
+            Group(
+                name=name,
+                description=f"mesh_{name}",
+                ranks=ranks,
+                last_enqueued=kept,
+                last_completed=kept,
+            )
         )
-        sides += [one_of_past(name, seq, net) for seq in range(1, PER_GROUP + 1)]
+        sides += [one_of_past(name, seq, net) for seq in range(1, kept + 1)]
     return tuple(groups), (*before, *sides, *collectives)
 
 
@@ -154,15 +160,6 @@ def mesh(rank: int, world: int) -> dict[str, tuple[int, ...]]:
     pipe = tuple(one for one in (stage * 16 + local, stage * 16 + 8 + local) if one < world)
     data = tuple(range(lane * 8 + local, world, 16))
     return {f"tp{host}": tensor, f"pp{stage}x{local}": pipe, f"dp{lane}x{local}": data}
-
-
-def half_dead(net: Backend) -> JobFacts:
-    """Half of the ranks are gone, each seen from outside."""
-    return job_of_waiting(net, 4)
-
-
-def job_of_waiting(net: Backend, world: int) -> JobFacts:
-    return next(scene for scene in SCENES if scene.name == "link is broken").build(net)
 
 
 def each_elsewhere(rank: int, facts: RankFacts) -> RankFacts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Browser, Page, found
-from incidents import data_incident, incident_of, poisoned, preflight_incident
+from incidents import data_incident, incident_of, poisoned, preflight_incident, recorded_incident
 
 from lightning_ncclsafe.report.html import render_html
 
@@ -22,6 +22,7 @@ MADE = {
     "a silent rank": lambda: incident_of(9, silent=(3,)),
     "1,024 ranks": lambda: incident_of(1024),
     "data": lambda: data_incident(4),
+    "recorded": lambda: recorded_incident(4),
     "preflight": lambda: preflight_incident(4),
     "hostile": lambda: poisoned(incident_of(4, silent=(3,))),
 }
@@ -106,7 +107,9 @@ def test_its_own_style_is_admitted(show: Open) -> None:
 def test_a_link_opens_the_facts_it_leads_to(show: Open) -> None:
     with show("2 ranks", PHONE) as page:
         assert page.evaluate("document.querySelector('#rank-0').open") is False
-        page.evaluate("document.querySelector('a[href=\"#rank-0-progress\"]').click()")
+        click = "document.querySelector('a[href=\"#rank-0-progress\"]').click()"
+        # Only when that is told has the page gone there.
+        page.evaluate(f"new Promise(done => {{ addEventListener('hashchange', () => done(0)); {click} }})")
         assert page.evaluate("document.querySelector('#rank-0').open") is True
         top = page.evaluate("document.querySelector('#rank-0-progress').getBoundingClientRect().top")
         assert 0 <= top < 844
@@ -114,13 +117,13 @@ def test_a_link_opens_the_facts_it_leads_to(show: Open) -> None:
 
 def test_on_paper_nothing_is_folded_away_or_cut_off(show: Open) -> None:
     folded = "[...document.querySelectorAll('details > :not(summary)')].filter(one => !one.checkVisibility()).length"
-    with show("2 ranks", 794) as page:
+    with show("2 ranks", 680) as page:
         assert page.evaluate(folded.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")) > 0
         page.emulate("print")
         assert (
             page.evaluate("[...document.querySelectorAll('details tr')].filter(one => !one.offsetHeight).length") == 0
         )
-        assert page.evaluate("document.documentElement.scrollWidth") == 794
+        assert page.evaluate("document.documentElement.scrollWidth") == 680
         wide = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
         assert page.evaluate(wide) == 0
         # So many pages are not filled by what is shown before anything is opened.

@@ -14,9 +14,10 @@ from lightning_ncclsafe.probes import traceback_signal
 def main() -> None:
     name, folder, strategy_name, suspect_after_s = sys.argv[1:]
     case = CASES[name]
-    # What the import of the package does in a program of its own; this one is a fork, in which it was imported before.
-    traceback_signal._early = traceback_signal.TracebackSignal()
-    traceback_signal.arm_early()
+    # What the import of the package does; in a fork of a program that has imported it, it would have to be done again.
+    if traceback_signal._early.is_inherited:
+        traceback_signal._early = traceback_signal.TracebackSignal()
+        traceback_signal.arm_early()
     root = Path(folder)
     if namespace := os.environ.get("NAMESPACE"):
         move_to(namespace)

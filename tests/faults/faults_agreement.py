@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from samples import Claimed, Stream
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from training import BATCH_SIZE, BATCHES, Here, MeetingNet, rows
+from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, rows
 from truths import Moment, fault, odd_one_out
 
 BOTH = ("SafeDDP", "SafeModelParallel")
@@ -31,6 +31,18 @@ def rank_that_ends_its_epoch_early(here: Here) -> None:
             return None
 
     here.fit(net=Enough(here), data=(rows(here), rows(here)))
+
+
+@fault("uneven-batches", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
+def rank_that_stops_training(here: Here) -> None:
+    """Its own loss is good enough."""
+
+    def stop(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            net.trainer.should_stop = True
+
+    here.fit(stop)
 
 
 @fault("uneven-end", ranks=(1,), at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)

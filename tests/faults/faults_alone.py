@@ -1,6 +1,7 @@
 """One rank does what the others do not, or takes longer: they wait for it in a collective."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -74,6 +75,28 @@ def upload_at_the_end_of_training(here: Here) -> None:
     here.fit(callbacks=[Upload(), Agree()], max_epochs=1)
 
 
+@fault("unfinished-rank", ranks=(0,), at={Moment.END: (2, 3)}, has_phase=False)
+def export_after_the_end_of_training(here: Here) -> None:
+    class Export(L.Callback):
+        def on_fit_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            if trainer.is_global_zero:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+
+    here.fit(callbacks=[Export()], max_epochs=1)
+
+
+@fault("unfinished-rank", ranks=(1,), at={Moment.END: (2,)}, has_phase=False)
+def teardown_that_never_ends(here: Here) -> None:
+    class Pooled(Net):
+        def teardown(self, stage: str) -> None:
+            if here.is_hit:
+                here.begins()
+                time.sleep(FOR_LONG_S)  # <- here
+
+    here.fit(net=Pooled(here), max_epochs=1)
+
+
 @fault("rank-zero-only-work", ranks=(2,), at={Moment.MIDDLE: (4,), Moment.EPOCH_END: (3,)})
 def work_of_one_middle_rank(here: Here) -> None:
     def export(net: Net) -> None:
@@ -101,6 +124,19 @@ def large_sample_in_a_step(here: Here) -> None:
 
     net = MeetingNet(here)
     here.fit(forward, net=net)
+
+
+@fault("rank-behind", ranks=(1,), at={Moment.MIDDLE: (2,), Moment.FIRST_STEP: (3,)})
+def thread_that_is_waited_for(here: Here) -> None:
+    """A pool of the user's that fetches negatives, and that nobody answers."""
+
+    def fetch(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            pool.submit(time.sleep, FOR_LONG_S).result()  # <- here
+
+    pool = ThreadPoolExecutor(1)
+    here.fit(fetch)
 
 
 @fault("rank-behind", ranks=(0,), at={Moment.MIDDLE: (2, 3)})

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torchmetrics import MeanMetric
-from training import Here, Net
+from training import Here, Net, rows
 from truths import Moment, fault
 
 
@@ -80,6 +80,42 @@ def metric_computed_on_rank_zero(here: Here) -> None:
                 self.mean.compute()  # <- here
 
     here.fit(net=Measured(here))
+
+
+@fault("diverged-collectives", ranks=(0,), at={Moment.MIDDLE: (2, 3)})
+def log_dir_on_rank_zero(here: Here) -> None:
+    """A property that broadcasts."""
+
+    def show(net: Net) -> None:
+        if net.trainer.is_global_zero:
+            here.begins()
+            print(net.trainer.log_dir)  # <- here
+
+    here.fit(show)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.EPOCH_END: (3, 4)})
+def objects_gathered_on_one_rank(here: Here) -> None:
+    def gather(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            dist.all_gather_object([None] * here.world_size, {"faces": 3})  # <- here
+
+    here.fit(gather)
+
+
+@fault("diverged-collectives", "rank-zero-only-work", ranks=(0,), at={Moment.END: (2,)}, has_phase=False)
+def validation_after_training_on_rank_zero(here: Here) -> None:
+    """With a Trainer of its own, of which the others know nothing: they have finished."""
+
+    class Thorough(L.Callback):
+        def on_fit_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
+            trainer.strategy.barrier("before")
+            if trainer.is_global_zero:
+                here.begins()
+                here.trainer(strategy=here.strategy()).validate(Net(here), rows(here))  # <- here
+
+    here.fit(callbacks=[Thorough()], max_epochs=1)
 
 
 @fault(

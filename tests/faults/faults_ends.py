@@ -6,6 +6,7 @@ import signal
 import sys
 
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from samples import in_order
 from torch.utils.data import Dataset
 from training import BATCH_SIZE, Here, Net
@@ -122,3 +123,15 @@ def exit_without_a_word(here: Here) -> None:
             os._exit(3)
 
     here.fit(leave)
+
+
+@fault("failed-rank", ranks=(1,), at={Moment.MIDDLE: (2, 3)})
+def exception_after_which_a_checkpoint_is_saved(here: Here) -> None:
+    """By the rank that has failed alone, with a barrier at the end; its exception is never printed."""
+
+    def read(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            raise IndexError("list index out of range")  # <- here
+
+    here.fit(read, callbacks=[OnExceptionCheckpoint(here.folder)], enable_checkpointing=True)

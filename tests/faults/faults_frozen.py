@@ -1,4 +1,4 @@
-"""A rank that stands still for what is not in its own code: its process, its host's storage, Python, or this package."""
+"""A rank that stands still for what is not its code: its process, its storage, Python, or this package."""
 
 import ctypes
 import gc

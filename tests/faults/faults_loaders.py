@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import threading
 import time
 from typing import Any
 
@@ -90,3 +92,25 @@ def killed_worker_of_which_nobody_is_told(here: Here) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     here.fit(data=stored(here, die, num_workers=1, timeout=0), callbacks=[Deaf()])
+
+
+@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+def worker_that_waits_for_a_lock(here: Here) -> None:
+    """One that another thread held when the worker was forked: nobody will release it there."""
+    lock = threading.Lock()
+    lock.acquire()
+
+    def read() -> None:
+        lock.acquire()  # <- here
+
+    here.fit(data=stored(here, read, num_workers=1))
+
+
+@fault("data-stall", ranks=(0,), at={Moment.MIDDLE: (2,)}, has_phase=False)
+def decoder_that_hangs(here: Here) -> None:
+    """A program that is started for each sample."""
+
+    def read() -> None:
+        subprocess.run(["sleep", str(FOR_LONG_S)], check=True)  # <- here
+
+    here.fit(data=stored(here, read))

@@ -51,7 +51,7 @@ def tokenised_by_rank_zero(here: Here) -> None:
     here.fit(data=Texts())
 
 
-@fault("late-at-init", ranks=(-1,), at=START, has_phase=False)
+@fault("late-at-init", ranks=(-1,), at=START, has_phase=False, is_cold=True)
 def work_before_there_is_a_trainer(here: Here) -> None:
     """No guard is there yet: only the others can tell, from outside."""
     if here.is_hit:

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -87,6 +88,26 @@ def garbage_collections(here: Here) -> None:
                 del kept
 
     here.fit(net=Collecting(here), max_epochs=1)
+
+
+@healthy({Moment.MIDDLE: (3, 4)})
+def groups_of_some_ranks(here: Here) -> None:
+    """Collectives and messages that are not for all ranks; one pair takes its time."""
+
+    class Grouped(Net):
+        def on_train_start(self) -> None:
+            self.pair = dist.new_group([0, 1])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if here.rank < 2:
+                time.sleep(0.7 * here.rank)
+                dist.all_reduce(torch.ones(4), group=self.pair)
+            elif here.rank == 2:
+                dist.send(torch.ones(3), dst=0)
+            if here.rank == 0:
+                dist.recv(torch.ones(3), src=2)
+
+    here.fit(net=Grouped(here), max_epochs=1)
 
 
 @healthy({Moment.VALIDATION: (2, 3)})

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -96,13 +99,14 @@ def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
 
 def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str]) -> Outcome:
     argv = [str(PROGRAM), case.name, str(folder), *options]
-    running: list[Running] = []
-    left: list[Running] = []
+    running: list[Running | Cold] = []
+    left: list[Running | Cold] = []
     with (folder / "output").open("wb") as output:
         try:
+            start = Cold if case.scenario.is_cold else warm.start
             for env in envs:
                 one = environment() | env
-                running.append(warm.start(argv, output=output.fileno(), cwd=folder, env=one))
+                running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
             left = [*running]
             report, codes = _wait(case, folder, left)
         finally:
@@ -114,10 +118,28 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
     return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said)
 
 
+class Cold:
+    """A program that is started as every other is, which takes seconds; with the methods of `Running`."""
+
+    def __init__(self, argv: list[str], *, output: int, cwd: Path, env: dict[str, str]) -> None:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        self._process = subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, start_new_session=True, **pipes)
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+
+    def end_session(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
 Found = tuple[dict[str, Any] | None, float | None]
 
 
-def _wait(case: Case, folder: Path, running: list[Running]) -> tuple[Found, tuple[int, ...]]:
+def _wait(case: Case, folder: Path, running: list[Running | Cold]) -> tuple[Found, tuple[int, ...]]:
     """Those that have ended are taken from ``running``."""
     codes: list[int] = []
     deadline = time.monotonic() + LIMIT_S

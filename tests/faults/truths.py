@@ -26,6 +26,8 @@ class Moment(str, Enum):
     EPOCH_END = "epoch-end"
     VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
+    END = "end"
+    """After the last batch."""
 
 
 PHASES = {
@@ -35,6 +37,7 @@ PHASES = {
     Moment.EPOCH_END: "train",
     Moment.VALIDATION: "validate",
     Moment.CHECKPOINT: "checkpoint",
+    Moment.END: "train",
 }
 """The phase that the ranks at fault are in."""
 
@@ -55,6 +58,7 @@ class Scenario:
         phase: The phase that they are in, where it is not that of the moment.
         needs: What it takes, and not every machine permits: ``"namespaces"``; empty for nothing.
         strategies: Names of those that it is for.
+        is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
     """
 
@@ -69,6 +73,7 @@ class Scenario:
     phase: str = ""
     needs: str = ""
     strategies: tuple[str, ...] = ("SafeDDP",)
+    is_cold: bool = False
     real_time: bool = False
 
 

@@ -194,14 +194,39 @@ def test_ranks_that_finish_together_say_nothing(make_job: Callable[..., Job]) ->
     assert not job.said
 
 
-def test_a_rank_that_has_finished_leaves_one_that_works_on_and_waits_for_nobody(
+def test_a_rank_that_has_finished_leaves_one_that_works_on_and_says_where_it_is(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
     job = make_job(world_size=2)
     job.start()
     job.guards[1].finish()
-    assert not job.said
+    (said,) = job.said
+    assert said.startswith("unfinished-rank: Rank 0 has not finished: in x at train.py:42 in evaluate")
+    (report,) = job.reports()
+    assert [facts["rank"] for facts in report["job"]["ranks"]] == [0, 1]  # type: ignore[index,call-overload]
+    # It is no incident of the rank that works on: nothing recovers, and nobody is ended.
+    job.guards[0].finish()
+    assert len(job.said) == 1
+    assert not job.ended
+
+
+def test_ranks_that_leave_together_without_another_tell_once_who_it_is(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    job = make_job()
+    job.start()
+    threads = [threading.Thread(target=job.guards[rank].finish) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    (report,) = job.reports()
+    assert report["findings"][0]["rule"] == "unfinished-rank"  # type: ignore[index]
+    assert report["findings"][0]["ranks"] == [1]  # type: ignore[index]
+    assert len(job.said) == 1
 
 
 def test_an_incident_whose_opener_has_gone_is_closed_by_another_rank(make_job: Callable[..., Job]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Action, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts
 from lightning_ncclsafe.probes import data_paths
 from lightning_ncclsafe.probes.data_paths import try_addresses
@@ -12,8 +12,12 @@ from lightning_ncclsafe.probes.data_paths import try_addresses
 
 def rank(number: int, host: str, address: str, **more: bool) -> RankFacts:
     taken = InterfaceFacts(backend="gloo", name="eth0", address=address, **more)
-    progress = Progress(phase=Phase.TRAIN)
+    progress = Progress(phase=Phase.TRAIN, actions=(Action(name="barrier:epoch_end", for_s=20.0),))
     return RankFacts(rank=number, host=host, progress=progress, machine=MachineFacts(interface=taken))
+
+
+def at_work(facts: RankFacts) -> RankFacts:
+    return replace(facts, progress=Progress(phase=Phase.TRAIN))
 
 
 def job(*ranks: RankFacts, kind: IncidentKind = IncidentKind.SUSPECT) -> JobFacts:
@@ -38,6 +42,8 @@ def test_each_other_host_is_tried_once() -> None:
     [
         job(HERE),
         job(HERE, *THERE, kind=IncidentKind.EXCEPTION),
+        job(HERE, at_work(THERE[0])),
+        replace(job(HERE, *THERE), world_size=5),
         # A bridge has the same address on every host; loopback leads nowhere; of some nothing is known.
         job(HERE, rank(1, "node-2", "127.0.0.1")),
         job(HERE, rank(1, "node-2", "127.0.0.2", is_loopback=True)),
@@ -46,5 +52,5 @@ def test_each_other_host_is_tried_once() -> None:
     ],
 )
 def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_paths, "reach", lambda *_: pytest.fail("it tries"))
+    monkeypatch.setattr(data_paths, "reach", lambda *_, **__: pytest.fail("it tries"))
     assert try_addresses(facts, "node-1") == ()

@@ -155,6 +155,16 @@ def test_whole_collections_are_timed_and_others_are_not() -> None:
     assert gc.callbacks == before
 
 
+def test_a_probe_listens_from_its_first_note_on_until_it_is_closed() -> None:
+    before = [*gc.callbacks]
+    probe = MachineProbe()
+    assert gc.callbacks == before
+    probe.note()
+    assert len(gc.callbacks) == len(before) + 1
+    probe.close()
+    assert gc.callbacks == before
+
+
 def test_a_collection_that_goes_on_and_old_ones() -> None:
     now = 0.0
     watch = GarbageWatch(clock=lambda: now)

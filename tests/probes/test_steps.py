@@ -61,44 +61,90 @@ def metric(
     return SimpleNamespace(is_tensor=tensor, meta=SimpleNamespace(name=name, fx=hook, sync=sync))
 
 
-def trainer(module: Module | None = None, *, ready: int = 1, processed: int = 0, **results: Any) -> Any:
-    progress = SimpleNamespace(current=SimpleNamespace(ready=ready, processed=processed))
-    epoch_loop = SimpleNamespace(batch_progress=progress, _results=results, val_loop=SimpleNamespace(_results=None))
+def trainer(module: Module | None = None, **results: Any) -> Any:
+    """What of a Trainer is looked at; ``begin`` below is its next batch."""
+    counts = {name: SimpleNamespace(ready=0, processed=0) for name in ("current", "total")}
+    epoch_loop = SimpleNamespace(
+        batch_progress=SimpleNamespace(**counts), _results=results, val_loop=SimpleNamespace(_results=None)
+    )
     return SimpleNamespace(
         current_epoch=0, lightning_module=module, fit_loop=SimpleNamespace(epoch_loop=epoch_loop), validate_loop=None
     )
 
 
+def begin(of: Any, *, epoch: int = 0, batch: int) -> None:
+    progress = of.fit_loop.epoch_loop.batch_progress
+    of.current_epoch, progress.current.ready = epoch, batch + 1
+    progress.total.ready += 1
+
+
+def end(of: Any) -> None:
+    progress = of.fit_loop.epoch_loop.batch_progress
+    progress.current.processed = progress.current.ready
+
+
+def skipped(record: StepRecord, error: str = "") -> tuple[int, int, int, int]:
+    facts = record.facts(error=error)
+    return facts.with_backward, facts.skipped, facts.skipped_epoch, facts.skipped_batch
+
+
+def begun(module: Module | None = None) -> tuple[Any, StepRecord]:
+    of = trainer(module)
+    # Resumed: these batches were before.
+    of.fit_loop.epoch_loop.batch_progress.total.ready = 100
+    record = StepRecord(of)
+    record.begin()
+    return of, record
+
+
 def test_a_batch_without_a_backward_pass_is_noted() -> None:
-    record = StepRecord(trainer(Module(), ready=4))
+    of, record = begun(Module())
     for batch in range(4):
-        record.begin_batch(batch)
+        begin(of, batch=batch)
         if batch != 1:
             record.backward()
             record.backward()
-    facts = record.facts()
-    assert (facts.with_backward, facts.skipped, facts.skipped_epoch, facts.skipped_batch) == (3, 1, 0, 1)
-    assert facts.returns_nothing == tuple(f"{HERE}:{line_of(mark)} in training_step" for mark in ("nothing", "bare"))
+    assert skipped(record) == (3, 1, 0, 1)
+    assert record.facts().returns_nothing == tuple(
+        f"{HERE}:{line_of(mark)} in training_step" for mark in ("nothing", "bare")
+    )
 
 
 def test_the_last_batch_of_an_epoch_belongs_to_that_epoch() -> None:
-    of = trainer(Module())
-    record = StepRecord(of)
-    record.begin_batch(5)
-    of.current_epoch = 1
-    record.begin_batch(0)
-    assert (record.facts().skipped_epoch, record.facts().skipped_batch) == (0, -1)
+    of, record = begun()
+    begin(of, batch=5)
+    begin(of, epoch=1, batch=0)
+    assert skipped(record) == (0, 1, 0, -1)
+    record.backward()
+    assert skipped(record) == (1, 1, 0, -1)
 
 
-@pytest.mark.parametrize(
-    ("processed", "error", "skipped"),
-    [(3, "", 0), (4, "", 1), (3, "Skipping the `training_step` by returning None in distributed", 1), (3, "other", 0)],
-)
-def test_the_batch_under_way_counts_when_it_is_over(processed: int, error: str, skipped: int) -> None:
-    record = StepRecord(trainer(Module(), ready=4, processed=processed))
-    record.begin_batch(3)
-    facts = record.facts(error=error)
-    assert (facts.skipped, facts.skipped_batch) == (skipped, 3 if skipped else -1)
+def test_the_batch_under_way_counts_when_it_is_over() -> None:
+    of, record = begun()
+    begin(of, batch=3)
+    assert skipped(record) == (0, 0, -1, -1)
+    assert skipped(record, "another error") == (0, 0, -1, -1)
+    assert skipped(record, "Skipping the `training_step` by returning None in distributed training") == (0, 1, 0, 3)
+    end(of)
+    assert skipped(record) == (0, 1, 0, 3)
+    begin(of, batch=4)
+    assert skipped(record) == (0, 1, 0, 3)
+    record.backward()
+    end(of)
+    assert skipped(record) == (1, 1, 0, 3)
+
+
+def test_a_loop_of_ones_own_that_counts_nothing() -> None:
+    record = StepRecord(SimpleNamespace(fit_loop=SimpleNamespace()))
+    record.begin()
+    record.backward()
+    assert skipped(record) == (0, 0, -1, -1)
+
+
+def test_nothing_is_counted_before_training_is_set_up() -> None:
+    record = StepRecord(trainer())
+    record.backward()
+    assert skipped(record) == (0, 0, -1, -1)
 
 
 def test_what_has_no_gradient_counts_beside_what_has() -> None:
@@ -221,9 +267,11 @@ def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer
 
 def test_noting_a_step_costs_next_to_nothing() -> None:
     """On the training's thread: a few hundred nanoseconds a batch are allowed."""
-    record = StepRecord(trainer())
+    of, record = begun()
+    total = of.fit_loop.epoch_loop.batch_progress.total
     began_ns = time.perf_counter_ns()
-    for batch in range(10_000):
-        record.begin_batch(batch)
+    for _ in range(10_000):
+        total.ready += 1
         record.backward()
     assert (time.perf_counter_ns() - began_ns) / 10_000 < 5_000
+    assert record.facts().with_backward == 10_000

@@ -283,6 +283,43 @@ def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> 
     assert "called 60 collectives" in judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].summary
 
 
+def p2p(op: str, *, state: str = "started") -> dict[str, Any]:
+    return dump(entry(0, op=f"nccl:{op}", state=state, is_p2p=True, p2p_seq_id=9), enqueued=0, completed=0)
+
+
+def test_a_receive_leads_to_the_rank_that_never_sent(tmp_path: Path) -> None:
+    """Stages of a pipeline: 3 waits for 2, 2 for 1, and 1 has sent all that it had."""
+    made = {3: p2p("recv 3<-2"), 2: p2p("recv 2<-1"), 1: p2p("send 1->2", state="completed"), 0: idle()}
+    first = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks, first.confidence) == ("unmatched-p2p", (1,), Confidence.LIKELY)
+
+
+def test_sends_in_a_circle(tmp_path: Path) -> None:
+    first = first_of(write(tmp_path, {0: p2p("send 0->1"), 1: p2p("send 1->0"), 2: idle(), 3: idle()}))
+    assert (first.rule, first.ranks) == ("unmatched-p2p", (0, 1))
+    assert "in a circle" in first.summary
+
+
+def test_what_was_started_together_ends_together(tmp_path: Path) -> None:
+    """The recorder sees no end of the parts; the whole has ended."""
+    parts = [
+        entry(0, op=f"nccl:{op}", state="scheduled", is_p2p=True, p2p_seq_id=9) for op in ("send 0->1", "recv 0<-1")
+    ]
+    whole = entry(0, op="nccl:coalesced", is_p2p=True, p2p_seq_id=9)
+    evidence = read(write(tmp_path, {rank: dump(*parts, whole, enqueued=0, completed=0) for rank in range(2)}))
+    assert judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings == ()
+
+
+def test_a_rank_that_waits_for_its_neighbour_is_not_idle(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits for rank 3, which does nothing."""
+    receiving = waiting()
+    receiving["pg_status"]["0"] |= {"last_enqueued_collective": 60}
+    receiving["entries"] = [entry(60), entry(60, op="nccl:recv 2<-3", state="started", is_p2p=True, p2p_seq_id=4)]
+    evidence = read(write(tmp_path, {0: waiting(), 1: waiting(), 2: receiving, 3: idle()}))
+    found = {finding.rule: finding.ranks for finding in judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings}
+    assert found == {"host-stuck": (3,), "unmatched-p2p": (3,)}
+
+
 def test_real_dumps_of_gloo() -> None:
     """Torch 2.13, 2 ranks: rank 1 sleeps before its fourth all_reduce. Gloo does not name its groups' members."""
     first = first_of(HERE / "gloo")

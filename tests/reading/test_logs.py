@@ -1,6 +1,7 @@
 """Lines that users have pasted into public issues, of torch 2.0 to 2.13, and what they say.
 
-The files in ``logs`` are named after the issue that they are from (project and number) and are short excerpts.
+The files in ``logs`` are named after the issue that they are from (project and number) and are short excerpts; those
+of torchrun and gloo were recorded with torch 2.13, rank 1 of 3 raising, being killed, or asleep.
 """
 
 import gzip
@@ -34,6 +35,9 @@ CASES = [
     ("open_r1_620", "rank-behind", (), "possible", 3),
     ("pytorch_20630", "diverged-collectives", (3,), "likely", 4),
     ("recbole_2069", "late-at-init", (0,), "likely", 6),
+    ("torchrun_gloo_kill", "dead-rank", (1,), "likely", 3),
+    ("torchrun_gloo_raise", "failed-rank", (1,), "likely", 3),
+    ("torchrun_gloo_sleep", "silent-rank", (1,), "likely", 3),
     ("vllm_2734", "rank-behind", (), "possible", 5),
 ]
 
@@ -124,6 +128,8 @@ def test_all_ranks_in_the_same() -> None:
 
 def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> None:
     diagnosis = judged(timeout(0) + timeout(1))
+    first = diagnosis.findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
     assert any("2 ranks are the fewest" in line for line in diagnosis.unanswered)
     assert all(2 not in finding.ranks for finding in diagnosis.findings)
 
@@ -192,6 +198,37 @@ def test_no_memory_on_a_gpu_has_a_name_of_its_own() -> None:
     assert "epoch" not in first.summary
 
 
+@pytest.mark.parametrize(
+    ("error", "rule"),
+    [
+        (
+            "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
+            "shm-exhausted",
+        ),
+        ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", "worker-died"),
+    ],
+    ids=["shared memory", "worker"],
+)
+def test_what_a_loaders_worker_died_of(error: str, rule: str) -> None:
+    text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error)) + timeout(0)
+    findings = judged(text).findings
+    assert (findings[0].rule, findings[0].ranks) == (rule, (1,))
+    assert "failed-rank" not in {finding.rule for finding in findings}
+
+
+def test_ranks_that_say_only_where_they_stand_are_in_what_the_others_say() -> None:
+    status = timeout(1).splitlines(keepends=True)[1]
+    first = judged("world_size=3\n" + timeout(0) + status + timeout(2)).findings[0]
+    assert (first.rule, first.ranks) == ("all-joined", (0, 1, 2))
+
+
+def test_where_the_others_do_not_agree_nothing_is_made_up() -> None:
+    status = timeout(1).splitlines(keepends=True)[1]
+    first = judged("world_size=3\n" + timeout(0) + status + timeout(2, op="BROADCAST")).findings[0]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (0, 2))
+
+
 def test_more_memory_than_there_is_follows_from_a_mismatch() -> None:
     error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory."
     text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error))
@@ -228,6 +265,32 @@ def test_the_stack_of_the_failed_collective_is_read() -> None:
     assert "at train.py:42 in training_step" in first.summary
 
 
+def test_of_several_starts_the_last_one_counts() -> None:
+    again = "W0411 api.py:875] [default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+    text = (
+        "world_size=3\n" + timeout(0, seq=900) + timeout(1, seq=900) + again + timeout(1, seq=70) + timeout(2, seq=70)
+    )
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks) == ("silent-rank", (0,))
+    assert "number 70" in first.summary
+    # A start that ended well, or of which nothing is said, does not hide the one before.
+    assert judged(timeout(0) + timeout(1, op="BROADCAST") + again).findings[0].rule == "diverged-collectives"
+
+
+def test_a_number_within_an_unknown_group_is_no_number_of_the_job() -> None:
+    """Rank 13 is number 1 of its group; which that is, stands in a line that is not there."""
+    text = timeout(0) + timeout(1) + timeout(13, op="BROADCAST").replace("[Rank 13] W", "[Rank 1] W").splitlines()[0]
+    diagnosis = judged(text)
+    assert "diverged-collectives" not in {finding.rule for finding in diagnosis.findings}
+    assert next(facts for facts in diagnosis.job.ranks if facts.rank == 13).groups[0].name == "unknown"
+
+
+def test_an_exception_comes_before_what_may_follow_from_it() -> None:
+    text = prefixed("[rank2]: ", TRACEBACK) + timeout(0) + timeout(1) + timeout(2, op="BROADCAST")
+    text += "srun: error: node-7: task 3: Segmentation fault\n"
+    assert [finding.rule for finding in judged(text).findings] == ["failed-rank"]
+
+
 def test_srun_names_the_task_that_had_no_memory() -> None:
     first = judged(timeout(0) + "srun: error: node-7: task 3: Out Of Memory\n").findings[0]
     assert (first.rule, first.ranks) == ("dead-rank", (3,))
@@ -237,6 +300,20 @@ def test_an_abort_is_what_the_watchdog_does() -> None:
     summary = "  host      : node-7\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 77)\n"
     rules = [finding.rule for finding in judged("world_size=3\n" + timeout(0) + timeout(1) + summary).findings]
     assert rules == ["silent-rank"]
+
+
+def test_the_first_to_end_is_named_where_nothing_says_why() -> None:
+    ended = "  host      : node-7\n  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 77)\n"
+    text = "Failures:\n" + ended.format(0, 0, -15) + "Root Cause (first observed failure):\n" + ended.format(3, 3, 1)
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("failed-rank", (3,), Confidence.POSSIBLE)
+
+
+def test_ranks_that_all_say_only_that_a_peer_is_gone() -> None:
+    lost = TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: gloo/pair.cc:547 Connection closed by peer")
+    text = "".join(prefixed(f"[rank{rank}]: ", lost) for rank in range(3))
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("rank-behind", (), Confidence.POSSIBLE)
 
 
 def test_a_log_whose_name_says_whose_it_is() -> None:

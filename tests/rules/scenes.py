@@ -303,6 +303,13 @@ def own_callback_hangs(net: Backend) -> JobFacts:
     return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
 
 
+def hook_at_the_end_hangs(net: Backend) -> JobFacts:
+    """Rank 2 alone is in on_fit_end; the others have finished, and leave."""
+    options = {"action": "[LightningModule]Net.on_fit_end", "batch": 19, "last": True}
+    culprit = net.working(2, user("on_fit_end", 80), seq=60, **options)
+    return job(*(culprit if rank == 2 else net.finished(rank, seq=60, batch=19) for rank in range(4)))
+
+
 def slow_step(net: Backend) -> JobFacts:
     """Rank 2's training_step takes long, for no reason that can be seen."""
     culprit = net.working(2, user("training_step", 40), user("slow", 90), seq=60, action=TRAINING_STEP)
@@ -390,5 +397,6 @@ SCENES = (
     Scene("host can be reached", host_can_be_reached, "frozen-rank", (2, 3)),
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
     Scene("own callback hangs", own_callback_hangs, "own-code", (2,), f"{OWN_CALLBACK.file}:61 in on_train_batch_end"),
+    Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
 )

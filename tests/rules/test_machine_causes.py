@@ -4,10 +4,20 @@ from dataclasses import replace
 
 import machine_scenes as scenes
 import pytest
-from builders import ENGINE, GLOO, NCCL, TRAINING_STEP, Backend, job, process, transport_error, user
+from builders import ENGINE, GLOO, NCCL, TRAINING_STEP, Backend, job, process, raised, transport_error, user
 from scenes import _in_init as scenes_in_init
 
-from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    Group,
+    IncidentKind,
+    JobFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+)
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import (
     EndedProcess,
@@ -49,7 +59,7 @@ def silent(**seen: object) -> Finding:
         (scenes.fsync_hangs, ("Rank 2 waits for storage in percpu_rwsem_wait", "at train.py:21 in dump")),
         (scenes.starved_of_cores, ("waiting for a core most of the time (18 s of the last 20 s), in training_step",)),
         (scenes.throttled_by_a_quota, ("the CPU quota of its control group (in 199 of the last 201 periods)",)),
-        (scenes.too_starved_to_answer, ("starved of its host's cores, which got 4% of a core",)),
+        (scenes.too_starved_to_answer, ("Rank 2 is starved of processor time: it got 4% of a core, while",)),
         (scenes.swapped_out, ("waiting for memory that is swapped out",)),
         (scenes.worker_is_killed, ("worker 4711 of rank 2 was killed by a signal (Killed), and the kernel's out-of-",)),
         (scenes.queue_that_nobody_fills, ("Rank 2 waits for worker 4711, which was killed by SIGKILL",)),
@@ -110,7 +120,7 @@ def test_uninterruptible_sleep_of_what_is_swapped_out_is_want_of_memory() -> Non
 def test_a_busy_process_that_gets_no_core_does_not_keep_the_gil() -> None:
     """On an overloaded host all the same, one that gets a third of a core could have answered."""
     seen = {"state": "running", "gil_held": True, "stack": (user("f", 1),)}
-    assert silent(**seen, ran_share=0.08, queued_share=0.9).rule == "host-starved"
+    assert silent(**seen, ran_share=0.05, queued_share=0.9).rule == "host-starved"
     assert silent(**seen, ran_share=0.3, queued_share=0.7).rule == "gil-held"
     assert silent(**seen).rule == "gil-held"
 
@@ -150,6 +160,14 @@ def thread(**more: object) -> MainThreadFacts:
 def test_slow_work_is_neither_blocked_nor_starved(main_thread: MainThreadFacts) -> None:
     line = user("training_step", 40, code="np.save(path, everything)")
     assert rules_found(scenes.at_work(GLOO, line, main_thread=main_thread)) == ["rank-behind"]
+
+
+def test_the_pipe_below_a_queue_is_no_file() -> None:
+    waits = thread(wait_channel="anon_pipe_read")
+    read = replace(scenes.QUEUE_GET, file="/usr/lib/python3.12/multiprocessing/connection.py", code="read(handle, n)")
+    assert rules_found(scenes.at_work(GLOO, user("training_step", 40), read, main_thread=waits)) == ["rank-behind"]
+    path = replace(read, file="/usr/lib/python3.12/pathlib.py", code="return f.read()")
+    assert rules_found(scenes.at_work(GLOO, user("training_step", 40), path, main_thread=waits)) == ["blocked-on-disk"]
 
 
 def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:
@@ -211,6 +229,20 @@ def test_a_collection_that_goes_on_is_certain() -> None:
 def test_a_dead_child_of_a_rank_that_does_not_wait_for_it_is_no_cause() -> None:
     ended = (EndedProcess(pid=9, signal="SIGKILL"),)
     assert rules_found(scenes.at_work(GLOO, ended=ended)) == ["rank-behind"]
+
+
+def test_a_batch_whose_maker_dies_while_it_hands_it_over() -> None:
+    files = ("torch/utils/data/dataloader.py", "torch/multiprocessing/reductions.py", "multiprocessing/connection.py")
+    stack = tuple(Frame(file=f"/usr/lib/python3.12/{file}", line=1, function="f") for file in files)
+    broken = raised(GLOO.working(2, seq=60), "ConnectionResetError", "[Errno 104] Connection reset by peer", *stack)
+    finding = first(scenes.late(GLOO, broken))
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
+    ended = (EndedProcess(pid=8, exit_code=1), EndedProcess(pid=9, signal="SIGKILL"))
+    finding = first(scenes.late(GLOO, scenes.with_machine(broken, ended=ended)))
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.CERTAIN)
+    assert "worker 9 of rank 2 was killed by a signal (SIGKILL)" in finding.summary
+    elsewhere = raised(GLOO.working(2, seq=60), "ConnectionResetError", "[Errno 104]", *stack[1:])
+    assert rules_found(scenes.late(GLOO, elsewhere)) == ["failed-rank"]
 
 
 def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
@@ -318,6 +350,12 @@ def test_a_gpu_that_waits_in_another_group_is_not_stuck() -> None:
     assert "gpu-stuck" not in rules_found(replace(facts, ranks=(*facts.ranks[:2], waits, facts.ranks[3])))
 
 
+def test_a_rank_that_answers_from_within_the_driver_waits_for_its_gpu() -> None:
+    line = user("training_step", 44, code="loss.backward()")
+    blocked = thread(state="disk-sleep", wait_channel="nv_wait_for_lock", blocked_looks=11)
+    assert rules_found(scenes.at_work(NCCL, line, main_thread=blocked)) == ["gpu-stuck"]
+
+
 def test_what_a_gpu_does_is_told() -> None:
     state = GpuStateFacts(gpu=GpuFacts(index=0, xids=("74 (NVLink error)",)), utilization=1.0, power_w=71.0)
     finding = first(scenes.on_nccl({2: False}, {}, gpu={2: state}))
@@ -353,6 +391,11 @@ def test_the_first_collective_is_no_matter_of_p2p_between_hosts_nor_where_that_i
 
 def test_a_later_collective_is_no_matter_of_p2p() -> None:
     assert rules_found(scenes.on_nccl({}, {})) == ["all-joined"]
+
+
+def test_an_early_collective_after_one_that_has_ended_is_no_matter_of_p2p() -> None:
+    ranks = (NCCL.rank(rank, ENGINE, seq=2, outstanding=1, phase=Phase.INIT, batch=-1) for rank in range(4))
+    assert rules_found(job(*ranks)) == ["all-joined"]
 
 
 def test_p2p_is_possible_only_where_nobody_knows_whether_it_has_started() -> None:
@@ -435,6 +478,17 @@ def test_once_something_has_come_through_the_interface_is_right() -> None:
     assert "wrong-interface" not in [finding.rule for finding in taking(*docker, seq=7)]
 
 
+def test_a_connection_that_could_not_be_made_is_no_death() -> None:
+    """Gloo gives up at the start; of the rank on the other host nothing is known."""
+    taken = scenes.interface(0, "docker0", "172.17.0.1", "172.17.0.0/16")
+    progress = Progress(phase=Phase.INIT, last_action="init_process_group", idle_s=0.1)
+    message = "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error"
+    said = raised(RankFacts(rank=1, progress=progress), "RuntimeError", message, consequence=True)
+    facts = job(scenes.with_machine(said, interface=taken), world=2)
+    assert rules_found(facts) == ["wrong-interface", "frozen-rank"]
+    assert rules_found(job(transport_error(GLOO.waiting(1, seq=61)), world=2)) == ["dead-rank"]
+
+
 def test_on_one_host_any_interface_will_do() -> None:
     facts = scenes.bridges_of_docker(GLOO)
     assert "wrong-interface" not in rules_found(
@@ -470,9 +524,7 @@ def joined_on_two_hosts(*tried: TriedAddress) -> list[Finding]:
 
 
 def test_a_host_that_is_not_reached_where_its_data_goes_is_cut_off() -> None:
-    lost = TriedAddress(
-        host="node-2", address="10.1.0.2", answers=False, seen_from="node-1", tried="no answer within 1 s"
-    )
+    lost = TriedAddress(host="node-2", address="10.1.0.2", answers=False, seen_from="node-1", tried="no route to host")
     finding, *others = joined_on_two_hosts(lost)
     assert (finding.rule, finding.ranks, finding.confidence) == ("network-cut", (2, 3), Confidence.LIKELY)
     assert "node-2 cannot be reached from node-1 at 10.1.0.2" in finding.summary
@@ -480,6 +532,16 @@ def test_a_host_that_is_not_reached_where_its_data_goes_is_cut_off() -> None:
     # That none is reached speaks of the host that tries.
     finding, *_ = joined_on_two_hosts(lost, replace(lost, host="node-3"))
     assert (finding.rule, finding.ranks) == ("network-cut", (0, 1))
+
+
+def test_where_nothing_answers_a_firewall_may_be_the_reason() -> None:
+    lost = TriedAddress(host="node-2", address="10.1.0.2", answers=False, seen_from="node-1", tried="no answer")
+    other = replace(lost, host="node-3", answers=True)
+    assert [(finding.rule, finding.confidence) for finding in joined_on_two_hosts(lost)] == [
+        ("all-joined", Confidence.LIKELY),
+        ("network-cut", Confidence.POSSIBLE),
+    ]
+    assert joined_on_two_hosts(lost, other)[0].rule == "network-cut"
 
 
 @pytest.mark.parametrize("answers", [True, None])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.devices import Pending, ailment, gpu_evidence, pending_on_nccl, uses_gpus
 from lightning_ncclsafe.rules.landmarks import looks_like_device_sync
@@ -127,13 +127,19 @@ def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Itera
         yield from gpu_evidence(view.facts[rank])
 
 
+def _waits_for_device(facts: RankFacts) -> bool:
+    thread = facts.machine.main_thread
+    in_driver = thread is not None and wait_of(thread.wait_channel) is Wait.DRIVER
+    return in_driver or (bool(facts.stack) and looks_like_device_sync(facts.stack[-1]))
+
+
 def _in_a_sync(view: Timeline) -> Iterator[Finding]:
     """A rank that others wait for reads a value from its GPU, on which nothing of NCCL's is outstanding."""
     if not view.waiting or not uses_gpus(view):
         return
     for rank in view.working(view.stragglers):
         facts = view.facts[rank]
-        if facts.stack and looks_like_device_sync(facts.stack[-1]):
+        if _waits_for_device(facts):
             text = (
                 f"Rank {rank} waits for its own GPU, {standing(view, rank)}: what was queued on it before has not ended"
                 f"{while_others_wait(view, (rank,))}."

@@ -53,13 +53,13 @@ def host_starved(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     for rank, process in silent_processes(view, Reason.STARVED):
         swapped = process.state == "disk-sleep"
-        ran = f"which got {process.ran_share or 0:.0%} of a core"
+        starved = f"starved of processor time: it got {process.ran_share or 0:.0%} of a core"
         yield silent_finding(
             view,
             rank,
             process,
             rule="host-starved",
-            words="swapped out in part and waits for its memory" if swapped else f"starved of its host's cores, {ran}",
+            words="swapped out in part and waits for its memory" if swapped else starved,
             remedy=_REMEDY_MEMORY if swapped else f"{_REMEDY_CORES} {_REMEDY_QUOTA}",
             confidence=Confidence.LIKELY,
         )

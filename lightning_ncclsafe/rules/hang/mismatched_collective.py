@@ -75,7 +75,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
-            yield _finding(view, split, Confidence.CERTAIN)
+            yield _finding(view, split, Confidence.CERTAIN if alike else Confidence.POSSIBLE)
 
 
 def _aborted(view: Timeline) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.machine_facts import TriedAddress
-from lightning_ncclsafe.rules.devices import hosts
+from lightning_ncclsafe.rules.places import hosts_of
 from lightning_ncclsafe.rules.sentences import batch_words, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import collective_words, ranks_words, verb
@@ -24,6 +24,7 @@ _LIMIT = re.compile(
 )
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
+_NO_ROUTE = re.compile(r"no route|unreachable|is down")
 _LISTED = 8
 _REMEDY_ONE_HOST = (
     "All ranks are on one host, so that no cable is at fault: look for what closes or resets their connections, a "
@@ -56,7 +57,7 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     told = {rank: text for rank, facts in view.facts.items() if (text := _said(facts))}
-    where = hosts(view)
+    where = hosts_of(job)
     if not _all_alive(view) or any(_LIMIT.search(text) for text in told.values()):
         return
     if told:
@@ -111,17 +112,23 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
     what = collective_words(joined[min(joined)])
     text = (
         f"All ranks have called {what}, and {cut[0].host} cannot be reached from {cut[0].seen_from} at "
-        f"{cut[0].address}, where its data should go, though its ranks answer otherwise: the connection to {', '.join(names[:4])} is cut."
+        f"{cut[0].address}, where its data should go, though its ranks answer otherwise: the connection to "
+        f"{', '.join(names[:4])} is cut."
     )
     yield Finding(
         rule="network-cut",
         severity=severity(view.job),
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if _tells(view.job.tried, cut) else Confidence.POSSIBLE,
         summary=text,
         ranks=ranks,
         evidence=(*(_tried(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
         remedy=_REMEDY,
     )
+
+
+def _tells(tried: tuple[TriedAddress, ...], cut: tuple[TriedAddress, ...]) -> bool:
+    """A firewall may drop what is tried and let data pass; not where others answer, or the network says no."""
+    return any(one.answers for one in tried) or any(_NO_ROUTE.search(one.tried) for one in cut)
 
 
 def _tried(one: TriedAddress) -> Evidence:

@@ -3,14 +3,22 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import AGREEMENT, Kind
-from lightning_ncclsafe.rules.sentences import how_we_know, place_words, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.sentences import (
+    phase_evidence,
+    place_words,
+    recorder_evidence,
+    severity,
+    standing,
+    while_others_wait,
+)
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 _OURS = "/lightning_ncclsafe/"
 _INSTALLED = ("site-packages/", "dist-packages/")
+_LISTED = 8
 _REMEDY = (
     "This is a fault of lightning_ncclsafe, or of what it waits for on this host, and not of your code. Go on without "
     "the callback that is named there, the strategy works without any, and report it with report.json."
@@ -66,14 +74,17 @@ def _left_alone(view: Timeline) -> tuple[int, ...]:
     return tuple(sorted(inside)) if inside and others and {*inside.values()} == {*others} else ()
 
 
+def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]:
+    frames = ((rank, _own_frame(view.facts[rank].stack)) for rank in ranks[:_LISTED])
+    return ((rank, location_of(frame)) for rank, frame in frames if frame is not None)
+
+
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
     frame = _own_frame(view.facts[rank].stack)
     at = place_words(frame)
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself{f' {at}' if at else ''}, "
-        f"{standing(view, rank)}{while_others_wait(view, ranks)}."
-    )
+    held_up = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself"
+    text = f"{held_up}{at and f' {at}'}, {standing(view, rank)}{while_others_wait(view, ranks)}."
     return Finding(
         rule="own-code",
         severity=severity(view.job),
@@ -81,6 +92,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         summary=capitalised(text),
         ranks=ranks,
         location=location_of(frame),
-        evidence=how_we_know(view, ranks),
+        evidence=(
+            *(Evidence(source="stack", rank=one, text=f"Is at {place}.") for one, place in _places(view, ranks)),
+            *phase_evidence(view, ranks),
+            *recorder_evidence(view),
+        ),
         remedy=_REMEDY,
     )

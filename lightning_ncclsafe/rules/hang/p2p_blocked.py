@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.devices import Pending, gpu_evidence, hosts, pending_on_nccl
+from lightning_ncclsafe.rules.devices import Pending, gpu_evidence, pending_on_nccl
+from lightning_ncclsafe.rules.places import hosts_of
 from lightning_ncclsafe.rules.sentences import batch_words, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import collective_words, duration_words, ranks_words
@@ -40,7 +41,7 @@ def p2p_blocked(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     if view.raised or view.silent or view.behind or _has_worked(view):
         return
-    where = hosts(view)
+    where = hosts_of(job)
     for pending in pending_on_nccl(view):
         there = {where.get(rank, "") for rank in pending.calls}
         is_first = pending.first.seq <= _FIRST and not pending.completed and not pending.not_started

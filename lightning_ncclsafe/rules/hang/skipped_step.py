@@ -1,5 +1,6 @@
 """The cause skipped-step: a rank left out the backward pass of a batch, in which its peers wait for it."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
@@ -11,6 +12,7 @@ from lightning_ncclsafe.step_facts import StepFacts
 
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
+_OTHERS = 3
 _REMEDY = (
     "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
     "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a bad "
@@ -80,7 +82,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         summary=capitalised(text),
         ranks=ranks,
         location=steps.returns_nothing[0] if steps.returns_nothing else location_of(exception_place(facts)),
-        evidence=(*_evidence(view), *how_we_know(view, ranks)),
+        evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=_REMEDY,
     )
 
@@ -94,8 +96,10 @@ def _line(place: str) -> str:
     return place.replace("\\", "/").rpartition("/")[2]
 
 
-def _evidence(view: Timeline) -> Iterator[Evidence]:
-    for rank, facts in sorted(view.facts.items())[:_LISTED]:
+def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
+    others = (rank for rank in sorted(view.facts) if rank not in set(ranks))
+    for rank in [*ranks[:_LISTED], *itertools.islice(others, _OTHERS)]:
+        facts = view.facts[rank]
         steps, raised = facts.steps, facts.exception
         text = f"{steps.with_backward} batches had a backward pass, {steps.skipped} had none."
         yield Evidence(source="steps", rank=rank, text=text)

@@ -23,6 +23,10 @@ _WAITS = re.compile(
     r"/multiprocessing/(?:queues|connection|pool|popen_fork|synchronize|managers)\.py$|/queue\.py$"
     r"|/concurrent/futures/|/torch/utils/data/dataloader\.py$"
 )
+# What a rank gets in place of a batch whose maker dies while it hands it over, and where.
+_BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
+_HANDS_OVER = re.compile(r"/torch/multiprocessing/reductions\.py$|/multiprocessing/resource_sharer\.py$")
+_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _KILLS = ("SIGKILL", "Killed")
 _REMEDY = (
     "A worker that is killed by SIGSEGV, SIGABRT or SIGBUS has failed in native code (a decoder, a library that was "
@@ -56,7 +60,9 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
     for rank in view.raised:
         facts = view.facts[rank]
         if (found := _died(facts)) and not says_shm_is_full(facts):
-            yield _raised(view, rank, found)
+            yield _raised(view, rank, found["pids"] or "", (found["signal"] or "").strip(), Confidence.CERTAIN)
+        elif _breaks_off(facts):
+            yield _broken_off(view, facts)
     for rank in view.working(view.suspects):
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
@@ -67,13 +73,28 @@ def _died(facts: RankFacts) -> re.Match[str] | None:
     return _DIED.search(facts.exception.message) if facts.exception is not None else None
 
 
+def _breaks_off(facts: RankFacts) -> bool:
+    """Whether its loader's worker was gone before a batch of its had been handed over."""
+    exception = facts.exception
+    if exception is None or exception.type not in _BROKEN:
+        return False
+    files = [frame.file.replace("\\", "/") for frame in exception.stack]
+    return any(map(_HANDS_OVER.search, files)) and any(map(_LOADER.search, files))
+
+
+def _broken_off(view: Timeline, facts: RankFacts) -> Finding:
+    # The others are asked to end, and do so with code 0.
+    killed = next((child for child in facts.machine.ended if child.signal), None)
+    confidence = Confidence.CERTAIN if killed else Confidence.LIKELY
+    return _raised(view, facts.rank, str(killed.pid) if killed else "", killed.signal if killed else "", confidence)
+
+
 def _waits_for_a_process(facts: RankFacts) -> bool:
     return any(_WAITS.search(frame.file.replace("\\", "/")) for frame in facts.stack[-4:])
 
 
-def _raised(view: Timeline, rank: int, found: re.Match[str]) -> Finding:
+def _raised(view: Timeline, rank: int, pids: str, signal: str, confidence: Confidence) -> Finding:
     facts = view.facts[rank]
-    pids, signal = found["pids"], (found["signal"] or "").strip()
     who = f"The loader's worker {pids}" if pids else "A worker process"
     how = f"was killed by a signal ({signal})" if signal else "has ended without a word"
     text = (
@@ -84,7 +105,7 @@ def _raised(view: Timeline, rank: int, found: re.Match[str]) -> Finding:
     return Finding(
         rule="worker-died",
         severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
+        confidence=confidence,
         summary=text,
         ranks=(rank,),
         evidence=(said, *_evidence(facts)),

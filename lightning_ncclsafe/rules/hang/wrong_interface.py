@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import JobFacts, Phase
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.machine_facts import InterfaceFacts
-from lightning_ncclsafe.rules.devices import hosts
 from lightning_ncclsafe.rules.not_joined import waits_in_init
+from lightning_ncclsafe.rules.places import hosts_of
 from lightning_ncclsafe.rules.sentences import severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import ranks_words, verb
@@ -48,7 +48,7 @@ def wrong_interface(job: JobFacts) -> Iterable[Finding]:
         Firewalls, and routes between different networks; the interface of a rank that does not answer.
     """
     view = timeline(job)
-    where = hosts(view)
+    where = hosts_of(job)
     taken = {rank: found for rank, facts in view.facts.items() if (found := facts.machine.interface) is not None}
     if not taken or not _spans_hosts(view, where) or not _stands_at_the_start(view):
         return

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline
 
 
@@ -34,4 +35,8 @@ def tells_of(view: Timeline, rank: int, group: str) -> bool:
 
 def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
     """Members that are known not to have called what others wait in, and that wait for nothing themselves."""
-    return tuple(rank for rank in group.behind if tells_of(view, rank, group.name) and not view.waits(rank))
+    return tuple(
+        rank
+        for rank in group.behind
+        if tells_of(view, rank, group.name) and not view.waits(rank) and not any(pending_p2p(view.facts[rank]))
+    )

@@ -51,10 +51,11 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
 
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
     ranks = tuple(sorted(calls))
-    is_sure = len(group.oldest) == len(ranks) and (group.name != DEFAULT_GROUP or is_sized(view.job))
+    is_sure = group.name != DEFAULT_GROUP or is_sized(view.job)
+    fault = "a link or a device is at fault, not the training code"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
-        f"complete on {ranks_words(group.oldest)}: a link or a device is at fault, not the training code."
+        f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."
     )
     return Finding(
         rule="all-joined",

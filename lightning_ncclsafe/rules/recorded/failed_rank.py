@@ -1,7 +1,7 @@
 """The cause failed-rank, in a log: an exception of its own has ended a rank."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _GIST = 200
+_BY_SIGNAL = 128
 
 
 def failed_rank(job: JobFacts) -> Iterable[Finding]:
@@ -36,6 +37,8 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, tuple(ranks))
     for exception in job.unnamed:
         yield _unnamed(view, exception)
+    if not alike and not job.unnamed:
+        yield from _ended_first(view)
 
 
 def _key(facts: RankFacts) -> tuple[str, str]:
@@ -60,6 +63,22 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
         remedy=f"Correct the {name}{at}. What the other ranks print about timeouts or connections follows from it.",
     )
+
+
+def _ended_first(view: Timeline) -> Iterator[Finding]:
+    """By its launcher's word a rank was the first to fail, by an error that was read nowhere."""
+    for rank, facts in sorted(view.facts.items()):
+        code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
+        if code is not None and 0 < code < _BY_SIGNAL and facts.exception is None and not view.waits(rank):
+            yield Finding(
+                rule="failed-rank",
+                severity=Severity.ERROR,
+                confidence=Confidence.POSSIBLE,
+                summary=f"Rank {rank} was the first to end, with exit code {code}; its traceback was not read.",
+                ranks=(rank,),
+                evidence=(Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}, the first."),),
+                remedy="Look for the traceback in this rank's own output, and name that file as well.",
+            )
 
 
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:

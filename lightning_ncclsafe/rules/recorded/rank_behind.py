@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
@@ -33,6 +33,24 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
     waiting = [group for group in view.groups if group.seq is not None]
     if waiting:
         yield _finding(view, min(waiting, key=lambda group: (-len(group.oldest), group.name)))
+    elif view.waiting:
+        yield _without_collectives(view)
+
+
+def _without_collectives(view: Timeline) -> Finding:
+    who = view.waiting
+    text = f"{ranks_words(who)} {verb(who, 'says', 'say')} that a peer was gone or late, and not which"
+    lost = ((rank, view.facts[rank].exception) for rank in who[:4])
+    said = tuple(Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None)
+    return Finding(
+        rule="rank-behind",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=(),
+        evidence=(*said, *(line for rank in who[:2] for line in quotes(view.facts[rank]))),
+        remedy=_REMEDY,
+    )
 
 
 def _finding(view: Timeline, group: GroupView) -> Finding:

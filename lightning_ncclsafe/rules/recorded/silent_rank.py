@@ -1,10 +1,12 @@
 """The cause silent-rank: in a log all ranks but some say that they waited in vain."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
@@ -17,7 +19,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, short_location, verb
 
 _REMEDY = (
     "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own output "
@@ -50,6 +52,41 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
         if len(absence.group.oldest) > 1 or is_sized(job):
             yield _finding(view, absence)
             return
+    if not any(group.seq is not None for group in view.groups):
+        yield from _by_exceptions(view)
+
+
+def _by_exceptions(view: Timeline) -> Iterator[Finding]:
+    """Gloo's ranks say in tracebacks that they have waited in vain: who has raised nothing is who they waited for."""
+    gave_up = tuple(rank for rank in view.waiting if view.facts[rank].exception is not None)
+    silent = tuple(
+        rank
+        for rank in range(view.job.world_size)
+        if rank not in view.facts or (view.facts[rank].exception is None and rank not in view.waiting)
+    )
+    if not gave_up or not silent or gone(view):
+        return
+    exception = view.facts[gave_up[0]].exception
+    stack = exception.stack if exception else ()
+    frame = deepest_user_frame(stack)
+    calls = stack[-1].function if stack else ""
+    at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
+    text = (
+        f"{ranks_words(silent)} {verb(silent, 'says', 'say')} nothing, while {ranks_words(gave_up)} gave up waiting{at}"
+    )
+    yield Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if len(silent) == 1 and len(gave_up) > 1 else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=silent,
+        evidence=tuple(
+            Evidence(source="log", rank=rank, text=f"{found.type}: {found.message}")
+            for rank in gave_up[:4]
+            if (found := view.facts[rank].exception) is not None
+        ),
+        remedy=_REMEDY,
+    )
 
 
 def _finding(view: Timeline, absence: Absence) -> Finding:

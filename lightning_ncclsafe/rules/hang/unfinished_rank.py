@@ -1,0 +1,53 @@
+"""The cause unfinished-rank: all other ranks have finished, and one works on at the end of the Trainer's function."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.sentences import location, phase_evidence, stack_evidence, standing
+from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+
+_REMEDY = (
+    "If this work is meant, nothing: the others leave, and it goes on. If it never ends, the job does not either: look "
+    "at that line; it writes, sends or waits for a thread or process at the end of the run, without the other ranks."
+)
+
+
+def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
+    """All ranks but some have returned from the Trainer's function, and leave those behind.
+
+    Symptom:
+        Training has ended, most processes are gone or idle, and the job does not end.
+
+    Cause:
+        A hook at the end (on_fit_end, teardown), a logger or a checkpoint that one rank alone writes or waits for.
+
+    Remedy:
+        Nothing if that work is meant; else look at the line.
+
+    Cannot see:
+        Whether the work will end; what a rank does after the Trainer's function.
+    """
+    view = timeline(job)
+    finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
+    ranks = view.working(view.facts)
+    if not finished or not ranks or len(finished) + len(ranks) < len(view.facts):
+        return
+    text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not finished: {standing(view, ranks[0])}"
+    left = f"{ranks_words(finished)} {verb(finished, 'has', 'have')} finished and {verb(finished, 'leaves', 'leave')}"
+    yield Finding(
+        rule="unfinished-rank",
+        severity=Severity.WARNING,
+        confidence=Confidence.CERTAIN,
+        summary=f"{capitalised(text)}; {left}.",
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(
+            *stack_evidence(view, ranks),
+            *phase_evidence(view, ranks),
+            Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
+        ),
+        remedy=_REMEDY,
+    )
