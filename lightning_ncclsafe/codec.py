@@ -81,7 +81,8 @@ def decode(cls: type[T], data: bytes) -> T:
 def from_plain(cls: type[T], plain: Any) -> T:
     """Builds a dataclass from plain data; see :func:`decode`."""
     try:
-        return typing.cast(T, _reader(cls)(plain))
+        read: Reader = _reader(typing.cast(Any, cls))
+        return typing.cast(T, read(plain))
     except _Unfit as error:
         place = "".join([cls.__name__, *reversed(error.place)])
         raise DecodeError(f"{place}: {error.text}") from error

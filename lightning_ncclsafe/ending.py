@@ -4,11 +4,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+
+import psutil
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, get_all
+from lightning_ncclsafe.probes.rank import Card
 
 EXIT_CODE = 124
 """Exit status of a process that had to be ended from outside its main thread; that of ``timeout(1)``."""
@@ -23,6 +26,22 @@ _POLL_S = 0.02
 _FINISH_POLL_S = 0.01
 # The store serves about so many questions a second, from all ranks that wait for the last one.
 _POLLS_PER_S = 5000.0
+
+
+def end_frozen(cards: Iterable[Card], say: Callable[[str], None]) -> None:
+    """Kills processes of this host that cannot end themselves, and that nobody else may end: their launcher is one.
+
+    Args:
+        cards: Of ranks that are stopped, or whose interpreter's lock is held for good.
+        say: Prints a line to the user.
+    """
+    for card in cards:
+        with suppress(psutil.Error, OSError):
+            process = psutil.Process(card.pid)
+            is_same = not card.started or abs(process.create_time() - card.started) < 1.0
+            if is_same and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                say(f"rank {card.rank} cannot end itself: its process {card.pid} is killed")
 
 
 def end_run(

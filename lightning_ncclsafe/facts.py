@@ -271,6 +271,8 @@ class ProcessFacts:
         swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
         stack: Its main thread's Python stack, outermost first, where it could be had from outside.
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
+        ended_by: The signal with which it has ended itself, ``"SIGABRT"``, ``"SIGSEGV"``; empty where it lives, or
+            nothing tells. Then ``stack`` is where its main thread was.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it could have run and had to wait for a core.
     """
@@ -286,6 +288,7 @@ class ProcessFacts:
     swap_growth_bytes_per_s: int | None = None
     stack: tuple[Frame, ...] = ()
     gil_held: bool = False
+    ended_by: str = ""
     ran_share: float | None = None
     queued_share: float | None = None
 
@@ -471,6 +474,7 @@ class JobFacts:
         tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.
         launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
         unnamed: Exceptions in a log that does not say which rank raised them.
+        is_sized: Whether ``world_size`` is known, and not only the fewest ranks that there can have been.
     """
 
     incident: Incident
@@ -482,6 +486,7 @@ class JobFacts:
     tried: tuple[TriedAddress, ...] = ()
     launch: str = ""
     unnamed: tuple[ExceptionFacts, ...] = ()
+    is_sized: bool = True
 
     @property
     def silent(self) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ _POLLS_PER_S = 2000.0
 # Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
-_CANNOT_ANSWER = frozenset({"gone", "zombie", "dead", "stopped", "tracing-stop", "disk-sleep"})
+_GONE = frozenset({"gone", "zombie", "dead"})
+_CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:
@@ -94,6 +95,7 @@ class Gathering:
         self._report_s = report_deadline_s(world_size)
         self._poll_s = max(_POLL_S, world_size / _POLLS_PER_S)
         self._lower_has_answered = False
+        self._gone: set[int] = set()
         self._unread: dict[int, str] = {}
         self._answers: dict[int, RankFacts] = {}
         self._witnessed: dict[int, ProcessFacts] = {}
@@ -101,6 +103,8 @@ class Gathering:
     def publish(self, facts: RankFacts) -> None:
         """Answers for this rank; if it leaves with an exception, for later rounds as well."""
         self._answers[self._rank] = facts
+        # Nobody waits for those: their launcher may end all others within a second.
+        self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
         encoded = codec.encode(facts)
         if len(encoded) > _MOST_BYTES:
             encoded = codec.encode(_shortened(facts, len(encoded)))
@@ -174,7 +178,7 @@ class Gathering:
         return f"{self._key}/facts/{rank}"
 
     def _is_my_turn(self, waited_s: float) -> bool:
-        if self._rank == 0:
+        if self._gone.issuperset(range(self._rank)):
             return True
         if waited_s < 2 * self._answer_s:
             return False
@@ -212,7 +216,7 @@ class Gathering:
         waited_s = self._waited_s()
         self._read_answers(self._facts_key)
         silent = [rank for rank in self._silent() if rank not in self._unread]
-        if not silent or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
+        if self._gone.issuperset(silent) or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
             return True
         if waited_s < self._answer_s:
             return False

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe import _torch, codec
-from lightning_ncclsafe.ending import end_run, say_goodbye, stay_until_all_finished, wait_for_others
+from lightning_ncclsafe.ending import end_frozen, end_run, say_goodbye, stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
@@ -390,6 +390,8 @@ class Guard:
             if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
                 # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
                 self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
+            frozen = self._verdict.frozen if self._verdict is not None else ()
+            end_frozen((card for card in self._probe.peers if card.rank in frozen), self._say)
             end_run(
                 exchange=self._exchange,
                 rank=self._place.rank,

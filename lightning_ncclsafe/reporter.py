@@ -16,7 +16,6 @@ from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.rules.expected import expected_for_s
 from lightning_ncclsafe.settings import Limits
 
-
 _MOST_TOLD = 16
 
 
@@ -32,6 +31,7 @@ class Verdict:
         ends_run: Whether the run cannot go on, and is to be ended.
         quiet_s: For how many seconds ranks are to be quiet, as what they wait for is to be expected for so long; then
             nothing was written or said. 0 otherwise.
+        frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
     """
 
@@ -41,6 +41,7 @@ class Verdict:
     findings: tuple[Finding, ...] = ()
     ends_run: bool = False
     quiet_s: float = 0.0
+    frozen: tuple[int, ...] = ()
     logging_ranks: tuple[int, ...] = ()
 
 
@@ -80,6 +81,7 @@ class Reporter:
             # Every rank reads them, and a store takes only so much; the report has them all.
             findings=diagnosis.findings[:_MOST_TOLD],
             ends_run=ends_run,
+            frozen=tuple(seen.rank for seen in job.witnessed if seen.gil_held or seen.state == "stopped"),
             logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
         )
 

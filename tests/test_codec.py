@@ -67,6 +67,7 @@ WORKER = ProcessFacts(
     swap_growth_bytes_per_s=1_000_000,
     stack=(FRAME,),
     gil_held=True,
+    ended_by="SIGABRT",
     ran_share=0.25,
     queued_share=0.5,
 )
@@ -377,6 +378,7 @@ JOB = JobFacts(
     ),
     launch="SLURM job 4711",
     unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
+    is_sized=False,
 )
 
 
@@ -513,3 +515,51 @@ def test_types_written_in_either_way_are_read() -> None:
         new: int | None = 0
 
     assert decode(Both, b'{"old": null, "new": null}') == Both(old=None, new=None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "written"),
+    [
+        (tuple(range(1024)), {"range": [0, 1024, 1]}),
+        (tuple(range(3, 1024, 8)), {"range": [3, 1020, 8]}),
+        (tuple(range(100, 0, -1)), {"range": [100, 0, -1]}),
+        (tuple(range(63)), [*range(63)]),
+        ((*range(63), 99), [*range(63), 99]),
+        ((7,) * 64, [7] * 64),
+    ],
+    ids=["all", "every eighth", "downwards", "few", "uneven", "equal"],
+)
+def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
+    group = Group(name="0", ranks=ranks)
+    assert json.loads(encode(group))["ranks"] == written
+    assert decode(Group, encode(group)) == group
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{}, {"range": [0, 5]}, {"range": [0, 5, 0]}, {"range": [0, 1 << 40, 1]}, {"range": ["0", 5, 1]}, {"range": 5}],
+    ids=["empty", "no step", "step of 0", "too long", "no number", "no list"],
+)
+def test_a_range_that_is_none_is_refused(ranks: object) -> None:
+    with pytest.raises(DecodeError, match=r"^Group\.ranks: found .*, expected list\.$"):
+        decode(Group, json.dumps({"name": "0", "ranks": ranks}).encode())
+
+
+def test_only_members_of_groups_may_be_a_range() -> None:
+    with pytest.raises(DecodeError, match="expected list"):
+        decode(JobFacts, encode(JOB).replace(b'"input_sizes":[[2,3],[]]', b'"input_sizes":[{"range":[0,9,1]}]'))
+
+
+def test_what_many_ranks_say_alike_is_one_object_in_memory() -> None:
+    wide = Group(name="dp", ranks=tuple(range(4096)))
+    first, second = (decode(RankFacts, encode(dataclasses.replace(RANK, groups=(wide,)))) for _ in range(2))
+    assert first == second
+    assert first.groups[0].ranks is second.groups[0].ranks
+    assert first.host is second.host
+    assert first.collectives[0].input_sizes is second.collectives[0].input_sizes
+
+
+def test_equal_values_of_other_types_are_not_mixed_up() -> None:
+    numbers = decode(Group, b'{"name": "0", "ranks": [0, 1]}').ranks
+    assert [type(number) for number in numbers] == [int, int]
+    assert decode(Collective, b'{"group": "0", "seq": 1, "op": "x", "completed": true}').completed is True

@@ -1,15 +1,20 @@
 """Ending a run: by abort where the main thread can be woken, by exit where it cannot."""
 
 import os
+import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from lightning_ncclsafe import _torch, ending
 from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
+from lightning_ncclsafe.probes.rank import Card
 
 
 class Exited(BaseException):
@@ -171,3 +176,16 @@ def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -
 )
 def test_what_only_says_that_a_collective_failed_is_told_from_a_cause(error: Exception, is_communication: bool) -> None:
     assert _torch.is_communication_error(error) is is_communication
+
+
+def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_is_not() -> None:
+    frozen = subprocess.Popen(["sleep", "60"])
+    os.kill(frozen.pid, signal.SIGSTOP)
+    started = psutil.Process(frozen.pid).create_time()
+    said: list[str] = []
+    card = Card(rank=3, host="node", pid=frozen.pid, started=started)
+    ending.end_frozen([replace(card, started=started - 60), replace(card, pid=(1 << 22) + 1)], said.append)
+    assert frozen.poll() is None
+    ending.end_frozen([card], said.append)
+    assert frozen.wait(20) == -signal.SIGKILL
+    assert said == [f"rank 3 cannot end itself: its process {frozen.pid} is killed"]

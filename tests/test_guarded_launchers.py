@@ -8,7 +8,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning_ncclsafe import guarded_launchers
 from lightning_ncclsafe.guarded_launchers import _GuardedFunction
 
-
 NOBODY = (1 << 22) + 1
 
 

@@ -21,7 +21,7 @@ from lightning_ncclsafe.probes.settings_seen import settings_seen
 # How often it is looked; a look takes some 0.3 ms.
 _EVERY_S = 1.0
 # What is counted is what happened while the rank stood still, within these limits.
-_LEAST_S, _MOST_S = 4.0, 20.0
+_LEAST_S, _MOST_S = 1.5, 20.0
 _SHORTEST_S = 0.5
 _LOOKS = 24
 

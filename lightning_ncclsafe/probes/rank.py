@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, HostFacts, ProcessFacts, RankFacts, Straggler
+from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
@@ -21,21 +21,21 @@ from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.gpu_state import GpuWatch
 from lightning_ncclsafe.probes.growth import LEAST_S, Growth
 from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at, own_memory
+from lightning_ncclsafe.probes.last_words import ENDED, LastWords
 from lightning_ncclsafe.probes.machine_state import MachineProbe
-from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.main_thread import look_at_main_thread
 from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.steps import StepRecord
 from lightning_ncclsafe.probes.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.probes.witnessing import ANSWERING, guard_rests, needs_time, with_shares
 
 # Asking a worker for its stack takes some milliseconds, one after the other; a few are enough to see what they do.
 _WORKERS_ASKED = 4
 # How often this process's memory is noted: reading it takes 0.1 ms.
 _NOTE_S = 2.0
-_ASKED = ("running", "sleeping", "idle")
 # The clocks of two looks are not read where the looks are.
 _SLACK_S = 0.01
-_WATCHDOG = "/lightning_ncclsafe/watchdog.py"
 _NOT_ARMED = Armed(signum=0, fd=-1)
 
 
@@ -76,7 +76,6 @@ class RankProbe:
 
     Attributes:
         card: What this rank leaves with its peers.
-        peers: The cards of the other ranks of this host, as far as they are known.
         exception: The exception that this rank raised, if any.
     """
 
@@ -107,7 +106,8 @@ class RankProbe:
         self._signal = traceback_signal.take_early()
         self._armed = self._signal.arm() or _NOT_ARMED
         self._slow_look: threading.Thread | None = None
-        self.peers: tuple[Card, ...] = ()
+        self._last_words = LastWords()
+        self._peers: tuple[Card, ...] = ()
         self.exception: ExceptionFacts | None = None
         self.card = Card(
             rank=rank,
@@ -127,6 +127,16 @@ class RankProbe:
     def finished(self, value: bool) -> None:
         self._trainer.finished = value
 
+    @property
+    def peers(self) -> tuple[Card, ...]:
+        """The cards of the other ranks of this host, as far as they are known."""
+        return self._peers
+
+    @peers.setter
+    def peers(self, cards: tuple[Card, ...]) -> None:
+        self._peers = cards
+        self._last_words.hold((card.pid, card.fd) for card in cards)
+
     def position(self) -> Hashable:
         """Where the training stands: it changes when a hook begins or ends, or a collective moves."""
         return self._tracker.transitions, flight_recorder.position()
@@ -134,6 +144,7 @@ class RankProbe:
     def close(self) -> None:
         """Restores the signal and closes its file."""
         self._signal.close()
+        self._last_words.close()
         self._machine.close()
 
     def glance(self, idle_s: float) -> RankFacts:
@@ -205,8 +216,14 @@ class RankProbe:
             self._growth.measure(self.card.pid, *own_memory())
 
     def look_at_peer(self, card: Card) -> ProcessFacts:
-        """A rank of this host as it is seen from outside, with its growth since it was looked at before."""
+        """A rank of this host as it is seen from outside, with its growth since it was looked at before.
+
+        Of one whose process has ended, what it has written last.
+        """
         seen = look_at(card.pid, rank=card.rank, started=card.started or None)
+        if seen.state in ENDED:
+            ended_by, stack = self._last_words.of(card.pid)
+            return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack))
         grows, swaps = self._growth.measure(card.pid, seen.rss_bytes, seen.swap_bytes)
         return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
@@ -218,7 +235,7 @@ class RankProbe:
         cards, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(card.pid) for card in cards]
         seen = [self._witness(card) for card in cards]
-        unknown = [facts for facts in seen if facts.rss_bytes is not None and _needs_time(facts)]
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_time(facts)]
         if unknown:
             time.sleep(max(began_s + LEAST_S + _SLACK_S - time.monotonic(), 0))
         again = [
@@ -226,8 +243,8 @@ class RankProbe:
         ]
         span_s = time.monotonic() - began_s
         return [
-            _with_shares(replace(facts, stack=before.stack, gil_held=before.gil_held), turn, span_s)
-            for facts, before, turn in zip(again, seen, turns, strict=True)
+            with_shares(replace(now, stack=then.stack or now.stack, gil_held=then.gil_held), turn, span_s)
+            for now, then, turn in zip(again, seen, turns, strict=True)
         ]
 
     def _witness(self, card: Card) -> ProcessFacts:
@@ -235,7 +252,7 @@ class RankProbe:
         armed = Armed(signum=card.signum, fd=card.fd)
         if not card.has_guard:
             armed = traceback_signal.armed_in(card.pid) or _NOT_ARMED
-        if seen.state not in _ASKED or armed.signum == 0:
+        if seen.state not in ANSWERING or armed.signum == 0:
             return seen
         threads = traceback_signal.ask_threads(card.pid, armed)
         # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL. So
@@ -243,7 +260,7 @@ class RankProbe:
         again = self.look_at_peer(card)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
         stack = threads[0] if threads else ()
-        gil_held = bool(stack) and (is_busy or _guard_rests(threads)) and card.has_guard
+        gil_held = bool(stack) and (is_busy or guard_rests(threads)) and card.has_guard
         return replace(again, stack=stacks.with_source(stack), gil_held=gil_held)
 
     def _host_facts(self) -> HostFacts:
@@ -284,36 +301,6 @@ def _text_of(error: ExceptionFacts | None) -> str:
 
 def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:
     return replace(error, stack=stacks.with_source(error.stack)) if error is not None else None
-
-
-def _needs_time(seen: ProcessFacts) -> bool:
-    """Whether only what happens between two looks tells what keeps it from answering."""
-    return seen.memory_growth_bytes_per_s is None or (seen.state in _ASKED and bool(seen.stack))
-
-
-def _with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
-    """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
-    if span_s < LEAST_S:
-        return facts
-    now = look_at_main_thread(facts.pid)
-    ran, queued = _share(before.ran_s, now.ran_s, span_s), _share(before.queued_s, now.queued_s, span_s)
-    return replace(facts, ran_share=ran, queued_share=queued)
-
-
-def _share(before: float | None, now: float | None, span_s: float) -> float | None:
-    return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
-
-
-def _guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
-    """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
-    below = [_below_watchdog(stack) for stack in threads]
-    guards = [functions for functions in below if functions is not None]
-    return bool(guards) and all({*functions} == {"wait"} for functions in guards)
-
-
-def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
-    depths = [depth for depth, frame in enumerate(stack) if frame.file.replace("\\", "/").endswith(_WATCHDOG)]
-    return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None
 
 
 def _try(probe: Callable[[], Any], default: Any, name: str, missing: list[str]) -> Any:

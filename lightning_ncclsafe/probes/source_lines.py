@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import linecache
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from lightning_ncclsafe.probes.stacks import is_user_code
@@ -45,14 +47,26 @@ class HookSource:
         return self._place(line) if line else ""
 
 
+def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
+    """The functions of a class and of those that it derives from, as far as they are the user's own."""
+    for owner in kind.__mro__:
+        code = (getattr(function, "__code__", None) for function in vars(owner).values())
+        if any(is_user_code(found.co_filename) for found in code if found is not None):
+            yield from (function for function in vars(owner).values() if inspect.isfunction(function))
+
+
 def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
-    try:
-        with open(file, "rb") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return []
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    functions = (function for function in _functions(file) if function.name == name)
     return next((function.body for function in functions if line in _first_lines(function)), [])
+
+
+@lru_cache(maxsize=8)
+def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def _first_lines(function: ast.FunctionDef) -> list[int]:

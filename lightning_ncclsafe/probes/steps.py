@@ -3,6 +3,7 @@
 On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
 """
 
+import itertools
 import sys
 import threading
 import traceback
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.probes.source_lines import HookSource
+from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
 from lightning_ncclsafe.probes.stacks import exception_facts, main_thread_stack, rank_condition
 from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
@@ -154,17 +155,18 @@ def _use_of(module: Any, part: str) -> str:
 
 
 def _logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
-    sources: dict[str, HookSource] = {}
     for meta in list(_synced(trainer))[:_MAX_KEYS]:
-        hook = str(meta.fx)
-        source = sources.get(hook) or sources.setdefault(hook, _source(module, hook))
-        line = source.logs(str(meta.name))
-        yield LoggedKey(
-            name=str(meta.name),
-            hook=hook,
-            place=source.place(line),
-            rank_condition=rank_condition(source.file, line) if line else "",
-        )
+        name, hook = str(meta.name), str(meta.fx)
+        source, line = _call_that_logs(name, module, hook)
+        condition = rank_condition(source.file, line) if line else ""
+        yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition)
+
+
+def _call_that_logs(name: str, module: Any, hook: str) -> tuple[HookSource, int]:
+    """The hook itself comes first, then what it may have called: the module's other methods."""
+    source = _source(module, hook)
+    sources = itertools.chain([source], map(HookSource, own_functions(type(module))))
+    return next(((found, line) for found in sources if (line := found.logs(name))), (source, 0))
 
 
 def _synced(trainer: Any) -> Iterable[Any]:

@@ -53,6 +53,7 @@ class TracebackSignal:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._signum = 0
+        self._is_for_crashes = False
         self._pid = os.getpid()
 
     def arm(self) -> Armed | None:
@@ -60,6 +61,10 @@ class TracebackSignal:
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum = _open_file(signum), signum
             faulthandler.register(signum, file=self._file, all_threads=True)
+            # Of a crash, too, unless the user wants to read that elsewhere; see last_words.
+            self._is_for_crashes = not faulthandler.is_enabled()
+            if self._is_for_crashes:
+                faulthandler.enable(file=self._file, all_threads=True)
             break
         return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
 
@@ -67,6 +72,8 @@ class TracebackSignal:
         """Restores the signal and closes the file."""
         if self._file is not None:
             faulthandler.unregister(self._signum)
+            if self._is_for_crashes:
+                faulthandler.disable()
             self._file.close()
             self._file = None
 

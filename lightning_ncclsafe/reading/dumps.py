@@ -12,7 +12,7 @@ from lightning_ncclsafe.reading.unpickling import MOST_BYTES, MOST_CONTAINERS, u
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.recorded_facts import RecordFacts
 
-__all__ = ["MOST_BYTES", "dump_facts", "from_json", "from_pickle", "rank_of"]
+__all__ = ["MOST_BYTES", "MOST_CONTAINERS", "dump_facts", "from_json", "from_pickle", "rank_of"]
 
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
 _RANK = re.compile(r"rank[-_=.]?(\d{1,7})", re.IGNORECASE)
@@ -39,14 +39,18 @@ def from_pickle(data: bytes) -> dict[Any, Any]:
     return found
 
 
-def from_json(data: bytes) -> object:
+def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
     """Plain data of JSON text, whatever it is.
 
+    Args:
+        data: The text.
+        most: How many lists and dictionaries it may hold.
+
     Raises:
-        ReadingError: If it is damaged.
+        ReadingError: If it is damaged, or would need much memory.
     """
-    if data.count(b"[") + data.count(b"{") > MOST_CONTAINERS:
-        raise ReadingError(f"it holds more than {MOST_CONTAINERS:,} lists or dictionaries")
+    if data.count(b"[") + data.count(b"{") > most:
+        raise ReadingError(f"it holds more than {most:,} lists or dictionaries")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -9,14 +9,13 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.reading.frames import Stacks
-from lightning_ncclsafe.reading.values import items, mapping, ranks, shapes, text, texts, whole
+from lightning_ncclsafe.reading.groups import MOST_GROUPS, groups_of
+from lightning_ncclsafe.reading.values import items, mapping, shapes, text, texts, whole
 
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64
 _OUTSTANDING = 32
 _MOST_ENTRIES = 1_000_000
-_MOST_GROUPS = 4096
-DEFAULT_GROUP = ("0", "default_pg")
 _KEYS = ("entries", "pg_status", "pg_config")
 
 
@@ -39,12 +38,16 @@ def parsed(dump: dict[Any, Any]) -> tuple[tuple[Group, ...], tuple[Collective, .
         if name or entry:
             by_group[name].append(entry)
             names[str(whole(entry.get("pg_id"), -1))] = (name, description)
-    groups = _groups(dump, names, by_group)
+    called = {
+        name: max((seq_of(entry) for entry in entries if not entry.get("is_p2p")), default=0)
+        for name, entries in by_group.items()
+    }
+    groups = groups_of(dump, names, called)
     last_completed = {group.name: group.last_completed for group in groups}
     stacks = Stacks()
     calls = [
         _collective(entry, name, last_completed.get(name, 0), stacks)
-        for name, entries in list(by_group.items())[:_MOST_GROUPS]
+        for name, entries in list(by_group.items())[:MOST_GROUPS]
         for entry in _kept(_without_parts(entries))
     ]
     return groups, tuple(sorted(calls, key=lambda call: call.created_ns))
@@ -59,50 +62,18 @@ def _name(entry: dict[Any, Any]) -> tuple[str, str]:
     return text(pair[0]), text(pair[1])
 
 
-def _groups(
-    dump: dict[Any, Any], names: dict[str, tuple[str, str]], by_group: dict[str, list[dict[Any, Any]]]
-) -> tuple[Group, ...]:
-    if "0" in mapping(dump.get("pg_status")):
-        # The first group that a process makes, of which a dump of active entries may have none, is the default one.
-        names.setdefault("0", DEFAULT_GROUP)
-    members = {str(key): ranks(mapping(config).get("ranks")) for key, config in mapping(dump.get("pg_config")).items()}
-    only = members.get("", ()) if len(by_group) == 1 else ()
-    status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
-    groups = {}
-    for pg_id, (name, description) in list(names.items())[:_MOST_GROUPS]:
-        seqs = [_seq(entry) for entry in by_group[name] if not entry.get("is_p2p")]
-        enqueued = max(whole(status.get(pg_id, {}).get("last_enqueued_collective")), *seqs, 0)
-        groups[name] = Group(
-            name=name,
-            description=description,
-            ranks=members.get(name) or only,
-            last_enqueued=enqueued,
-            last_started=min(whole(status.get(pg_id, {}).get("last_started_collective"), -1), enqueued),
-            last_completed=_completed(whole(status.get(pg_id, {}).get("last_completed_collective")), enqueued),
-        )
-    # Groups without an entry have a number that means another one on another rank: without a name they are no use.
-    for name, there in members.items():
-        if name and name not in groups and len(groups) < _MOST_GROUPS:
-            groups[name] = Group(name=name, ranks=there)
-    return tuple(groups.values())
-
-
-def _completed(said: int, enqueued: int) -> int:
-    """Some versions give what was in memory there before anything completed."""
-    return said if 0 < said <= enqueued else 0
-
-
-def _seq(entry: dict[Any, Any]) -> int:
+def seq_of(entry: dict[Any, Any]) -> int:
+    """The entry's sequence number, in the numbering that it belongs to."""
     key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
     return max(whole(entry.get(key, entry.get("seq_id"))), 0)
 
 
 def _without_parts(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
     """What is coalesced is recorded one by one, and then as a whole; only of the whole its end is recorded."""
-    wholes = {_seq(entry) for entry in entries if _is_whole(entry)}
+    wholes = {seq_of(entry) for entry in entries if _is_whole(entry)}
     if not wholes:
         return entries
-    return [entry for entry in entries if entry.get("is_p2p") or _is_whole(entry) or _seq(entry) not in wholes]
+    return [entry for entry in entries if entry.get("is_p2p") or _is_whole(entry) or seq_of(entry) not in wholes]
 
 
 def _is_whole(entry: dict[Any, Any]) -> bool:
@@ -124,7 +95,7 @@ def _has_ended(entry: dict[Any, Any]) -> bool:
 
 def _collective(entry: dict[Any, Any], group: str, last_completed: int, stacks: Stacks) -> Collective:
     backend, _, op = text(entry.get("profiling_name")).partition(":")
-    is_p2p, seq = entry.get("is_p2p") is True, _seq(entry)
+    is_p2p, seq = entry.get("is_p2p") is True, seq_of(entry)
     duration = entry.get("duration_ms")
     completed = _has_ended(entry) or (not is_p2p and 0 < seq <= last_completed)
     return Collective(

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.reading.dumps import MOST_BYTES, dump_facts, from_json, from_pickle, rank_of
+from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, dump_facts, from_json, from_pickle, rank_of
 from lightning_ncclsafe.reading.entries import is_dump
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later
-from lightning_ncclsafe.reading.reports import from_report, is_report
+from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 
 STANDARD_INPUT = "-"
-# Beside a report.json they say the same in words.
+_REPORT = "report.json"
+# Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
 
 
@@ -67,13 +68,15 @@ class Evidence:
         said = self.log.said()
         if not self.dumps and not said and not self.log.unnamed:
             return None
-        return job_of(self.dumps, said, self.log.world_size, unnamed=self.log.unnamed, missing=self.missing)
+        missing = (*self.missing, *self.log.remarks)
+        return job_of(self.dumps, said, self.log.world_size, unnamed=self.log.unnamed, missing=missing)
 
     def _try(self, source: Source) -> None:
         try:
             self._read(source)
         except (ReadingError, OSError) as error:
-            self.errors.append(f"{source.path}: {_words(error)}")
+            if source.named or _is_expected(source):
+                self.errors.append(f"{source.path}: {_words(error)}")
 
     def _read(self, source: Source) -> None:
         if source.kind is Kind.PICKLE:
@@ -86,13 +89,14 @@ class Evidence:
             raise ReadingError("it is neither a dump, nor a report, nor a log")
 
     def _read_json(self, source: Source) -> None:
-        data = content(source, MOST_BYTES)
+        is_large = os.path.basename(source.path) == _REPORT
         try:
-            plain = from_json(data)
+            data = content(source, MOST_REPORT_BYTES if is_large else MOST_BYTES)
+            plain = from_json(data, MOST_REPORT_CONTAINERS if is_large else MOST_CONTAINERS)
         except ReadingError:
-            # A log whose first line is a dictionary.
-            if ".json" in os.path.basename(source.path):
+            if source.path.removesuffix(".gz").endswith(".json"):
                 raise
+            # A log whose first line is a dictionary.
             self._read_log(source)
             return
         if is_report(plain):
@@ -133,6 +137,12 @@ class Evidence:
                 self.missing.append(
                     f"Of {source.path} only the first {MOST_UNPACKED / 1024**3:.1f} GiB, unpacked, were read."
                 )
+
+
+def _is_expected(source: Source) -> bool:
+    """Of data that merely lies in the same folder nothing is said; a dump has its rank in its name."""
+    name = os.path.basename(source.path)
+    return source.kind is Kind.TEXT or name == _REPORT or rank_of(name) is not None
 
 
 def _rank_in_name(path: str) -> int | None:

@@ -10,6 +10,9 @@ _RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
 _HOST = re.compile(r"^\s*host\s*:\s*(\S{1,100})")
 _EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
 _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Za-z ]+)")
+_CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated with code (-?\d+)")
+# What becomes of a process that waits: the watchdog's abort, and whoever ends it after that.
+_FOLLOWS = (0, -6, -15)
 # What srun's words mean as an exit code; "Killed" and "Aborted" are what becomes of all others.
 _SRUN_SIGNALS = {"Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7}
 
@@ -44,6 +47,18 @@ class Summary:
             self._host, self._rank, self._is_first = "", None, False
             return ended
         return None
+
+
+def child_ended(text: str) -> str:
+    """A sentence on a child that Lightning's launcher has seen end; empty if none.
+
+    What it calls the rank is that within the host, which is the rank on the first host alone.
+    """
+    found = _CHILD.search(text)
+    if found is None or whole(found[3]) in _FOLLOWS:
+        return ""
+    child = f"its child process {found[2]}, local rank {found[1]}, was the first to end"
+    return f"Lightning says that {child}, with code {found[3]}; on which host is not said."
 
 
 def starts_again(text: str) -> bool:

@@ -27,6 +27,7 @@ _TELLING = (
     b"Traceback (most",
     b"exitcode",
     b"local_rank: ",
+    b"Child process with PID",
     b"Root Cause (",
     b"  host ",
     b"srun: error",
@@ -41,8 +42,8 @@ _TELLING = (
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
-    re.compile(r"\[(?P<stream>[a-z_]\w*?(?P<local>\d+))\]:\s?"),  # torchrun: role and local rank
-    re.compile(r"(?P<stream>(?P<task>\d{1,6})): "),  # srun --label
+    re.compile(r"\[(?P<stream>[a-z_]\w*?\d+)\]:\s?"),  # torchrun: role and local rank
+    re.compile(r"(?P<stream>\d{1,6}): "),  # srun --label
     re.compile(r"\[(?P<stream>pod/[^\]]+)\] "),  # kubectl logs --prefix
     re.compile(r"\((?P<stream>[\w.:-]+(?:\[rank=(?P<ray>\d+)\])? (?:pid|ip)=[^)]*)\)\s?"),  # Ray
     re.compile(r"(?P<stream>\S+) \[std(?:err|out)\] "),  # milabench and others

@@ -5,9 +5,9 @@ from typing import IO
 
 from lightning_ncclsafe.facts import ExceptionFacts
 from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
-from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.frames import frame
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, may_tell, taken_apart
 from lightning_ncclsafe.reading.said import Said
 from lightning_ncclsafe.reading.values import MOST_RANKS
@@ -16,6 +16,7 @@ _Key = tuple[int | None, str]
 _MOST_SAID = 100_000
 _MOST_OPEN = 4096
 _MOST_IDLE = 5000
+_MOST_REMARKS = 8
 _MOST_BROKEN = 3
 _FAILED_AT = "Stack trace of the failed collective"
 
@@ -24,11 +25,13 @@ class Log:
     """All logs of a job, read line by line.
 
     Attributes:
+        remarks: What was said of no rank in particular, one sentence each.
         world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
         unnamed: Exceptions of which no rank is known.
     """
 
     def __init__(self) -> None:
+        self.remarks: list[str] = []
         self.world_size = 0
         self.unnamed: list[ExceptionFacts] = []
         self._said: dict[int, Said] = {}
@@ -94,6 +97,9 @@ class Log:
         self._frame_of_failed(text)
         self.world_size = max(self.world_size, watchdog.world_size(text))
         self._ends(text)
+        remark = launchers.child_ended(text)
+        if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
+            self.remarks.append(remark)
         if "NCCL" in text or "arrier" in text or "collective" in text:
             self._collective(rank, line, text)
 
@@ -117,6 +123,9 @@ class Log:
             if line.stream:
                 self._rank_of.setdefault(line.stream, line.rank)
             return line.rank
+        if line.stream.isdecimal():
+            # srun's task, which is the rank unless a line has said otherwise.
+            return self._rank_of.get(line.stream, int(line.stream))
         return self._rank_of.get(line.stream) if line.stream else self._default_rank
 
     def _traceback(self, line: Line, rank: int | None, text: str) -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.said import UNKNOWN_GROUP, Said
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.reading.watchdog import TimedOut

@@ -1,11 +1,11 @@
 """What several files say, made one job: of a rank that has a dump and a log, of groups that ranks name alike."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Group, Incident, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.membership import Membership
 from lightning_ncclsafe.reading.said import Said
 from lightning_ncclsafe.recorded_facts import RecordFacts
@@ -38,10 +38,10 @@ def job_of(
     logs = {one.rank: one.facts(membership.members) for one in said}
     told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
     ranks = _distinct(told)
-    counted = max([membership.size, *_sizes(ranks)], default=0)
-    seen = max((facts.rank + 1 for facts in ranks), default=0)
-    world_size = max(counted, seen)
-    unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if counted == 0 and world_size else ()
+    counted = max([membership.size, *_sizes(dumps.values())])
+    world_size = max([counted, *_seen(ranks)])
+    is_sized = counted > 0
+    unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if world_size and not is_sized else ()
     # One copy for all: at thousands of ranks each of them is long.
     members = ranks_by_group(ranks) | {DEFAULT_GROUP[0]: tuple(range(world_size)) if counted else ()}
     return JobFacts(
@@ -50,6 +50,7 @@ def job_of(
         ranks=tuple(_with_members(facts, members) for facts in ranks),
         missing=(*missing, *unsized),
         unnamed=tuple(unnamed),
+        is_sized=is_sized,
     )
 
 
@@ -100,9 +101,17 @@ def _nothing() -> RankFacts:
     raise LookupError("neither a dump nor a log")
 
 
-def _sizes(ranks: Iterable[RankFacts]) -> list[int]:
-    """Numbers of ranks that the default group's members imply."""
-    return [group.ranks[-1] + 1 for facts in ranks for group in facts.groups if group.ranks]
+def _sizes(dumps: Iterable[RankFacts]) -> list[int]:
+    """The number of ranks by the members of the default group, of which all are."""
+    groups = (group for facts in dumps for group in facts.groups)
+    return [group.ranks[-1] + 1 for group in groups if group.name == DEFAULT_GROUP[0] and group.ranks]
+
+
+def _seen(ranks: Iterable[RankFacts]) -> Iterator[int]:
+    """Numbers that it cannot be less than."""
+    for facts in ranks:
+        yield facts.rank + 1
+        yield from (group.ranks[-1] + 1 for group in facts.groups if group.ranks)
 
 
 def _distinct(told: list[RankFacts]) -> list[RankFacts]:

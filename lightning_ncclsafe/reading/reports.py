@@ -4,6 +4,10 @@ from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.report.json import ReportError, read_report
 
+MOST_REPORT_BYTES = 1024 * 1024 * 1024
+"""Of a report, which is small but for jobs of thousands of ranks: one of 16,384 has about half of it."""
+MOST_REPORT_CONTAINERS = 20_000_000
+
 
 def is_report(plain: object) -> bool:
     """Whether plain data is one of our reports, of whatever schema."""

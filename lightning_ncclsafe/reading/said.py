@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts
-from lightning_ncclsafe.reading.entries import DEFAULT_GROUP
 from lightning_ncclsafe.reading.frames import stack
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
 from lightning_ncclsafe.recorded_facts import RecordFacts
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-MOST_RANKS = 1_000_000
+MOST_RANKS = 262_144
 """Whoever names a rank beyond that has not counted."""
 _LONGEST_RANKS = 2_000_000
 _LONGEST_TEXT = 400

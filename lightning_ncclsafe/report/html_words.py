@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.wording import duration_words, ranks_words, short_
 _LONGEST = 2_000
 _MOST_ITEMS = 40
 _MOST_FRAMES = 4
+_JOINED = "\u00a0"
 
 Words = Callable[[Any], str]
 
@@ -22,6 +23,11 @@ def _moment(ns: int) -> str:
         return f"{datetime.fromtimestamp(ns / 1e9, tz=timezone.utc):%H:%M:%S.%f}"[:-3] if ns else ""
     except (OverflowError, ValueError, OSError):
         return str(ns)
+
+
+def _plain(value: float) -> str:
+    """Whole numbers as they are: they may name something."""
+    return f"{value}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _seconds(value: float) -> str:
@@ -59,7 +65,10 @@ def value_words(name: str, value: Any) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, (int, float)):
-        return next((words(value) for ending, words in _UNITS if name.endswith(ending)), f"{value}")
+        # A number and its unit stay on one line.
+        return next((words(value) for ending, words in _UNITS if name.endswith(ending)), _plain(value)).replace(
+            " ", _JOINED
+        )
     text = value if isinstance(value, str) else _nested_words(name, value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.rules.recorded.telling import Words
+from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
 from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
@@ -48,6 +50,7 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
     if len(facts.groups) > _MOST_GROUPS:
         parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
+    parts += [f"waits in {words.of(call)}" for call in islice(pending_p2p(facts), 1)]
     if facts.exception is not None:
         parts.append(f"raised {facts.exception.type}")
     if facts.record is not None and facts.record.exit_code:

@@ -92,6 +92,7 @@ from lightning_ncclsafe.rules.recorded.host_stuck import host_stuck
 from lightning_ncclsafe.rules.recorded.late_at_init import late_at_init as recorded_late_at_init
 from lightning_ncclsafe.rules.recorded.mismatched_collective import mismatched_collective as recorded_mismatch
 from lightning_ncclsafe.rules.recorded.no_dump import no_dump
+from lightning_ncclsafe.rules.recorded.out_of_step import out_of_step
 from lightning_ncclsafe.rules.recorded.rank_behind import rank_behind as recorded_rank_behind
 from lightning_ncclsafe.rules.recorded.silent_rank import silent_rank
 from lightning_ncclsafe.rules.recorded.unmatched_p2p import unmatched_p2p
@@ -109,8 +110,8 @@ HANG_RULES: tuple[Rule, ...] = (
     exception_during_save,
     skipped_step,
     unused_parameters,
-    failed_rank,
     timeout_misuse,
+    failed_rank,
     mismatched_collective,
     unreachable_host,
     network_cut,
@@ -195,6 +196,8 @@ _OF_EXCEPTIONS = (
     "exception-during-save",
     "skipped-step",
     "unused-parameters",
+    "timeout-misuse",
+    "diverged-collectives",
 )
 # What follows from a cause that is known by its own name; where that is only possible, both are told.
 _FOLLOWS_FROM = {
@@ -217,6 +220,7 @@ RECORDED_RULES: tuple[Rule, ...] = (
     recorded_dead_rank,
     recorded_mismatch,
     recorded_divergence,
+    out_of_step,
     recorded_late_at_init,
     watchdog_stuck,
     host_stuck,
@@ -265,7 +269,11 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _names_cause(finding: Finding, of: str) -> bool:
-    return finding.rule in _FOLLOWS_FROM[of] and finding.confidence is not Confidence.POSSIBLE
+    return finding.rule in _FOLLOWS_FROM[of] and _is_likely(finding)
+
+
+def _is_likely(finding: Finding) -> bool:
+    return finding.confidence is not Confidence.POSSIBLE
 
 
 def _superseded(finding: Finding, findings: list[Finding]) -> bool:
@@ -278,6 +286,9 @@ def _superseded(finding: Finding, findings: list[Finding]) -> bool:
         return bool(finding.ranks) and told.issuperset(finding.ranks)
     if finding.rule in _FOLLOWS_FROM:
         return any(_names_cause(other, finding.rule) for other in findings)
+    if finding.rule == "dead-rank":
+        likely = (other for other in findings if other.rule == "mismatched-collective" and _is_likely(other))
+        return any(set(other.ranks) >= set(finding.ranks) for other in likely)
     if finding.rule != "rank-behind":
         return False
     better = [other for other in findings if other.rule != "rank-behind"]

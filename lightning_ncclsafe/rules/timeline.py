@@ -97,8 +97,13 @@ class Timeline:
     @cached_property
     def witnesses(self) -> dict[int, ProcessFacts]:
         """What other processes say of a rank's process."""
-        seen = {peer.rank: peer for facts in self.job.ranks for peer in facts.peers if peer.rank >= 0}
-        return seen | {process.rank: process for process in self.job.witnessed}
+        by_peers = (peer for facts in self.job.ranks for peer in facts.peers if peer.rank >= 0)
+        seen: dict[int, ProcessFacts] = {}
+        for process in (*by_peers, *self.job.witnessed):
+            # Not every rank could read what one that has ended had written.
+            if process.ended_by or process.rank not in seen or not seen[process.rank].ended_by:
+                seen[process.rank] = process
+        return seen
 
     @cached_property
     def groups(self) -> tuple[GroupView, ...]:

@@ -1,4 +1,4 @@
-"""How much processor time ``ncclsafe diagnose`` takes for a large job: ``python tests/benchmarks/diagnose_scale.py --ranks 16384``.
+"""Processor time of ``ncclsafe diagnose`` for a large job: ``python tests/benchmarks/diagnose_scale.py --ranks 16384``.
 
 A synthetic folder of Flight Recorder dumps with one culprit, read and judged in a process of its own, so that the peak
 is that of the work alone.

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "rules"))
 
 from builders import BACKWARD, ENGINE, GLOO, GRADIENTS, NCCL, SITE, Backend, process, raised, transport_error, user
-from scenes import SCENES, Scene
+from scenes import SCENES
 
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.facts import Collective, Frame, Group, HostFacts, JobFacts, ProcessFacts, RankFacts

@@ -6,11 +6,14 @@ import faults_calls
 import faults_checkpoints
 import faults_ends
 import faults_frozen
+import faults_groups
 import faults_host
 import faults_loaders
+import faults_loggers
 import faults_network
 import faults_start
 import faults_steps
+import healthy_loops
 import healthy_starts
 import healthy_steps
 from truths import all_cases
@@ -22,11 +25,14 @@ THEMES = (
     faults_checkpoints,
     faults_ends,
     faults_frozen,
+    faults_groups,
     faults_host,
     faults_loaders,
+    faults_loggers,
     faults_network,
     faults_start,
     faults_steps,
+    healthy_loops,
     healthy_starts,
     healthy_steps,
 )

@@ -118,3 +118,12 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
     assert flight_recorder.FlightRecorder().read() == ((), ())
     assert flight_recorder.position() == ()
     assert not _torch.groups_can_be_aborted()
+
+
+def test_the_more_ranks_the_fewer_entries_of_each_are_told_and_all_outstanding_ones() -> None:
+    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
+    ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
+    outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
+    kept = flight_recorder._newest([*ended, *outstanding], 8)
+    assert kept == outstanding
+    assert [call.seq for call in flight_recorder._newest(ended, 8)] == [*range(52, 60)]

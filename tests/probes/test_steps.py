@@ -46,7 +46,11 @@ class Module:
         self.log("loss", inner(), sync_dist=True)  # type: ignore[attr-defined]  # <- loss
         if self.global_rank == 0:  # type: ignore[attr-defined]
             self.log_dict({"a": 1, "b": 2}, sync_dist=True)  # type: ignore[attr-defined]  # <- dict
+        self.more()
         return batch
+
+    def more(self) -> None:
+        self.log("faces", 1, sync_dist=True)  # type: ignore[attr-defined]  # <- faces
 
 
 def line_of(mark: str) -> int:
@@ -167,17 +171,20 @@ def test_keys_that_ranks_reduce_are_told_with_their_lines() -> None:
         "2": metric("b"),
         "3": metric("local", synced=False),
         "4": metric("first", zero=True),
+        "6": metric("faces"),
         "5": metric("accuracy", synced=False, tensor=False, hook="validation_step"),
     }
     logged = StepRecord(trainer(Module(), **keys)).facts().logged
     assert [(key.name, key.hook) for key in logged] == [
         ("loss", "training_step"),
         ("b", "training_step"),
+        ("faces", "training_step"),
         ("accuracy", "validation_step"),
     ]
     assert [key.place for key in logged] == [
         f"{HERE}:{line_of('loss')} in training_step",
         f"{HERE}:{line_of('dict')} in training_step",
+        f"{HERE}:{line_of('faces')} in more",
         "",
     ]
     assert "if self.global_rank == 0:" in logged[1].rank_condition

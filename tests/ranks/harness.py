@@ -56,6 +56,7 @@ def run_ranks(
     before_joining: Body = lambda rank: None,
     store_of_agent: bool = False,
     patience_s: float = 5.0,
+    launcher_kills_after_s: float | None = None,
 ) -> Ranks:
     """Runs ``body(rank)`` in every rank under a guard.
 
@@ -68,6 +69,7 @@ def run_ranks(
         before_joining: What each rank does before it joins the process group.
         store_of_agent: Whether the store lives in the parent, and not in rank 0.
         patience_s: How long beyond ``timeout_s`` ranks have to end by themselves.
+        launcher_kills_after_s: How long after the end of the first rank all others are killed.
     """
     limits = Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout="abort")
     pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
@@ -85,7 +87,9 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s + patience_s
     # A rank that cannot end by itself is waited for no longer than the others.
     while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
-        multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
+        ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
+        if ended and launcher_kills_after_s is not None:
+            deadline = min(deadline, time.monotonic() + launcher_kills_after_s)
     for process in processes:
         process.kill()
         process.join()

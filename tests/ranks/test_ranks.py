@@ -1,5 +1,7 @@
 """Ranks that hang, freeze and die in real processes: what is reported, and how the others end."""
 
+import ctypes
+import faulthandler
 import itertools
 import os
 import signal
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from harness import all_reduce, run_ranks
 
 from lightning_ncclsafe.ending import EXIT_CODE
+from lightning_ncclsafe.guarded_launchers import TELL_S
 
 HERE = Path(__file__).name
 
@@ -83,7 +86,8 @@ def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: 
     (diagnosis, *_) = ranks.diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("stopped-process", (0,))
     assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
-    assert ranks.exit_codes[1:] == [EXIT_CODE] * 2
+    assert ranks.exit_codes == [-signal.SIGKILL, EXIT_CODE, EXIT_CODE]
+    assert "rank 0 cannot end itself" in ranks.said
 
 
 def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path) -> None:
@@ -98,17 +102,34 @@ def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path)
     assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
 
 
-def test_a_killed_rank_is_dead(tmp_path: Path) -> None:
+def test_a_killed_rank_is_dead_and_told_before_a_launcher_kills_the_others(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         all_reduce()
 
-    ranks = run_ranks(3, body, tmp_path)
+    ranks = run_ranks(3, body, tmp_path, launcher_kills_after_s=TELL_S)
     (diagnosis, *_) = ranks.diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (1,))
     assert ranks.exit_codes == [1, -signal.SIGKILL, 1]
+
+
+def test_ranks_that_crash_and_that_exit_without_a_word_are_dead(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 1:
+            faulthandler.disable()  # pytest's, which would print this as a crash of its own
+            ctypes.string_at(0)
+        if rank == 2:
+            os._exit(0)
+        all_reduce()
+
+    ranks = run_ranks(3, body, tmp_path)
+    (diagnosis, *_) = ranks.diagnoses
+    assert diagnosis.findings[0].rule == "dead-rank"
+    assert diagnosis.findings[0].ranks == (1, 2)
+    assert ranks.exit_codes == [1, -signal.SIGSEGV, 0]
 
 
 def test_when_rank_0_dies_and_the_store_with_it_the_others_say_so(tmp_path: Path) -> None:
@@ -118,8 +139,9 @@ def test_when_rank_0_dies_and_the_store_with_it_the_others_say_so(tmp_path: Path
             os.kill(os.getpid(), signal.SIGKILL)
         all_reduce()
 
-    (diagnosis, *_) = run_ranks(3, body, tmp_path).diagnoses
+    (diagnosis, *_) = run_ranks(3, body, tmp_path, launcher_kills_after_s=TELL_S).diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (0,))
+    assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
 
 
 def test_a_rank_that_never_joins_the_process_group_is_late(tmp_path: Path) -> None:

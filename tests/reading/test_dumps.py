@@ -124,6 +124,36 @@ def test_the_default_groups_position_is_known_without_any_entry() -> None:
     assert (group.name, group.description, group.last_enqueued, calls) == ("0", "default_pg", 60, ())
 
 
+def position(enqueued: int, completed: int) -> dict[str, int]:
+    return {"last_enqueued_collective": enqueued, "last_completed_collective": completed}
+
+
+def with_groups(*names: str, status: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """A dump with entries of the default group alone."""
+    made = waiting()
+    made["pg_config"] |= {name: {"name": name, "desc": name, "ranks": "[0, 1]"} for name in names}
+    made["pg_status"] |= status
+    return made
+
+
+def test_a_group_without_a_position_has_called_nothing() -> None:
+    groups, _ = parsed(with_groups("tp", status={}))
+    assert [(group.name, group.last_enqueued) for group in groups] == [("0", 61), ("tp", 0)]
+
+
+def test_a_position_whose_entries_are_lost_belongs_to_the_group_that_is_left() -> None:
+    groups, _ = parsed(with_groups("tp", status={"1": position(50, 49)}))
+    assert [(group.name, group.last_enqueued, group.last_completed) for group in groups] == [
+        ("0", 61, 60),
+        ("tp", 50, 49),
+    ]
+
+
+def test_which_of_two_lost_positions_is_whose_is_not_guessed_at() -> None:
+    groups, _ = parsed(with_groups("tp", "dp", status={"1": position(50, 49), "2": position(3, 3)}))
+    assert [group.name for group in groups] == ["0"]
+
+
 def test_of_a_long_queue_the_oldest_outstanding_and_the_newest_are_kept() -> None:
     queue = [entry(seq, state="scheduled") for seq in range(2, 500)]
     _, calls = parsed(dump(entry(1), *queue, enqueued=499, completed=1))

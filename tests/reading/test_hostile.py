@@ -92,9 +92,9 @@ def test_lists_of_lists_that_are_one_another_are_not_unfolded() -> None:
         made = [made, made]
     one = waiting()
     one["entries"][1] |= {"frames": made, "input_sizes": made, "input_dtypes": made, "process_group": made}
-    began = time.perf_counter()
+    began = time.process_time()
     parsed(from_pickle(pickle.dumps(one, protocol=2)))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 WRONG: tuple[Any, ...] = (
@@ -222,7 +222,7 @@ def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_words_that_make_patterns_slow_are_read_quickly() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for word in (
         b"#0 x from y:1 from ",
         b"[PG ID 1 PG GUID ",
@@ -236,7 +236,7 @@ def test_words_that_make_patterns_slow_are_read_quickly() -> None:
             io.BytesIO(b"NCCL Stack trace of the failed collective [rank0]: " + word * 3000 + b"\n" + word * 3000),
             10**7,
         )
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
 
 
 def read(path: Path) -> Evidence:
@@ -251,6 +251,8 @@ def test_each_bad_file_is_one_error_and_the_rest_is_read(tmp_path: Path) -> None
     (tmp_path / "trace_5.json").write_text('{"entries": [')
     (tmp_path / "broken.log.gz").write_bytes(gzip.compress(b"Traceback (most recent call last):\n" * 1000)[:-30])
     (tmp_path / "weights.bin").write_bytes(b"\0" * 100)
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(Harm()))
+    (tmp_path / "config.json").write_text('{"a": ')
     (tmp_path / "train.py").write_text("Traceback (most recent call last)")
     found = read(tmp_path)
     assert sorted(Path(error.partition(":")[0]).name for error in found.errors) == [

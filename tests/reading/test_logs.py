@@ -121,6 +121,27 @@ def test_the_same_number_and_another_size() -> None:
     assert (first.rule, first.ranks) == ("mismatched-collective", (2,))
 
 
+# What cases of public issues come down to: rank, number, operation and elements of each that timed out.
+FAR_APART = {
+    "Lightning 20832": (
+        ((1, 532339, "BROADCAST", 5164000), (2, 532339, "BROADCAST", 5164000), (0, 532341, "_ALLGATHER_BASE", 513)),
+        (0,),
+    ),
+    "LlamaFactory 2902": (
+        ((0, 1516, "ALLREDUCE", 4096), (1, 1517, "ALLREDUCE", 4096), (2, 1517, "ALLREDUCE", 4096)),
+        (0,),
+    ),
+    "accelerate 3250": (((0, 126, "ALLREDUCE", 1), (1, 122, "_ALLGATHER_BASE", 8192)), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FAR_APART)
+def test_ranks_in_different_numbers(name: str) -> None:
+    calls, ranks = FAR_APART[name]
+    first = judged("".join(timeout(*call) for call in calls)).findings[0]
+    assert (first.rule, first.ranks) == ("out-of-step", ranks)
+
+
 def test_all_ranks_in_the_same() -> None:
     first = judged("world_size=3\n" + timeout(0) + timeout(1) + timeout(2)).findings[0]
     assert (first.rule, first.ranks) == ("all-joined", (0, 1, 2))
@@ -132,6 +153,13 @@ def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> No
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
     assert any("2 ranks are the fewest" in line for line in diagnosis.unanswered)
     assert all(2 not in finding.ranks for finding in diagnosis.findings)
+
+
+def test_of_a_group_that_not_all_are_in_logs_name_only_who_speaks() -> None:
+    """Ranks 0 and 1 of a group of which nobody says how large it is, in a job of 8."""
+    first = judged("world_size=8\n" + timeout(0, group="5") + timeout(1, group="5")).findings[0]
+    assert (first.rule, first.confidence) == ("all-joined", Confidence.POSSIBLE)
+    assert judged(timeout(0, group="5") + timeout(3, group="5")).job.is_sized is False
 
 
 def test_a_rank_that_has_nothing_outstanding() -> None:
@@ -185,6 +213,18 @@ def test_tracebacks_of_several_ranks_line_by_line_in_turns() -> None:
     job = read(text)
     assert job is not None
     assert [(facts.rank, facts.exception.stack[-1].line) for facts in job.ranks if facts.exception] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("prefix", "ranks"), [("3: ", (3,)), ("[default3]:", ()), ("[pod/w-3/main] ", ())])
+def test_whose_traceback_it_is(prefix: str, ranks: tuple[int, ...]) -> None:
+    """A task of srun's is a rank; torchrun's local rank is one on a single node alone, which cannot be known."""
+    first = judged(prefixed(prefix, TRACEBACK)).findings[0]
+    assert (first.rule, first.ranks) == ("failed-rank", ranks)
+
+
+def test_a_stream_that_has_said_its_rank_keeps_it() -> None:
+    text = prefixed("[pod/w-3/main] ", timeout(7)) + prefixed("[pod/w-3/main] ", TRACEBACK)
+    assert judged(text).findings[0].ranks == (7,)
 
 
 def test_no_memory_on_a_gpu_has_a_name_of_its_own() -> None:
@@ -296,6 +336,15 @@ def test_srun_names_the_task_that_had_no_memory() -> None:
     assert (first.rule, first.ranks) == ("dead-rank", (3,))
 
 
+def test_a_child_that_lightning_has_seen_end_is_told_of() -> None:
+    child = "[rank: 3] Child process with PID 4711 terminated with code {}. Forcefully terminating all other\n"
+    diagnosis = judged(timeout(0) + timeout(1) + child.format(-9) + child.format(-6))
+    (told,) = [line for line in diagnosis.unanswered if "child process" in line]
+    assert told.startswith(
+        "Lightning says that its child process 4711, local rank 3, was the first to end, with code -9"
+    )
+
+
 def test_an_abort_is_what_the_watchdog_does() -> None:
     summary = "  host      : node-7\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 77)\n"
     rules = [finding.rule for finding in judged("world_size=3\n" + timeout(0) + timeout(1) + summary).findings]
@@ -330,6 +379,14 @@ def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) 
     assert (first.rule, first.ranks, first.location) == ("failed-rank", (), "/home/me/train.py:42 in training_step")
     assert first.summary.startswith("A rank that the log does not name raised ValueError: bad label 11")
     assert judged(TRACEBACK).findings[0].rule == "failed-rank"
+
+
+def test_a_log_of_dictionaries(tmp_path: Path) -> None:
+    (tmp_path / "train.out").write_text("{'loss': 3.5534, 'epoch': 0.01}\n" + timeout(0) + timeout(1, op="BROADCAST"))
+    evidence = Evidence()
+    evidence.read(str(tmp_path))
+    assert evidence.errors == []
+    assert judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].rule == "diverged-collectives"
 
 
 def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path) -> None:

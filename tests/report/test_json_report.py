@@ -93,3 +93,14 @@ def test_an_unknown_severity_is_named() -> None:
 def test_an_empty_diagnosis() -> None:
     empty = replace(diagnosis(), findings=(), unanswered=())
     assert read_report(report_json(empty)) == empty
+
+
+def test_of_many_ranks_each_has_a_line() -> None:
+    few = diagnosis()
+    one = few.job.ranks[0]
+    many = replace(few, job=replace(few.job, world_size=40, ranks=tuple(replace(one, rank=rank) for rank in range(40))))
+    text = report_json(many)
+    assert read_report(text) == many
+    lines = [line for line in text.splitlines() if line.startswith(b'      {"rank":')]
+    assert [json.loads(line.rstrip(b","))["rank"] for line in lines] == [*range(40)]
+    assert list(json.loads(text)["job"]) == list(json.loads(report_json(few))["job"])

@@ -143,12 +143,15 @@ def both_receive(net: Backend) -> JobFacts:
     return job(*pair, net.waiting(2, seq=61, world=3), world=3)
 
 
+def logged(*names: str) -> tuple[LoggedKey, ...]:
+    """Keys of validation_step with the lines that log them."""
+    lines = {"val_loss": 102, LOST_LOSS: 104, "val_other": 106}
+    places = {name: f"{USER_FILE}:{lines[name]} in validation_step" for name in names}
+    return tuple(LoggedKey(name=name, hook="validation_step", place=places[name]) for name in names)
+
+
 def _logging(*names: str, reducing: str = "", passes: int = 12) -> StepFacts:
-    keys = {"val_loss": 102, LOST_LOSS: 104}
-    logged = (
-        LoggedKey(name=n, hook="validation_step", place=f"{USER_FILE}:{keys[n]} in validation_step") for n in names
-    )
-    return StepFacts(with_backward=passes, logged=tuple(logged), reducing=reducing)
+    return StepFacts(with_backward=passes, logged=logged(*names), reducing=reducing)
 
 
 def key_of_one_rank(net: Backend) -> JobFacts:

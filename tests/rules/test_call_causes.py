@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import call_scenes as scenes
 import pytest
+import scenes as scenes_of_all
 from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, RUN, TRAINING_STEP, Backend, job, raised, user
 
-from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.machine_facts import MachineFacts
 from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.step_facts import StepFacts
 
@@ -103,7 +105,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
                 "while it saved a checkpoint at train.py:117",
             ),
         ),
-        (scenes.aborted_alone, Confidence.POSSIBLE, ("The process of rank 1 has ended itself (SIGABRT)",)),
+        (scenes.aborted_alone, Confidence.LIKELY, ("The process of rank 1 has ended itself (SIGABRT)",)),
     ],
 )
 def test_words_and_confidence(
@@ -120,6 +122,36 @@ def test_words_and_confidence(
 def test_a_process_that_gloo_has_ended_is_the_consequence() -> None:
     findings = judge(scenes.overrun_rank(GLOO)).findings
     assert [(item.rule, item.ranks) for item in findings] == [("mismatched-collective", (1,)), ("dead-rank", (0,))]
+
+
+def test_a_process_that_is_merely_gone_may_have_been_ended_by_gloo() -> None:
+    """Both are told where the signal is not known, unless the killer is, or no tensor of the user's was sent."""
+    scene = scenes.aborted_alone(GLOO)
+    assert list(found(scene)) == ["mismatched-collective"]
+    blind = replace(scene, ranks=tuple(replace(facts, machine=MachineFacts()) for facts in scene.ranks))
+    assert list(found(blind)) == ["dead-rank", "mismatched-collective"]
+    assert "op.preamble.length <= op.nbytes" in found(blind)["mismatched-collective"].remedy
+    killed = replace(blind, ranks=tuple(replace(f, host_facts=HostFacts(oom_kills=1)) for f in blind.ranks))
+    assert list(found(killed)) == ["dead-rank"]
+    crashed = replace(blind, witnessed=(replace(blind.witnessed[0], ended_by="SIGSEGV"),))
+    assert list(found(crashed)) == ["dead-rank"]
+    assert "mismatched-collective" not in found(scenes_of_all.one_rank_was_killed(GLOO))
+
+
+def test_of_two_ranks_nobody_can_say_which_is_wrong() -> None:
+    scene = scenes.aborted_alone(GLOO)
+    assert found(scene)["mismatched-collective"].ranks == (0, 1)
+    other = replace(scene.ranks[0], rank=2, machine=MachineFacts())
+    three = replace(scene, ranks=(*scene.ranks, other), world_size=3)
+    assert found(three)["mismatched-collective"].ranks == (1,)
+
+
+def test_the_line_of_a_rank_that_has_ended_itself_is_its_own() -> None:
+    scene = scenes.aborted_alone(GLOO)
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, user("training_step", 59), ALL_REDUCE))
+    finding = found(replace(scene, witnessed=(words,)))["mismatched-collective"]
+    assert finding.location.endswith("train.py:59 in training_step")
+    assert "Process 1001 is zombie, by SIGABRT." in [item.text for item in finding.evidence]
 
 
 def test_what_follows_is_not_told_beside_its_cause() -> None:
@@ -139,6 +171,26 @@ def test_keys_that_all_have_logged_before_are_only_possible() -> None:
     assert list(rules) == ["diverged-collectives", "diverged-log-keys"]
     assert rules["diverged-log-keys"].confidence is Confidence.POSSIBLE
     assert "If the step at this moment does not log it" in rules["diverged-log-keys"].remedy
+
+
+def test_keys_of_both_ranks_are_the_fault_of_both() -> None:
+    scene = scenes.key_of_one_rank(GLOO)
+    own = replace(scene.ranks[0], steps=replace(scene.ranks[0].steps, logged=scenes.logged("val_loss", "val_other")))
+    two = found(replace(scene, ranks=(own, scene.ranks[1]), world_size=2))["diverged-log-keys"]
+    assert two.ranks == (0, 1)
+    assert "Rank 1 alone logs 'val_extra'" in two.summary
+    assert ", and rank 0 logs other keys: " in two.summary
+
+
+def test_an_exabyte_is_not_what_was_allocated() -> None:
+    """Objects are gathered on one rank while the others reduce: it takes their numbers for a length."""
+    line = user("gather_metrics", 77)
+    called = NCCL.rank(1, line, ALL_REDUCE, seq=61, outstanding=1, op="all_gather", sizes=((1,),))
+    message = "CUDA out of memory. Tried to allocate more than 1EB memory."
+    garbled = raised(called, "OutOfMemoryError", message, RUN, line)
+    rules = found(job(*(garbled if n == 1 else NCCL.waiting(n, seq=61) for n in range(4))))
+    assert list(rules) == ["diverged-collectives"]
+    assert rules["diverged-collectives"].ranks == (1,)
 
 
 def test_a_key_is_not_missed_before_its_hook_is_over() -> None:

@@ -21,6 +21,9 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
     [
         ("mismatched-size", "mismatched-collective", (1,), CERTAIN, "train.py:57 in training_step"),
         ("mismatched-type", "mismatched-collective", (1,), CERTAIN, "train.py:62 in training_step"),
+        ("overrun-rank", "mismatched-collective", (1,), LIKELY, "train.py:61 in training_step"),
+        ("overrun-rank-of-two", "mismatched-collective", (0, 1), LIKELY, "train.py:59 in training_step"),
+        ("overrun-rank-fsdp2", "mismatched-collective", (1,), LIKELY, "train.py:52 in forward"),
         ("crossed-groups", "crossed-groups", (1,), CERTAIN, "train.py:70 in training_step"),
         ("crossed-receives", "crossed-groups", (0, 1), CERTAIN, "train.py:73 in training_step"),
         ("log-key-of-one-rank", "diverged-log-keys", (1,), CERTAIN, "train.py:90 in training_step"),

@@ -162,6 +162,13 @@ def test_slow_work_is_neither_blocked_nor_starved(main_thread: MainThreadFacts) 
     assert rules_found(scenes.at_work(GLOO, line, main_thread=main_thread)) == ["rank-behind"]
 
 
+@pytest.mark.parametrize(("looks", "confidence"), [(2, Confidence.LIKELY), (3, Confidence.CERTAIN)])
+def test_storage_that_never_answers_is_certain_after_some_looks(looks: int, confidence: Confidence) -> None:
+    blocked = thread(state="disk-sleep", wait_channel="io_schedule", looks=looks, blocked_looks=looks)
+    finding = first(scenes.at_work(GLOO, main_thread=blocked))
+    assert (finding.rule, finding.confidence) == ("blocked-on-disk", confidence)
+
+
 def test_the_pipe_below_a_queue_is_no_file() -> None:
     waits = thread(wait_channel="anon_pipe_read")
     read = replace(scenes.QUEUE_GET, file="/usr/lib/python3.12/multiprocessing/connection.py", code="read(handle, n)")

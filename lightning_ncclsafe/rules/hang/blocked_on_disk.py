@@ -23,7 +23,7 @@ _MOSTLY = 0.6
 # A line that works on files; a thread that sleeps in it waits for storage, or for the other end of a pipe.
 _ON_FILES = re.compile(
     r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
-    r"|load|save\w*|dump|read\w*|write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
+    r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
 _OF_PROCESSES = re.compile(r"/(?:multiprocessing/|concurrent/|subprocess\.py$|selectors\.py$|torch/)")
 _REMEDY = (
@@ -88,13 +88,13 @@ def _confidence(view: Timeline, facts: RankFacts) -> Confidence | None:
     if _is_blocked(thread):
         known = wait_of(thread.wait_channel) in _STORAGE
         named = view.activities[facts.rank].kind in (Kind.USER, Kind.LIGHTNING)
-        return Confidence.CERTAIN if known and named else Confidence.LIKELY
+        return Confidence.CERTAIN if known and named and thread.looks >= _LOOKS else Confidence.LIKELY
     return _confidence_in_call(view, facts, thread)
 
 
 def _is_blocked(thread: MainThreadFacts) -> bool:
     is_so = thread.state == "disk-sleep" and wait_of(thread.wait_channel) not in _BESIDE_DISK
-    return is_so and thread.looks >= _LOOKS and thread.blocked_looks >= _MOSTLY * thread.looks
+    return is_so and thread.blocked_looks >= max(_MOSTLY * thread.looks, 2)
 
 
 def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFacts) -> Confidence | None:

@@ -42,7 +42,7 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         limited.
     """
     view = timeline(job)
-    if ended_first(view) or view.raised:
+    if ended_first(view) or not all(_is_garbled(view, rank) for rank in view.raised):
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
@@ -50,6 +50,12 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _crossing(view, crossed)
     elif sites := _other_call_sites(view):
         yield _call_sites(view, sites)
+
+
+def _is_garbled(view: Timeline, rank: int) -> bool:
+    """Whether a rank has raised because it took another collective's numbers for the length of its objects."""
+    error = view.facts[rank].exception
+    return error is not None and "more than 1EB" in error.message
 
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:

@@ -59,10 +59,13 @@ class _Odd:
     key: LoggedKey
     having: tuple[int, ...]
     lacking: tuple[int, ...]
+    is_mutual: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The fewer of both; where they are as many, those that log it."""
+        """The fewer of both; where they are as many, those that log it, or all if each has keys of its own."""
+        if self.is_mutual and len(self.having) == len(self.lacking):
+            return tuple(sorted((*self.having, *self.lacking)))
         return self.having if len(self.having) <= len(self.lacking) else self.lacking
 
 
@@ -84,7 +87,9 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
         lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
         if lacking:
             having = tuple(rank for rank, names in logged.items() if _named(key) in names)
-            return _Odd(key=key, having=having, lacking=lacking)
+            others = logged[lacking[0]] - logged[having[0]]
+            is_mutual = any(hook == key.hook for hook, _ in others)
+            return _Odd(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
     return None
 
 
@@ -107,8 +112,10 @@ def _is_in(facts: RankFacts, hook: str) -> bool:
 def _finding(view: Timeline, odd: _Odd) -> Finding:
     key, ranks = odd.key, odd.ranks
     under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
-    alone = ranks == odd.having
+    alone = set(ranks) >= set(odd.having)
     lacking = "" if alone else f", and {ranks_words(ranks)} {verb(ranks, 'does', 'do')} not"
+    if odd.is_mutual:
+        lacking += f", and {ranks_words(odd.lacking)} {verb(odd.lacking, 'logs', 'log')} other keys"
     text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
     return _told(
         view,

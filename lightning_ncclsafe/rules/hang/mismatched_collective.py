@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
+from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.divergences import (
     call_evidence,
     called_at,
@@ -15,6 +16,7 @@ from lightning_ncclsafe.rules.divergences import (
     variants,
     where_evidence,
 )
+from lightning_ncclsafe.rules.overruns import aborted, is_gone, is_of_fsdp, last_of_gloo, signal_of
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import severity
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
@@ -40,6 +42,10 @@ _ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16":
     "Byte": 1,
     "Bool": 1,
 }
+_REMEDY_SHARDED = (
+    "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
+    "one (see unused-parameters): FSDP gathers them as they are used."
+)
 _DECIDES = (
     " Where the stacks show different functions on the ranks, it is not the size that is wrong: one rank has skipped "
     "a collective, or called one more."
@@ -69,45 +75,37 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     if view.raised or ended_first(view):
         return
     if split is None:
-        aborted = _aborted(view)
-        if aborted:
-            yield _abort(view, aborted)
+        ended = aborted(view)
+        if ended:
+            yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
             yield _finding(view, split, Confidence.CERTAIN if alike else Confidence.POSSIBLE)
 
 
-def _aborted(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose process has ended itself, as gloo does; only where a rank is its parent can that be told."""
-    pids = {child.pid for facts in view.facts.values() for child in facts.machine.ended if child.signal == "SIGABRT"}
-    gone = tuple(rank for rank in view.silent if rank in view.witnesses and view.witnesses[rank].pid in pids)
-    return gone if gone and any(_last_of_gloo(facts) for facts in view.facts.values()) else ()
-
-
-def _last_of_gloo(facts: RankFacts) -> Collective | None:
-    """What a rank waited in, if that sends something."""
-    last = next(reversed(facts.collectives), None)
-    return last if last is not None and last.backend == "gloo" and numel(last) else None
-
-
-def _abort(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    others, call = next((rank, call) for rank, facts in view.facts.items() if (call := _last_of_gloo(facts)))
-    frame = called_at(view.facts[others])
-    at = f" at {short_location(frame)}" if frame is not None else ""
+def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
+    sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
+    other, call = next(iter(sent.items()))
+    # Of two that differ nobody can say which is wrong; several that agree are right.
+    ranks = ended if len(sent) > len(ended) else tuple(sorted((*ended, *sent)))
+    frame = deepest_user_frame(view.witnesses[ended[0]].stack) or called_at(view.facts[other])
+    is_known = all(signal_of(view, rank) for rank in ended)
+    remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ranks)} has ended itself (SIGABRT), as gloo does with one to which more is sent "
-        f"than it has room for, while {ranks_words([others])} was in {collective_words(call)}{at}."
+        f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}, as gloo ends "
+        f"one to which more is sent than it has room for, while {ranks_words([other])} was in "
+        f"{collective_words(call)}{f' at {short_location(frame)}' if frame is not None else ''}."
     )
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR,
-        confidence=Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
         summary=capitalised(text),
         ranks=ranks,
         location=location_of(frame),
-        evidence=(*_gone_evidence(view, ranks), *where_evidence(view, [others])),
-        remedy=f'{_REMEDY} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
+        evidence=(*_gone_evidence(view, ended), *where_evidence(view, [other])),
+        remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
     )
 
 
@@ -151,8 +149,7 @@ def _overrun(view: Timeline, split: Divergence) -> tuple[int, ...]:
     group = next((group for group in view.groups if group.name == split.group), None)
     if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
         return ()
-    gone = (rank for rank in view.silent if rank in view.witnesses and rank in group.members)
-    return tuple(rank for rank in gone if view.witnesses[rank].state in ("gone", "zombie"))
+    return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)
 
 
 def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tuple[int, ...]:
@@ -170,5 +167,6 @@ def _bytes(call: Collective) -> int:
 
 def _gone_evidence(view: Timeline, overrun: tuple[int, ...]) -> Iterator[Evidence]:
     for rank in overrun[:4]:
-        text = f"Process {view.witnesses[rank].pid} is {view.witnesses[rank].state}."
+        process, signal = view.witnesses[rank], signal_of(view, rank)
+        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
         yield Evidence(source="process", rank=rank, text=text)

@@ -49,7 +49,7 @@ def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
     limit_ms = job.incident.timeout_s * 1000
     short = {rank: found for rank, found in sorted(given_up.items()) if found < limit_ms and found not in usual}
     if short:
-        yield _given_up(view, short)
+        yield _given_up(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
     elif pending := _pending(view):
         yield _to_come(view, pending)
 
@@ -79,25 +79,21 @@ def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
     }
 
 
-def _given_up(view: Timeline, short: dict[int, int]) -> Finding:
+def _given_up(view: Timeline, short: dict[int, int], confidence: Confidence) -> Finding:
     ranks, first = tuple(short), next(iter(short.values()))
     text = (
         f"{ranks_words(ranks)} gave up a wait after {duration_words(first / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
         f"{while_others_wait(view, ranks)}."
     )
-    is_known = _group_of(view, ranks[0], first) is not None
-    return _finding(view, ranks, text, Confidence.CERTAIN if is_known else Confidence.LIKELY, Severity.ERROR)
-
-
-def _group_of(view: Timeline, rank: int, waited_ms: int) -> str | None:
-    """The group with that very timeout among the rank's last collectives."""
-    calls = reversed(view.facts[rank].collectives)
-    return next((call.group for call in calls if call.timeout_ms == waited_ms), None)
+    return _finding(view, ranks, text, confidence, Severity.ERROR)
 
 
 def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
-    facts, name = view.facts[rank], _group_of(view, rank, waited_ms)
+    """The group with that very timeout among the rank's last collectives, in words."""
+    facts = view.facts[rank]
+    calls = reversed(facts.collectives)
+    name = next((call.group for call in calls if call.timeout_ms == waited_ms), None)
     if name is None:
         return "what it waited in"
     described = next((group.description for group in facts.groups if group.name == name), "")

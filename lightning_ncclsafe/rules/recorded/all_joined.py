@@ -7,9 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
-    DEFAULT_GROUP,
     counters_evidence,
-    is_sized,
     quotes,
     record_kinds,
     told,
@@ -51,7 +49,7 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
 
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
     ranks = tuple(sorted(calls))
-    is_sure = group.name != DEFAULT_GROUP or is_sized(view.job)
+    is_sure = _is_complete(view.job, group)
     fault = "a link or a device is at fault, not the training code"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
@@ -66,6 +64,12 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
         evidence=tuple(_evidence(view, group, calls)),
         remedy=_REMEDY,
     )
+
+
+def _is_complete(job: JobFacts, group: GroupView) -> bool:
+    """Whether no member is missing: of a group that not all ranks are in, logs name only the members that speak."""
+    dumps, _ = record_kinds(job)
+    return job.is_sized and (dumps or len(group.members) == job.world_size)
 
 
 def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Iterator[Evidence]:

@@ -11,7 +11,6 @@ from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
-    is_sized,
     one_element,
     quotes,
     record_kinds,
@@ -49,7 +48,7 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
         return
     for absence in absences(view):
         # One rank alone may be all that somebody has copied.
-        if len(absence.group.oldest) > 1 or is_sized(job):
+        if len(absence.group.oldest) > 1 or job.is_sized:
             yield _finding(view, absence)
             return
     if not any(group.seq is not None for group in view.groups):

@@ -26,7 +26,6 @@ LOOK_THERE = (
     "load."
 )
 UNKNOWN_CALL = "a collective"
-DEFAULT_GROUP = "0"
 _VARIANTS = 3
 _QUOTED = 4
 _NOBODY = RankFacts(rank=0, progress=Progress(phase=Phase.UNKNOWN))
@@ -43,11 +42,6 @@ def record_kinds(job: JobFacts) -> tuple[bool, bool]:
     """Whether any dump, and whether any log was read."""
     records = [facts.record for facts in job.ranks if facts.record is not None]
     return any(record.has_dump for record in records), any(record.has_log for record in records)
-
-
-def is_sized(job: JobFacts) -> bool:
-    """Whether it is known how many ranks the job has, and not only how many it has at least."""
-    return any(group.name == DEFAULT_GROUP and group.ranks for facts in job.ranks for group in facts.groups)
 
 
 def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:

@@ -102,7 +102,7 @@ def _finding(view: Timeline, waits: dict[int, Wait], end: int, ranks: list[int])
     if is_circle:
         tail = f"{ranks_words(circle)} {verb(circle, 'waits', 'wait')} for one another in a circle"
     elif end in view.facts:
-        tail = f"rank {end} waits in none, and has not called the other side"
+        tail = f"rank {end} waits for nobody, and has not called the other side"
     else:
         tail = f"nothing was read of rank {end}"
     site = call_site(waits[ranks[0]].call)

@@ -1,0 +1,47 @@
+"""Processes that gloo has ended, as it does with one to which more is sent than it has room for."""
+
+from lightning_ncclsafe.facts import Collective, Frame, RankFacts
+from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.wording import numel
+
+# Frames of torch's between the caller's line and the collective.
+_NEAR = 8
+
+
+def aborted(view: Timeline) -> tuple[int, ...]:
+    """Ranks that may have been ended by gloo, while what the others were in sends something of the user's own."""
+    sent = [call for facts in view.facts.values() if (call := last_of_gloo(facts)) is not None]
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and signal_of(view, rank) in ("", "SIGABRT"))
+    return gone if sent and not any(facts.host_facts.oom_kills for facts in view.facts.values()) else ()
+
+
+def is_gone(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank's process has been seen to be gone."""
+    return rank in view.witnesses and view.witnesses[rank].state in ("gone", "zombie")
+
+
+def signal_of(view: Timeline, rank: int) -> str:
+    """The signal that has ended a rank's process, as it has written itself, or as its parent knows."""
+    process = view.witnesses[rank]
+    children = (child for facts in view.facts.values() for child in facts.machine.ended)
+    return process.ended_by or next((child.signal for child in children if child.pid == process.pid), "")
+
+
+def last_of_gloo(facts: RankFacts) -> Collective | None:
+    """What a rank waited in, if that sends something and was called by the user's own code or by FSDP.
+
+    DDP has compared the model before it sends any of it.
+    """
+    last = next(reversed(facts.collectives), None)
+    if last is None or last.backend != "gloo" or not numel(last):
+        return None
+    return last if is_of_fsdp(facts) or any(frame.user for frame in _near(facts)) else None
+
+
+def is_of_fsdp(facts: RankFacts) -> bool:
+    """Whether FSDP has called what a rank waits in, or waited in until the connection broke."""
+    return any("/fsdp/" in frame.file.replace("\\", "/") for frame in _near(facts))
+
+
+def _near(facts: RankFacts) -> tuple[Frame, ...]:
+    return (facts.exception.stack if facts.exception else facts.stack)[-_NEAR:]

@@ -1,0 +1,85 @@
+"""The cause out-of-step: ranks of one group time out in different numbers, so some are through what others are not."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.telling import (
+    counters_evidence,
+    one_element,
+    quotes,
+    waiting_in,
+    waiting_words,
+)
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+
+_REMEDY = (
+    "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, a "
+    "metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on some ranks. "
+    "Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, nvidia-smi -q). "
+    "Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say "
+    "what every rank called under each number. No timeout is long enough for the first."
+)
+# Here the root is through before the others have come, and rightly so.
+_ROOTED = ("broadcast", "reduce", "scatter", "gather")
+
+
+def out_of_step(job: JobFacts) -> Iterable[Finding]:
+    """Some ranks wait in a number of a group that others are through with; what these called under it is not known.
+
+    Symptom:
+        Timeouts with different SeqNum on the ranks of one group: 532339 on two ranks, 532341 on another.
+
+    Cause:
+        A rank has called one collective more or less than the others; or a GPU does not get through one that the
+        others' are through with.
+
+    Remedy:
+        Make every rank call the same collectives in the same order; otherwise look at that GPU.
+
+    Cannot see:
+        Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
+        (diverged-collectives, gpu-stuck).
+    """
+    view = timeline(job)
+    if gone(view):
+        return
+    for group in view.groups:
+        ahead = tuple(sorted(rank for rank in group.oldest if _is_through(view.facts[rank], group)))
+        if ahead:
+            yield _finding(view, group, ahead)
+            return
+
+
+def _is_through(facts: RankFacts, group: GroupView) -> bool:
+    """Whether it waits in a later number, and nothing says what it called under the one that others wait in."""
+    seq = group.seq or 0
+    known = any(call.group == group.name and call.seq == seq and not call.is_p2p for call in facts.collectives)
+    return group.oldest[facts.rank] > seq and not known
+
+
+def _finding(view: Timeline, group: GroupView, ahead: tuple[int, ...]) -> Finding:
+    least = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == group.seq))
+    waiting = waiting_in(view.facts, group)
+    rooted = waiting[least[0]].op in _ROOTED
+    ranks = ahead if len(ahead) < len(least) else least if len(least) < len(ahead) else tuple(sorted((*ahead, *least)))
+    text = (
+        f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {group.seq:,} of "
+        f"{group_words(group.name)}, in which {ranks_words(least)} {verb(least, 'waits', 'wait')}: "
+        f"{waiting_words(waiting)}"
+    )
+    return Finding(
+        rule="out-of-step",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE if rooted and len(ahead) == 1 else Confidence.LIKELY,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=(
+            *counters_evidence(view.facts, group),
+            *one_element(waiting.values()),
+            *(line for rank in (least[0], ahead[0]) for line in quotes(view.facts[rank])),
+        ),
+        remedy=_REMEDY,
+    )

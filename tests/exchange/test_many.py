@@ -1,0 +1,66 @@
+"""Many keys and long values: what is asked of a store stays small enough for it to answer in time."""
+
+from datetime import timedelta
+
+import pytest
+
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory, TcpStoreExchange, get_all, in_parts
+from lightning_ncclsafe.exchange.parts import AT_ONCE
+from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
+
+
+class CountingStore:
+    """A store in memory that counts its questions: each takes a message there and back."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values = values
+        self.questions = 0
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.questions += 1
+        return [self.values[key] for key in keys]
+
+
+def facts_of(*ranks: int) -> dict[str, bytes]:
+    return {f"facts/{rank}": str(rank).encode() for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("missing", "most"), [((), 2), ((5,), 15), ((5, 40), 27), (tuple(range(64)), 127)], ids=["none", "1", "2", "all"]
+)
+def test_a_few_ranks_that_are_missing_cost_a_few_questions(missing: tuple[int, ...], most: int) -> None:
+    answered = facts_of(*(rank for rank in range(64) if rank not in missing))
+    store = CountingStore(answered)
+    exchange = TcpStoreExchange(store)
+    assert exchange.get_many(facts_of(*range(64))) == answered
+    assert store.questions <= most
+    exchange.close()
+
+
+def test_keys_are_asked_for_in_parts_and_none_is_lost() -> None:
+    shared = SharedMemory()
+    shared.values.update(facts_of(*range(1000)))
+    keys = [f"facts/{rank}" for rank in range(1001)]
+    assert max(map(len, in_parts(keys))) == AT_ONCE
+    assert get_all(MemoryExchange(shared), iter(keys)) == facts_of(*range(1000))
+    assert get_all(MemoryExchange(shared), []) == {}
+
+
+def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_store_is_kept() -> None:
+    store = CountingStore({})
+    exchange = TcpStoreExchange(store)
+    with pytest.raises(ExchangeError, match="takes no value of 8,000,001 bytes: facts/3"):
+        exchange.set("facts/3", b"x" * (MOST_BYTES + 1))
+    exchange.set("facts/3", b"short")
+    assert exchange.get_many(["facts/3"]) == {"facts/3": b"short"}
+    assert not exchange.lost
+    exchange.close()

@@ -1,0 +1,150 @@
+"""How the facts of many ranks meet: ranks as threads on a shared memory."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+
+from lightning_ncclsafe import codec, gathering
+from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+)
+from lightning_ncclsafe.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.reporter import Verdict
+
+INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
+
+
+class CountedMemory(MemoryExchange):
+    """Counts the keys that one rank has asked for, by the beginning of their names."""
+
+    def __init__(self, shared: SharedMemory, asked: dict[str, int]) -> None:
+        super().__init__(shared)
+        self._asked = asked
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        wanted = list(keys)
+        for key in wanted:
+            name = key.rstrip("0123456789")
+            self._asked[name] = self._asked.get(name, 0) + 1
+        return super().get_many(wanted)
+
+
+def facts_of(rank: int, **more: object) -> RankFacts:
+    return RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN), **more)  # type: ignore[arg-type]
+
+
+def part_of(exchange: MemoryExchange, rank: int, world_size: int) -> Gathering:
+    return Gathering(
+        exchange, round_number=0, rank=rank, world_size=world_size, peers=(), witness=lambda _: [], is_dropped=bool
+    )
+
+
+def told(job: JobFacts) -> Verdict:
+    return Verdict(incident=job.incident, answer=f"{len(job.ranks)} of {job.world_size}: {' '.join(job.missing)}")
+
+
+def hold_all(world_size: int, ranks: Iterable[int], make: Callable[[int], MemoryExchange]) -> dict[int, Verdict | None]:
+    verdicts: dict[int, Verdict | None] = {}
+
+    def take_part(rank: int) -> None:
+        part = part_of(make(rank), rank, world_size)
+        part.publish(facts_of(rank))
+        verdicts[rank] = part.hold(INCIDENT, told)
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return verdicts
+
+
+def test_all_of_many_ranks_are_heard_and_hear() -> None:
+    shared = SharedMemory()
+    verdicts = hold_all(100, range(100), lambda _: MemoryExchange(shared))
+    assert {verdict.answer for verdict in verdicts.values() if verdict} == {"100 of 100: "}
+    assert len(verdicts) == 100
+    # What has been judged is taken back: the store is memory of rank 0.
+    assert not any(shared.values[f"round/0/facts/{rank}"] for rank in range(100))
+
+
+def test_where_rank_0_is_silent_the_others_do_not_read_one_anothers_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.1)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 0.2)
+    shared, asked = SharedMemory(), [dict[str, int]() for _ in range(40)]
+    verdicts = hold_all(40, range(1, 40), lambda rank: CountedMemory(shared, asked[rank]))
+    assert {verdict.answer for verdict in verdicts.values() if verdict} == {"39 of 40: "}
+    assert asked[1]["round/0/facts/"] >= 39
+    assert all("round/0/facts/" not in asked[rank] for rank in range(2, 40))
+    # Once it knows that a lower one has answered, it does not ask again.
+    assert all(asked[rank]["round/0/here/"] <= 40 for rank in range(2, 40))
+
+
+def test_an_answer_that_comes_while_others_are_read_is_read_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading those of a large job takes longer than ranks are waited for."""
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.0)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 0.05)
+    exchange = MemoryExchange()
+    late = codec.encode(facts_of(1))
+
+    class SlowExchange(MemoryExchange):
+        def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+            found = exchange.get_many(keys)
+            if "round/0/facts/1" not in exchange._shared.values:
+                time.sleep(0.1)  # stands for the reading of many
+                exchange.set("round/0/facts/1", late)
+            return found
+
+    part = part_of(SlowExchange(exchange._shared), 0, 2)
+    part.publish(facts_of(0))
+    assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="2 of 2: ")
+
+
+def test_an_answer_that_cannot_be_read_is_named_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = MemoryExchange()
+    exchange.set("round/0/facts/1", b'{"rank": "one"}')
+    part = part_of(exchange, 0, 2)
+    part.publish(facts_of(0))
+    verdict = part.hold(INCIDENT, told)
+    assert verdict is not None
+    assert verdict.answer.startswith("1 of 2: What rank 1 answered could not be read: RankFacts.rank: found 'one'")
+
+
+def test_facts_that_are_too_long_are_shortened_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedMemory()
+    line = Frame(file="generated.py", line=1, function="f", code="x" * 5_000_000, user=True)
+    calls = tuple(Collective(group="0", seq=seq, op="all_reduce") for seq in range(1000))
+    part_of(MemoryExchange(shared), 3, 4).publish(facts_of(3, stack=(line,), collectives=calls))
+    found = codec.decode(RankFacts, shared.values["round/0/facts/3"])
+    assert found.stack == (replace(line, code=""),)
+    assert found.collectives[-1].seq == 999
+    assert "too long to be shared (5." in found.missing[0]
+    assert len(shared.values["round/0/facts/3"]) < 100_000
+
+
+def test_the_more_ranks_the_longer_the_reporter_is_waited_for() -> None:
+    assert report_deadline_s(2) < 7
+    assert report_deadline_s(1024) > 15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int) -> None:
+    """A launcher may kill all others within a second."""
+    gone = ProcessFacts(pid=7, rank=1 - rank, state="zombie")
+    part = part_of(MemoryExchange(), rank, 2)
+    began = time.monotonic()
+    part.publish(facts_of(rank, peers=(gone,)))
+    assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="1 of 2: ")
+    assert time.monotonic() - began < gathering.ANSWER_S

@@ -1,0 +1,90 @@
+"""What a process that a signal has ended leaves to those that held its file."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.probes.last_words import LastWords, parse
+
+ASKED = """Thread 0x00007f11 (most recent call first):
+  File "/home/me/asked.py", line 1 in asked
+
+"""
+ABORTED = """Fatal Python error: Aborted
+
+Thread 0x00007f22 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Thread 0x00007f11 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 57 in training_step
+
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
+"""
+IN_MAIN = ABORTED.replace("Aborted", "Segmentation fault").replace("Thread 0x00007f11", "Current thread 0x00007f11")
+
+
+@pytest.mark.parametrize(("text", "signal_name"), [(ABORTED, "SIGABRT"), (IN_MAIN, "SIGSEGV")])
+def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
+    found = parse(ASKED + text)
+    assert found.signal == signal_name
+    assert found.stack[0] == Frame(file="/home/me/train.py", line=57, function="training_step", user=True)
+    assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
+
+
+def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
+    assert parse(ASKED) == parse("") == ("", ())
+
+
+def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
+    assert parse("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
+
+
+@pytest.fixture
+def words() -> Iterator[LastWords]:
+    found = LastWords()
+    yield found
+    found.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+def test_they_outlive_their_process(words: LastWords) -> None:
+    """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
+
+    script = (
+        "import faulthandler, os, sys, time\n"
+        "from lightning_ncclsafe.probes.traceback_signal import TracebackSignal\n"
+        "first, on = TracebackSignal(), faulthandler.is_enabled\n"
+        "states = [on(), bool(first.arm()) and on(), first.close() or on()]\n"
+        "faulthandler.enable()\n"
+        "second = TracebackSignal()\n"
+        "states += [bool(second.arm()) and on(), second.close() or on()]\n"
+        "faulthandler.disable()\n"
+        "armed = TracebackSignal().arm()\n"
+        "print(armed.fd, *map(int, states), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os.abort()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    fd, *states = map(int, process.stdout.readline().split())
+    # What the user has switched on stays as it is.
+    assert states == [0, 1, 0, 1, 1]
+    words.hold([(process.pid, fd), (process.pid, 99), (os.getpid(), -1)])
+    process.communicate("\n", timeout=30)
+    assert process.returncode == -signal.SIGABRT
+    found = words.of(process.pid)
+    assert found.signal == "SIGABRT"
+    assert [frame.function for frame in found.stack] == ["<module>"]
+    assert words.of(os.getpid()) == ("", ())
+
+
+def test_a_process_that_is_gone_already(words: LastWords) -> None:
+    words.hold([(2**22 + 1, 3)])
+    assert words.of(2**22 + 1) == ("", ())

@@ -1,0 +1,58 @@
+"""What keeps a process from answering, by the stacks of its threads and its turns on a core."""
+
+import os
+
+import pytest
+
+from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.probes.growth import LEAST_S
+from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.witnessing import guard_rests, with_shares
+
+PACKAGE = "/venv/lib/python3.12/site-packages/lightning_ncclsafe"
+
+
+def stack(*places: str) -> tuple[Frame, ...]:
+    """Outermost first, as ``"watchdog.py:_run"``; what is not ours is Python's."""
+    pairs = [place.split(":") for place in places]
+    return tuple(
+        Frame(file=f"{PACKAGE}/{file}" if "_" in function else f"/usr/lib/python3.12/{file}", line=1, function=function)
+        for file, function in pairs
+    )
+
+
+MAIN = (Frame(file="/home/me/train.py", line=9, function="training_step", user=True),)
+RESTS = stack("threading.py:run", "watchdog.py:_run", "threading.py:wait", "threading.py:wait")
+LOOKS = stack("threading.py:run", "watchdog.py:_run", "guard.py:_tick", "threading.py:wait")
+OTHER = stack("threading.py:run", "queue.py:get", "threading.py:wait")
+
+
+@pytest.mark.parametrize(
+    ("threads", "rests"),
+    [
+        ([MAIN, RESTS], True),
+        ([MAIN, OTHER, RESTS], True),
+        # It is in something of its own, perhaps for long; there is none; of two one is busy.
+        ([MAIN, LOOKS], False),
+        ([MAIN, OTHER], False),
+        ([MAIN, RESTS, LOOKS], False),
+        ([], False),
+    ],
+)
+def test_a_guard_that_only_waits_for_its_turn(threads: list[tuple[Frame, ...]], rests: bool) -> None:
+    assert guard_rests(threads) is rests
+
+
+def test_the_shares_of_a_core_are_those_between_two_looks() -> None:
+    now = look_at_main_thread()
+    assert now.ran_s is not None and now.queued_s is not None
+    before = ThreadLook(ran_s=now.ran_s - 1.0, queued_s=now.queued_s - 3.0)
+    facts = with_shares(ProcessFacts(pid=os.getpid()), before, 10.0)
+    assert facts.ran_share == pytest.approx(0.1, abs=0.05)
+    assert facts.queued_share == pytest.approx(0.3, abs=0.05)
+
+
+def test_what_is_too_short_or_not_told_has_no_share() -> None:
+    facts = ProcessFacts(pid=os.getpid())
+    assert with_shares(facts, look_at_main_thread(), LEAST_S / 2) == facts
+    assert with_shares(facts, ThreadLook(), 10.0) == facts
