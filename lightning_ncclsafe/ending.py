@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, get_all
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.probes.rank import Card
 
 EXIT_CODE = 124
@@ -52,6 +52,7 @@ def end_run(
     main_thread_left: threading.Event,
     write_logs: Callable[[float], None],
     logging_ranks: Sequence[int] = (),
+    end_frozen: Callable[[], None] = lambda: None,
     before_exit: Callable[[], None],
 ) -> None:
     """Ends this rank's part of the run, from a side thread.
@@ -66,14 +67,17 @@ def end_run(
         main_thread_left: Set once the main thread has left the Trainer's function.
         write_logs: Brings what loggers were given to storage, within so many seconds.
         logging_ranks: Ranks that have such loggers.
+        end_frozen: Ends ranks that cannot end themselves; not before logs are written, as launchers end all with one.
         before_exit: What is left to do for this process before it exits; its failure is ignored.
     """
     if _torch.groups_can_be_aborted():
         # The abort itself may wait for a kernel that never ends.
         threading.Thread(target=_torch.abort_groups, name="ncclsafe-abort", daemon=True).start()
         if main_thread_left.wait(ABORT_GRACE_S):
+            end_frozen()
             return
     _write_logs(exchange, write_logs, rank=rank, logging_ranks=logging_ranks)
+    end_frozen()
     say_goodbye(exchange, rank)
     if _torch.hosts_store(rank):
         wait_for_others(exchange, rank, world_size)
@@ -114,7 +118,7 @@ def stay_until_all_finished(
     """
     exchange.set(f"finished/{rank}", b"")
     keys = {"finished/all"} if rank else {f"finished/{other}" for other in range(world_size)}
-    while keys := keys - get_all(exchange, keys).keys():
+    while keys := keys - exchange.get_many(keys).keys():
         if may_leave():
             leave_behind()
             break
@@ -134,5 +138,5 @@ def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     others = {f"left/{other}" for other in range(world_size) if other != rank}
     deadline = time.monotonic() + _OTHERS_LEAVE_S
     with suppress(ExchangeError):
-        while time.monotonic() < deadline and (others := others - get_all(exchange, others).keys()):
+        while time.monotonic() < deadline and (others := others - exchange.get_many(others).keys()):
             time.sleep(_POLL_S)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe import codec
-from lightning_ncclsafe.exchange import Exchange, get_all, in_parts
+from lightning_ncclsafe.exchange import Exchange, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.reporter import Verdict
@@ -148,7 +148,7 @@ class Gathering:
         """The reporter may be about to leave, and the store with it; the others must have heard by then."""
         others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
         give_up = time.monotonic() + SEEN_S + 2 * self._poll_s
-        while len(get_all(self._exchange, others)) < len(others) and time.monotonic() < give_up:
+        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
     def _forget(self) -> None:
@@ -200,7 +200,7 @@ class Gathering:
         while not self._is_complete():
             time.sleep(_POLL_S)
         self._read_answers(lambda rank: f"last/{rank}")
-        off = get_all(self._exchange, (f"off/{rank}" for rank in self._silent()))
+        off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
         missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
         missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
         return JobFacts(
@@ -242,7 +242,7 @@ class Gathering:
             self._unread[rank] = str(error)
 
     def _read_witnesses(self, silent: Iterable[int]) -> None:
-        for data in get_all(self._exchange, map(self._witness_key, silent)).values():
+        for data in self._exchange.get_many(map(self._witness_key, silent)).values():
             seen = codec.decode(ProcessFacts, data)
             self._witnessed.setdefault(seen.rank, seen)
 

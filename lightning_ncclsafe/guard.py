@@ -390,8 +390,6 @@ class Guard:
             if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
                 # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
                 self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
-            frozen = self._verdict.frozen if self._verdict is not None else ()
-            end_frozen((card for card in self._probe.peers if card.rank in frozen), self._say)
             end_run(
                 exchange=self._exchange,
                 rank=self._place.rank,
@@ -399,8 +397,18 @@ class Guard:
                 main_thread_left=self._main_thread_left,
                 write_logs=self._write_logs,
                 logging_ranks=self._verdict.logging_ranks if self._verdict is not None else (),
+                end_frozen=self._end_frozen,
                 before_exit=self._before_exit,
             )
+
+    def _end_frozen(self) -> None:
+        """All ranks of a host make sure of it, in case one of them comes too late; the lowest says so."""
+        frozen = self._verdict.frozen if self._verdict is not None else ()
+        others = [card.rank for card in self._probe.peers if card.rank not in frozen]
+        is_lowest = self._place.rank <= min(others, default=self._place.rank)
+        end_frozen(
+            (card for card in self._probe.peers if card.rank in frozen), self._say if is_lowest else lambda _: None
+        )
 
     def _switch_off(self, error: Exception) -> None:
         self._off = True

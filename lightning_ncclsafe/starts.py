@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, get_all
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.rules.wording import ranks_words
 
 _POLL_S = 0.02
@@ -70,7 +70,7 @@ def _lead(exchange: Exchange, world_size: int, give_up: float, clear: Callable[[
 
 
 def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
-    found = get_all(exchange, [f"hello/{rank}" for rank in waiting])
+    found = exchange.get_many([f"hello/{rank}" for rank in waiting])
     return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
 
 

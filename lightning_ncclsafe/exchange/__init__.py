@@ -4,7 +4,7 @@ from lightning_ncclsafe.exchange.directory import DirectoryExchange
 from lightning_ncclsafe.exchange.fallback import FallbackExchange
 from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError
 from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
-from lightning_ncclsafe.exchange.parts import get_all, in_parts
+from lightning_ncclsafe.exchange.parts import in_parts
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "MemoryExchange",
     "SharedMemory",
     "TcpStoreExchange",
-    "get_all",
     "in_parts",
 ]

@@ -11,6 +11,8 @@ class ExchangeError(RuntimeError):
 class Exchange(Protocol):
     """Keys and values shared by all ranks of a job. Every call ends within the exchange's own deadline.
 
+    A question for many keys is asked in parts, of which each has that deadline.
+
     All methods raise :class:`ExchangeError` when the exchange cannot be reached; nothing else.
 
     Attributes:

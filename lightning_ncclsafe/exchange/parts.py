@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from lightning_ncclsafe.exchange.interface import Exchange
-
 AT_ONCE = 64
 """Of facts some megabytes, of small values some milliseconds."""
 
@@ -14,15 +12,3 @@ def in_parts(keys: Iterable[str]) -> Iterator[list[str]]:
     rest = iter(keys)
     while part := list(islice(rest, AT_ONCE)):
         yield part
-
-
-def get_all(exchange: Exchange, keys: Iterable[str]) -> dict[str, bytes]:
-    """The values of those keys that have one, however many they are.
-
-    Raises:
-        ExchangeError: The exchange cannot be reached.
-    """
-    found: dict[str, bytes] = {}
-    for part in in_parts(keys):
-        found |= exchange.get_many(part)
-    return found

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning_ncclsafe.exchange.interface import ExchangeError
+from lightning_ncclsafe.exchange.parts import in_parts
 
 T = TypeVar("T")
 
@@ -58,8 +60,10 @@ class TcpStoreExchange:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
-        wanted = list(keys)
-        return self._call(lambda: self._get_many(wanted))
+        found: dict[str, bytes] = {}
+        for part in in_parts(keys):
+            found |= self._call(partial(self._get_many, part))
+        return found
 
     def close(self) -> None:
         """Ends the thread; one that hangs on a dead host is left behind, asleep."""

@@ -14,7 +14,8 @@ from lightning_ncclsafe.reading.values import items, mapping, shapes, text, text
 
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64
-_OUTSTANDING = 32
+_BEFORE = 32
+_BEHIND = 32
 _MOST_ENTRIES = 1_000_000
 _KEYS = ("entries", "pg_status", "pg_config")
 
@@ -81,10 +82,12 @@ def _is_whole(entry: dict[Any, Any]) -> bool:
 
 
 def _kept(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """The newest, and the oldest of those that have not completed."""
+    """The newest, and those around the oldest one that has not completed: that is where a group stands."""
     older = entries[:-_NEWEST]
-    outstanding = [entry for entry in older if not _has_ended(entry)][:_OUTSTANDING]
-    return outstanding + entries[-_NEWEST:]
+    outstanding = (index for index, entry in enumerate(older) if not _has_ended(entry) and not entry.get("is_p2p"))
+    stands_at = next(outstanding, None)
+    around = [] if stands_at is None else older[max(stands_at - _BEFORE, 0) : stands_at + _BEHIND]
+    return around + entries[-_NEWEST:]
 
 
 def _has_ended(entry: dict[Any, Any]) -> bool:

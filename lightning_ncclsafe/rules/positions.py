@@ -55,10 +55,17 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     first, last = min(places.values()), max(places.values())
     # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
     if first == last or first[1] not in (0, 2):
-        return ()
+        return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
     return () if _equally_many(view, ended, still) else ended
+
+
+def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
+    """Ranks that have finished all epochs while others, between batches, have more than one left to begin."""
+    places = ((rank, facts.progress) for rank, facts in sorted(view.facts.items()))
+    # When they have finished, Lightning counts one epoch more than it does in the last one.
+    return tuple(rank for rank, now in places if now.phase is Phase.FINISHED and now.epoch > first + 1)
 
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:

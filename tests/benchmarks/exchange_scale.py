@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -113,29 +113,20 @@ def split(job: JobFacts, processes: int, away: int) -> Iterator[list[int]]:
 def measure(ranks: int, processes: int, *, stuck: bool, silent: bool) -> None:
     job = build(SCENE, NCCL, ranks)
     pipes = [(_FORK.Pipe(), _FORK.Pipe()) for _ in range(processes)]
-    away = stuck + silent
     children = [
         _FORK.Process(target=some_ranks, args=(job, mine, start[1], results[1]))
-        for mine, (start, results) in zip(split(job, processes, away), pipes, strict=True)
+        for mine, (start, results) in zip(split(job, processes, stuck + silent), pipes, strict=True)
     ]
     for child in children:
         child.start()
-    last, stuck_one = job.ranks[-1 - silent], None
     began = time.monotonic()
-    # As many connections may come at once as there are ranks; the kernel keeps no more waiting than somaxconn says.
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     for start, _ in pipes:
         start[0].send(server.port)
-    if stuck:
-        stuck_one = _FORK.Process(target=stuck_rank, args=(last, server.port))
-        stuck_one.start()
+    # Where one is silent as well, the last one is.
+    stuck_one = start_stuck(job.ranks[-1 - silent], server.port) if stuck else None
     exchange = TcpStoreExchange(store_at(server.port))
-    expected = [f"connected/{facts.rank}" for facts in job.ranks[1 : len(job.ranks) - silent]]
-    while not PrefixStore("ncclsafe", server).check(expected):
-        time.sleep(0.05)
-    if stuck_one is not None:
-        while psutil.Process(stuck_one.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.02)
+    wait_until_connected(server, job.ranks[1 : len(job.ranks) - silent])
     size_kb = sum(len(codec.encode(facts)) for facts in job.ranks) / len(job.ranks) / 1e3
     print(
         f"{ranks:,} ranks of {size_kb:.0f} kB in {processes} processes: connected in {time.monotonic() - began:.1f} s"
@@ -151,6 +142,20 @@ def measure(ranks: int, processes: int, *, stuck: bool, silent: bool) -> None:
         stuck_one.join()
     exchange.close()
     show(told, own, before_mb, after_mb)
+
+
+def start_stuck(facts: RankFacts, port: int) -> multiprocessing.process.BaseProcess:
+    process = _FORK.Process(target=stuck_rank, args=(facts, port))
+    process.start()
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.02)
+    return process
+
+
+def wait_until_connected(server: TCPStore, ranks: Sequence[RankFacts]) -> None:
+    keys = [f"connected/{facts.rank}" for facts in ranks]
+    while not PrefixStore("ncclsafe", server).check(keys):
+        time.sleep(0.05)
 
 
 def report_as_rank_0(

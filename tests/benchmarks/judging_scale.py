@@ -1,9 +1,10 @@
 """How long a large job's facts take to be read, judged and told, and how much memory.
 
 ``python tests/benchmarks/judging_scale.py --ranks 1024`` judges a synthetic job of each scene of
-``tests/rules/scenes.py``, on either back end, in a process of its own each: the scene's culprits, and 1,024 ranks of
-which the others do what they do in the scene. Every rank has a stack of 40 frames, its peers and its host, and in four
-groups as many collectives as the probe keeps for a job of this size: 200 up to 1,024 ranks, 40 of 16,384. ``--growth`` asks every rule alone, at two sizes.
+``tests/rules/scenes.py``, on either back end, in a process of its own each: the scene's culprits, and all other ranks
+doing what the others do in the scene. Every rank has a stack of 40 frames, its peers and its host, and in four groups
+as many collectives as the probe keeps for a job of this size: 200 up to 1,024 ranks, 40 of 16,384. ``--growth`` asks
+every rule alone, at two sizes. Seconds are those of the processor.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "rules"))
 
 from builders import BACKWARD, ENGINE, GLOO, GRADIENTS, NCCL, SITE, Backend, process, raised, transport_error, user
-from scenes import SCENES
+from call_scenes import CALL_SCENES
+from machine_scenes import MACHINE_SCENES
+from scenes import SCENES as OTHER_SCENES
 
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.facts import Collective, Frame, Group, HostFacts, JobFacts, ProcessFacts, RankFacts
@@ -30,6 +33,7 @@ from lightning_ncclsafe.report.text import render_short, render_text
 from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
 from lightning_ncclsafe.rules.timeline import forget
 
+SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)
 PER_HOST = 8
 DEPTH = 40
 HOST = HostFacts(
@@ -98,22 +102,22 @@ def outer(count: int) -> tuple[Frame, ...]:
 
 def in_mesh(facts: RankFacts, rank: int, world: int, net: Backend) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
     """The default group as the scene has it with more of its past, and three groups of a mesh that stand still."""
-    if not facts.groups:
-        return (), facts.collectives
-    (default,), kept = facts.groups, kept_per_group(world)
-    first = facts.collectives[0].seq if facts.collectives else default.last_enqueued + 1
+    default = next((group for group in facts.groups if group.name == "0"), None)
+    if default is None:
+        return facts.groups, facts.collectives
+    kept = kept_per_group(world)
+    first = next((call.seq for call in facts.collectives if call.group == "0"), default.last_enqueued + 1)
     (last,) = net.recorded(1, sizes=GRADIENTS)
     before = [replace(last, seq=seq, created_ns=1_000_000 * seq) for seq in range(first, first + kept)]
-    collectives = [replace(call, seq=call.seq + kept) for call in facts.collectives]
-    groups = [
-        replace(
-            default,
-            ranks=everyone(world),
-            last_enqueued=default.last_enqueued + kept,
-            last_started=default.last_started + kept if default.last_started >= 0 else -1,
-            last_completed=default.last_completed + kept,
-        )
-    ]
+    collectives = [replace(call, seq=call.seq + kept) if call.group == "0" else call for call in facts.collectives]
+    moved = replace(
+        default,
+        ranks=everyone(world),
+        last_enqueued=default.last_enqueued + kept,
+        last_started=default.last_started + kept if default.last_started >= 0 else -1,
+        last_completed=default.last_completed + kept,
+    )
+    groups = [moved if group is default else group for group in facts.groups]
     sides: list[Collective] = []
     for name, ranks in mesh(rank, world).items():
         groups.append(
@@ -315,10 +319,12 @@ def table(options: argparse.Namespace, names: list[str], nets: list[Backend]) ->
                 else ""
             )
             saved = f" report.json {row['report_s']:.2f} s, {row['report_bytes'] / 1e6:.1f} MB" if options.save else ""
+            expected = next((scene.rule for scene in SCENES if scene.name == name), row["found"])
+            other = f" (!) expected {expected}" if row["found"] != expected else ""
             print(
                 f"{name:36} {net.name:5}{read_words} judge {row['judge_s']:6.2f} tell {row['tell_s']:5.2f}"
                 f" peak {row['peak_mb']:6.0f} MB {row['found']} ({row['findings']}), text {row['text']:,}{saved}"
-                f"{' '.join(row['failed'])}",
+                f"{other}{' '.join(row['failed'])}",
                 flush=True,
             )
 

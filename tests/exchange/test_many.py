@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory, TcpStoreExchange, get_all, in_parts
+from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, in_parts
 from lightning_ncclsafe.exchange.parts import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
 
@@ -15,6 +15,7 @@ class CountingStore:
     def __init__(self, values: dict[str, bytes]) -> None:
         self.values = values
         self.questions = 0
+        self.most_at_once = 0
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 
@@ -27,6 +28,7 @@ class CountingStore:
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.questions += 1
+        self.most_at_once = max(self.most_at_once, len(keys))
         return [self.values[key] for key in keys]
 
 
@@ -46,13 +48,15 @@ def test_a_few_ranks_that_are_missing_cost_a_few_questions(missing: tuple[int, .
     exchange.close()
 
 
-def test_keys_are_asked_for_in_parts_and_none_is_lost() -> None:
-    shared = SharedMemory()
-    shared.values.update(facts_of(*range(1000)))
+def test_many_keys_are_asked_for_in_parts_each_with_a_deadline_of_its_own() -> None:
+    store = CountingStore(facts_of(*range(1000)))
+    exchange = TcpStoreExchange(store)
     keys = [f"facts/{rank}" for rank in range(1001)]
     assert max(map(len, in_parts(keys))) == AT_ONCE
-    assert get_all(MemoryExchange(shared), iter(keys)) == facts_of(*range(1000))
-    assert get_all(MemoryExchange(shared), []) == {}
+    assert exchange.get_many(iter(keys)) == facts_of(*range(1000))
+    assert store.most_at_once == AT_ONCE
+    assert exchange.get_many([]) == {}
+    exchange.close()
 
 
 def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_store_is_kept() -> None:

@@ -9,8 +9,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from training import Here, Net, rows
 from truths import Moment, healthy
 
-MIDDLE = {Moment.MIDDLE: (2,)}
-
 
 @healthy({Moment.VALIDATION: (2, 3)})
 def long_validation(here: Here) -> None:

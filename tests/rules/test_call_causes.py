@@ -6,7 +6,7 @@ from dataclasses import replace
 import call_scenes as scenes
 import pytest
 import scenes as scenes_of_all
-from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, RUN, TRAINING_STEP, Backend, job, raised, user
+from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, NEXT_DATA, RUN, TRAINING_STEP, Backend, job, raised, user
 
 from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
@@ -418,3 +418,38 @@ def test_another_size_of_unknown_purpose_is_only_possible() -> None:
         ("mismatched-collective", Confidence.POSSIBLE),
     ]
     assert "Where the stacks show different functions" in rules["mismatched-collective"].remedy
+
+
+def test_the_line_in_a_loaders_worker_is_that_of_its_traceback() -> None:
+    message = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "/venv/lib/python3.12/site-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop\n'
+        '  File "/venv/lib/python3.12/site-packages/torch/utils/data/_utils/fetch.py", line 52, in fetch\n'
+        '  File "/home/me/project/data.py", line 12, in __getitem__\n'
+        '  File "/usr/lib/python3.12/json/decoder.py", line 355, in raw_decode\nValueError: truncated file'
+    )
+    culprit = raised(GLOO.working(1, seq=60), "ValueError", message, RUN, NEXT_DATA)
+    finding = found(job(GLOO.waiting(0, seq=61), culprit, world=2))["failed-rank"]
+    assert finding.location == "/home/me/project/data.py:12 in __getitem__"
+    assert "truncated file at data.py:12 in __getitem__, batch 11" in finding.summary
+
+
+def test_a_rank_that_has_finished_a_whole_epoch_before_has_run_out_of_data() -> None:
+    """It has ended each epoch early, without validation; the others are at the end of their first one."""
+    scene = scenes.key_that_one_rank_lacks(GLOO)
+    done = GLOO.finished(2, seq=60, batch=-1, epoch=2)
+    rules = found(replace(scene, ranks=(*scene.ranks[:2], done, scene.ranks[3])))
+    assert (next(iter(rules)), rules["uneven-batches"].ranks) == ("uneven-batches", (2,))
+    same = replace(done, progress=replace(done.progress, epoch=1))
+    assert "uneven-batches" not in found(replace(scene, ranks=(*scene.ranks[:2], same, scene.ranks[3])))
+
+
+def test_who_waits_alone_after_all_others_have_finished() -> None:
+    """A second Trainer on rank 0 only, from a hook at the end of the first one."""
+    line = user("on_fit_end", 96, condition="if trainer.is_global_zero:  (line 95)")
+    alone = GLOO.in_sigterm_broadcast(0, seq=61, epoch=1, batch=5, last=True, world=2)
+    alone = replace(alone, stack=(RUN, line, *alone.stack[-2:]))
+    done = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
+    finding = judge(job(alone, done, world=2)).findings[0]
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert finding.location.endswith("train.py:96 in on_fit_end")

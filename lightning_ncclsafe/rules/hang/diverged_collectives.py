@@ -48,6 +48,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
         yield _crossing(view, crossed)
+    elif alone := _after_the_others(view):
+        yield _crossing(view, alone)
     elif sites := _other_call_sites(view):
         yield _call_sites(view, sites)
 
@@ -83,8 +85,14 @@ def _crossed(view: Timeline) -> tuple[int, ...]:
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
 
 
+def _after_the_others(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank, and all for whom they wait have finished."""
+    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
+    return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
+
+
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the ranks that wait for it"
+    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others"
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),

@@ -1,5 +1,6 @@
 """The cause failed-rank: an exception of its own has ended a rank."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -11,6 +12,8 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _MESSAGE = 200
+_LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+_INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
 # Nobody reads more; where every rank of a large job raises something else, one of these explains the others.
 _MOST = 16
 
@@ -47,6 +50,8 @@ def _key(facts: RankFacts) -> tuple[str, str]:
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     exception, frame = facts.exception, exception_place(facts)
+    worker = _line_in_worker(exception.message) if exception else None
+    frame = worker or frame
     name = exception.type if exception else ""
     said = f"{name}: {_gist(exception.message)}" if exception and exception.message else name
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
@@ -61,6 +66,15 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
         remedy=f"Correct the {name}{at}. What the other ranks print about lost connections is a consequence of it.",
     )
+
+
+def _line_in_worker(message: str) -> Frame | None:
+    """The deepest line of the user's own in the traceback that a loader's worker has sent."""
+    if not message.startswith("Caught "):
+        return None
+    places = (found.groups() for found in _LINE.finditer(message) if not _INSTALLED.search(found[1]))
+    last = next(reversed([*places]), None)
+    return Frame(file=last[0], line=int(last[1]), function=last[2], user=True) if last is not None else None
 
 
 def _called_from(facts: RankFacts, frame: Frame) -> str:

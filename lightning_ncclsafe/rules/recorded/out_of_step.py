@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
@@ -17,7 +18,7 @@ from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_wor
 
 _REMEDY = (
     "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, a "
-    "metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on some ranks. "
+    "metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a rank. "
     "Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, nvidia-smi -q). "
     "Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say "
     "what every rank called under each number. No timeout is long enough for the first."
@@ -47,26 +48,27 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
     if gone(view):
         return
     for group in view.groups:
-        ahead = tuple(sorted(rank for rank in group.oldest if _is_through(view.facts[rank], group)))
-        if ahead:
-            yield _finding(view, group, ahead)
+        seq = group.seq or 0
+        later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
+        ahead = tuple(rank for rank in later if not _is_known(view.facts[rank], group.name, seq))
+        # The root of a small broadcast goes on before a rank has come that all others wait for.
+        if ahead and not idle_behind(view, group):
+            yield _finding(view, group, seq, ahead)
             return
 
 
-def _is_through(facts: RankFacts, group: GroupView) -> bool:
-    """Whether it waits in a later number, and nothing says what it called under the one that others wait in."""
-    seq = group.seq or 0
-    known = any(call.group == group.name and call.seq == seq and not call.is_p2p for call in facts.collectives)
-    return group.oldest[facts.rank] > seq and not known
+def _is_known(facts: RankFacts, group: str, seq: int) -> bool:
+    """Whether it is known what this rank called under a number."""
+    return any(call.group == group and call.seq == seq and not call.is_p2p for call in facts.collectives)
 
 
-def _finding(view: Timeline, group: GroupView, ahead: tuple[int, ...]) -> Finding:
-    least = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == group.seq))
+def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...]) -> Finding:
+    least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
     waiting = waiting_in(view.facts, group)
     rooted = waiting[least[0]].op in _ROOTED
     ranks = ahead if len(ahead) < len(least) else least if len(least) < len(ahead) else tuple(sorted((*ahead, *least)))
     text = (
-        f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {group.seq:,} of "
+        f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {seq:,} of "
         f"{group_words(group.name)}, in which {ranks_words(least)} {verb(least, 'waits', 'wait')}: "
         f"{waiting_words(waiting)}"
     )

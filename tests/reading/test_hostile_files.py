@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import idle, waiting, write
+from made_dumps import idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.reading import dumps, evidence, files, lines

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import FRAMES, as_json, dump, entry, idle, waiting, write
+from made_dumps import FRAMES, as_json, dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.findings import Confidence, Finding
@@ -154,10 +154,18 @@ def test_which_of_two_lost_positions_is_whose_is_not_guessed_at() -> None:
     assert [group.name for group in groups] == ["0"]
 
 
-def test_of_a_long_queue_the_oldest_outstanding_and_the_newest_are_kept() -> None:
-    queue = [entry(seq, state="scheduled") for seq in range(2, 500)]
-    _, calls = parsed(dump(entry(1), *queue, enqueued=499, completed=1))
-    assert (calls[0].seq, calls[-1].seq, len(calls)) == (2, 499, 32 + 64)
+def test_of_a_long_queue_what_is_around_the_oldest_outstanding_and_the_newest_are_kept() -> None:
+    queue = [entry(seq, state="scheduled") for seq in range(100, 500)]
+    done = [entry(seq) for seq in range(1, 100)]
+    _, calls = parsed(dump(*done, *queue, enqueued=499, completed=99))
+    assert (calls[0].seq, calls[-1].seq, len(calls)) == (68, 499, 32 + 32 + 64)
+
+
+def test_parts_that_never_end_do_not_hide_where_a_group_stands() -> None:
+    part = entry(0, op="nccl:send 0->1", state="scheduled", is_p2p=True, p2p_seq_id=1)
+    queue = [entry(seq, state="scheduled") for seq in range(100, 300)]
+    _, calls = parsed(dump(part, *(entry(seq) for seq in range(1, 100)), *queue, enqueued=299, completed=99))
+    assert 100 in {call.seq for call in calls}
 
 
 def test_what_is_coalesced_counts_as_a_whole() -> None:
@@ -311,6 +319,14 @@ def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> 
     (line,) = evidence.missing
     assert line.startswith("There are two dumps of rank 3") and line.endswith("the later is used.")
     assert "called 60 collectives" in judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].summary
+
+
+def test_a_root_that_has_left_its_broadcast_does_not_hide_who_is_late(tmp_path: Path) -> None:
+    root = dump(entry(61, op="nccl:broadcast"), entry(62, state="started"), enqueued=62, completed=61)
+    late = waiting(op="nccl:broadcast")
+    evidence = read(write(tmp_path, {0: root, 1: late, 2: idle(), 3: late}))
+    findings = judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings
+    assert [(finding.rule, finding.ranks) for finding in findings] == [("host-stuck", (2,))]
 
 
 def p2p(op: str, *, state: str = "started") -> dict[str, Any]:

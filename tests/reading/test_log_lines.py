@@ -1,6 +1,7 @@
 """Lines that users have pasted into public issues, of torch 2.0 to 2.13, and what they say.
 
-The files in ``logs`` are named after the issue that they are from (project and number) and are short excerpts; those
+The files in ``logs`` are named after the issue that they are from (project and number) and are short excerpts, some of
+which were shortened where they stand and have been completed by the wording of their version of torch; those
 of torchrun and gloo were recorded with torch 2.13, rank 1 of 3 raising, being killed, or asleep.
 """
 
@@ -390,7 +391,7 @@ def test_a_log_of_dictionaries(tmp_path: Path) -> None:
 
 
 def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path) -> None:
-    from dumps import idle, write
+    from made_dumps import idle, write
 
     (tmp_path / "all.log.gz").write_bytes(gzip.compress(timeout(0).encode() + timeout(1).encode()))
     write(tmp_path, {2: idle()})
