@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from catalogue import CASES
@@ -19,6 +20,8 @@ def main() -> None:
         traceback_signal._early = traceback_signal.TracebackSignal()
         traceback_signal.arm_early()
     root = Path(folder)
+    # What a rank that is killed leaves behind goes with the folder.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(root)
     if namespace := os.environ.get("NAMESPACE"):
         move_to(namespace)
     here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)
