@@ -6,10 +6,11 @@ does not answer is looked at from outside by a rank of its host.
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_ncclsafe import codec
-from lightning_ncclsafe.exchange import Exchange, in_parts
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.reporter import Verdict
@@ -108,10 +109,10 @@ class Gathering:
         encoded = codec.encode(facts)
         if len(encoded) > _MOST_BYTES:
             encoded = codec.encode(_shortened(facts, len(encoded)))
-        self._exchange.set(self._facts_key(self._rank), encoded)
-        self._exchange.set(self._here_key(self._rank), b"")
+        self._set(self._facts_key(self._rank), encoded)
+        self._set(self._here_key(self._rank), b"")
         if facts.exception is not None:
-            self._exchange.set(f"last/{self._rank}", encoded)
+            self._set(f"last/{self._rank}", encoded)
 
     def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
         """Takes part until there is a verdict.
@@ -125,24 +126,54 @@ class Gathering:
         """
         # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
         while (waited_s := self._waited_s()) < self._second_term_s + self._report_s / 2 and not self._is_dropped():
-            verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
-            if verdict is not None:
-                self._exchange.set(self._seen_key(self._rank), b"")
-                self._forget()
-                return codec.decode(Verdict, verdict)
-            if waited_s > self._answer_s:
-                self._look_at_silent_peers()
-            if self._is_my_turn(waited_s) and self._claim(waited_s):
-                job = self._collect(incident)
-                if self._is_dropped():
-                    return None
-                verdict_of_mine = report(job)
-                self._exchange.set(self._verdict_key, codec.encode(verdict_of_mine))
-                self._wait_until_seen()
-                self._forget()
-                return verdict_of_mine
+            try:
+                if (verdict := self._read_verdict()) or (verdict := self._take_turn(waited_s, incident, report)):
+                    return verdict
+            except ExchangeError:
+                # One that has only missed a deadline may answer the next time; on a busy host some do.
+                if self._exchange.lost:
+                    raise
             time.sleep(self._poll_s)
         return None
+
+    def _read_verdict(self) -> Verdict | None:
+        verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
+        if verdict is None:
+            return None
+        self._leave(seen=True)
+        return codec.decode(Verdict, verdict)
+
+    def _take_turn(self, waited_s: float, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        if waited_s > self._answer_s:
+            self._look_at_silent_peers()
+        if not self._is_my_turn(waited_s) or not self._claim(waited_s):
+            return None
+        job = self._collect(incident)
+        if self._is_dropped():
+            return None
+        verdict = report(job)
+        self._set(self._verdict_key, codec.encode(verdict))
+        self._leave()
+        return verdict
+
+    def _set(self, key: str, value: bytes) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._exchange.set(key, value)
+            except ExchangeError:
+                if self._exchange.lost or time.monotonic() > give_up:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _leave(self, *, seen: bool = False) -> None:
+        """The verdict stands: what is left to do is for the others, and for the store."""
+        with suppress(ExchangeError):
+            if seen:
+                self._exchange.set(self._seen_key(self._rank), b"")
+            else:
+                self._wait_until_seen()
+            self._forget()
 
     def _wait_until_seen(self) -> None:
         """The reporter may be about to leave, and the store with it; the others must have heard by then."""

@@ -119,6 +119,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel"], default="SafeDDP")
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
     return parser.parse_args()
 
 
@@ -127,7 +128,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     cases = chosen(options.only, options.strategy)
     recorded = [case for case in cases if case.scenario.needs == "recording"]
-    trainings = [case for case in cases if case not in recorded]
+    trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
     found = [score_recording(case) for case in recorded]
     scores = []
     for score in chain(found, scored(trainings, options.strategy, options.suspect_after, options.at_once)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ncclsafe import codec, gathering
-from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import (
     Collective,
     Frame,
@@ -148,3 +148,21 @@ def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int) -> None:
     part.publish(facts_of(rank, peers=(gone,)))
     assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="1 of 2: ")
     assert time.monotonic() - began < gathering.ANSWER_S
+
+
+class BusyExchange(MemoryExchange):
+    """Misses every second deadline."""
+
+    calls = 0
+
+    def _check_open(self) -> None:
+        self.calls += 1
+        if self.calls % 2:
+            raise ExchangeError("The job's store cannot be used: its host did not answer within 2 s.")
+
+
+def test_a_deadline_that_is_missed_costs_no_answer_and_no_second_report() -> None:
+    shared = SharedMemory()
+    verdicts = hold_all(6, range(6), lambda _: BusyExchange(shared))
+    assert {verdict.answer for verdict in verdicts.values() if verdict} == {"6 of 6: "}
+    assert len(verdicts) == 6
