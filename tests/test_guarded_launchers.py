@@ -35,15 +35,16 @@ class EndedRank:
 
 def test_the_others_are_killed_once_they_have_had_time_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    told, begun = threading.Event(), threading.Event()
+    told, begun, waits = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(_ChildProcessObserver, "_terminate_all", lambda _: events.append("killed"))
-    monkeypatch.setattr(guarded_launchers.time, "sleep", lambda _: told.wait(20))
+    monkeypatch.setattr(guarded_launchers.time, "sleep", lambda _: (waits.set(), told.wait(20)))
     observer = _ChildProcessObserver(main_pid=NOBODY, child_processes=[EndedRank()])  # type: ignore[list-item]
     observer.run = lambda: (begun.wait(20), observer._run())  # type: ignore[assignment, func-returns-value]
     observer.start()
     assert _GuardedFunction(OneTrainer().fit)() == "fitted"
     assert _GuardedFunction(OneTrainer().fit)() == "fitted"
     begun.set()
+    assert waits.wait(20)
     events.append("told")
     told.set()
     observer.join(20)

@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.agreement.unpresented_loader import unpresented_lo
 from lightning_ncclsafe.rules.agreement.unreadable_loader import unreadable_loader
 from lightning_ncclsafe.rules.agreement.validation_step import validation_step
 from lightning_ncclsafe.rules.hang.all_joined import all_joined
+from lightning_ncclsafe.rules.hang.at_breakpoint import at_breakpoint
 from lightning_ncclsafe.rules.hang.blocked_on_disk import blocked_on_disk
 from lightning_ncclsafe.rules.hang.checkpoint_skipped_barrier import checkpoint_skipped_barrier
 from lightning_ncclsafe.rules.hang.compile_skew import compile_skew
@@ -122,6 +123,7 @@ HANG_RULES: tuple[Rule, ...] = (
     frozen_rank,
     unpresented_loader,
     own_code,
+    at_breakpoint,
     checkpoint_skipped_barrier,
     compile_skew,
     rank_zero_only_work,

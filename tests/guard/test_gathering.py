@@ -1,5 +1,6 @@
 """How the facts of many ranks meet: ranks as threads on a shared memory."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -151,18 +152,19 @@ def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int) -> None:
 
 
 class BusyExchange(MemoryExchange):
-    """Misses every second deadline."""
+    """Misses a third of its deadlines."""
 
-    calls = 0
+    def __init__(self, shared: SharedMemory, rank: int) -> None:
+        super().__init__(shared)
+        self._random = random.Random(rank)
 
     def _check_open(self) -> None:
-        self.calls += 1
-        if self.calls % 2:
+        if self._random.random() < 1 / 3:
             raise ExchangeError("The job's store cannot be used: its host did not answer within 2 s.")
 
 
 def test_a_deadline_that_is_missed_costs_no_answer_and_no_second_report() -> None:
     shared = SharedMemory()
-    verdicts = hold_all(6, range(6), lambda _: BusyExchange(shared))
+    verdicts = hold_all(6, range(6), lambda rank: BusyExchange(shared, rank))
     assert {verdict.answer for verdict in verdicts.values() if verdict} == {"6 of 6: "}
     assert len(verdicts) == 6

@@ -32,6 +32,7 @@ from builders import (
 
 from lightning_ncclsafe.facts import (
     Action,
+    Frame,
     HostFacts,
     JobFacts,
     LoaderFacts,
@@ -310,6 +311,13 @@ def hook_at_the_end_hangs(net: Backend) -> JobFacts:
     return job(*(culprit if rank == 2 else net.finished(rank, seq=60, batch=19) for rank in range(4)))
 
 
+def waits_at_a_breakpoint(net: Backend) -> JobFacts:
+    """A breakpoint() was left in training_step; rank 2 has reached it first."""
+    prompt = Frame(file="/usr/lib/python3.12/pdb.py", line=432, function="_cmdloop", code="self.cmdloop()")
+    culprit = net.working(2, user("training_step", 40), prompt, seq=60, action=TRAINING_STEP)
+    return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
 def slow_step(net: Backend) -> JobFacts:
     """Rank 2's training_step takes long, for no reason that can be seen."""
     culprit = net.working(2, user("training_step", 40), user("slow", 90), seq=60, action=TRAINING_STEP)
@@ -398,5 +406,6 @@ SCENES = (
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
     Scene("own callback hangs", own_callback_hangs, "own-code", (2,), f"{OWN_CALLBACK.file}:61 in on_train_batch_end"),
     Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
+    Scene("waits at a breakpoint", waits_at_a_breakpoint, "at-breakpoint", (2,), f"{USER_FILE}:40 in training_step"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
 )
