@@ -475,6 +475,7 @@ class JobFacts:
         launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
         unnamed: Exceptions in a log that does not say which rank raised them.
         is_sized: Whether ``world_size`` is known, and not only the fewest ranks that there can have been.
+        outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
     """
 
     incident: Incident
@@ -487,6 +488,7 @@ class JobFacts:
     launch: str = ""
     unnamed: tuple[ExceptionFacts, ...] = ()
     is_sized: bool = True
+    outdated: tuple[int, ...] = ()
 
     @property
     def silent(self) -> tuple[int, ...]:

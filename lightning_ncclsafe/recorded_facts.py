@@ -16,6 +16,8 @@ class RecordFacts:
         awaited_in: Where it did: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
         exit_code: With what its process ended, by its launcher; minus the signal's number where a signal ended it.
         ended_first: Whether its launcher says that it was the first to fail.
+        survived: What it raised before it called a collective in which others wait, too, so that it did not end it:
+            ``"ValueError: bad label 11 at train.py:42 in training_step"``; empty where it raised nothing of the kind.
         stuck_s: Seconds for which the watchdog's own thread did not move (PyTorch's heartbeat monitor); 0 if it did.
         lines: Its most telling lines, as they stand in the log, each cut to 300 characters.
     """
@@ -28,5 +30,6 @@ class RecordFacts:
     awaited_in: str = ""
     exit_code: int | None = None
     ended_first: bool = False
+    survived: str = ""
     stuck_s: int = 0
     lines: tuple[str, ...] = ()

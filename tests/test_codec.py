@@ -350,6 +350,7 @@ RANK = RankFacts(
         awaited_in="monitored_barrier",
         exit_code=-9,
         ended_first=True,
+        survived="ValueError: bad label",
         stuck_s=480,
         lines=("[Rank 3] Watchdog caught",),
     ),
@@ -379,6 +380,7 @@ JOB = JobFacts(
     launch="SLURM job 4711",
     unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
     is_sized=False,
+    outdated=(2,),
 )
 
 

@@ -1,12 +1,13 @@
 """Collectives and groups as PyTorch's Flight Recorder has recorded them on this rank."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.recorder_entries import Entry, has_ended, without_parts
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
 KEPT_PER_GROUP = 48
@@ -74,32 +75,13 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
         for pg_id, status in dump.get("pg_status", {}).items()
         if pg_id in names
     ]
-    return groups, [_collective(entry) for entry in without_parts(entries)]
+    ended = {group.name: group.last_completed for group in groups if group.last_completed <= group.last_enqueued}
+    return groups, [_collective(entry, ended) for entry in without_parts(entries, place_of)]
 
 
-def without_parts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is coalesced is recorded one by one, and then as a whole; NCCL's back end tells the end of the whole only.
-
-    Args:
-        entries: Entries as a recorder gives them.
-
-    Returns:
-        The same without those of which a whole with the same sequence number is among them.
-    """
-    wholes = {
-        (entry["pg_id"], entry["collective_seq_id"])
-        for entry in entries
-        if entry["profiling_name"].endswith("coalesced") and not entry["is_p2p"]
-    }
-    if not wholes:
-        return entries
-    return [
-        entry
-        for entry in entries
-        if entry["is_p2p"]
-        or entry["profiling_name"].endswith("coalesced")
-        or (entry["pg_id"], entry["collective_seq_id"]) not in wholes
-    ]
+def place_of(entry: Entry) -> tuple[object, object]:
+    """Group and sequence number of a collective, as this process numbers them."""
+    return entry["pg_id"], entry["collective_seq_id"]
 
 
 def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
@@ -108,16 +90,16 @@ def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
     return replace(group, description=members.description, ranks=members.ranks)
 
 
-def _collective(entry: dict[str, Any]) -> Collective:
+def _collective(entry: Entry, ended: Mapping[str, int]) -> Collective:
     backend, _, op = str(entry["profiling_name"]).partition(":")
-    is_p2p = bool(entry.get("is_p2p"))
+    is_p2p, group = bool(entry.get("is_p2p")), str(entry["process_group"][0])
+    seq = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
     return Collective(
-        group=str(entry["process_group"][0]),
-        seq=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        group=group,
+        seq=seq,
         op=op or backend,
         backend=backend if op else "",
-        # Gloo's entries keep the state "scheduled" for ever; "retired" is what turns true at their end.
-        completed=entry.get("state") == "completed" or bool(entry.get("retired")),
+        completed=has_ended(entry, seq, ended.get(group, 0)),
         started=entry.get("state") in ("started", "completed"),
         input_sizes=_sizes(entry.get("input_sizes")),
         output_sizes=_sizes(entry.get("output_sizes")),

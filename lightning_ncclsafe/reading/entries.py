@@ -11,6 +11,7 @@ from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.reading.frames import Stacks
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, groups_of
 from lightning_ncclsafe.reading.values import items, mapping, shapes, text, texts, whole
+from lightning_ncclsafe.recorder_entries import Entry, has_ended, without_parts
 
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64
@@ -31,7 +32,7 @@ def parsed(dump: dict[Any, Any]) -> tuple[tuple[Group, ...], tuple[Collective, .
     Args:
         dump: The dump; see :func:`is_dump`.
     """
-    by_group: dict[str, list[dict[Any, Any]]] = defaultdict(list)
+    by_group: dict[str, list[Entry]] = defaultdict(list)
     names: dict[str, tuple[str, str]] = {}
     for item in items(dump.get("entries"))[-_MOST_ENTRIES:]:
         entry = mapping(item)
@@ -49,7 +50,7 @@ def parsed(dump: dict[Any, Any]) -> tuple[tuple[Group, ...], tuple[Collective, .
     calls = [
         _collective(entry, name, last_completed.get(name, 0), stacks)
         for name, entries in list(by_group.items())[:MOST_GROUPS]
-        for entry in _kept(_without_parts(entries))
+        for entry in _kept(without_parts(entries, seq_of), last_completed.get(name, 0))
     ]
     return groups, tuple(sorted(calls, key=lambda call: call.created_ns))
 
@@ -63,50 +64,35 @@ def _name(entry: dict[Any, Any]) -> tuple[str, str]:
     return text(pair[0]), text(pair[1])
 
 
-def seq_of(entry: dict[Any, Any]) -> int:
+def seq_of(entry: Entry) -> int:
     """The entry's sequence number, in the numbering that it belongs to."""
     key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
     return max(whole(entry.get(key, entry.get("seq_id"))), 0)
 
 
-def _without_parts(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """What is coalesced is recorded one by one, and then as a whole; only of the whole its end is recorded."""
-    wholes = {seq_of(entry) for entry in entries if _is_whole(entry)}
-    if not wholes:
-        return entries
-    return [entry for entry in entries if entry.get("is_p2p") or _is_whole(entry) or seq_of(entry) not in wholes]
-
-
-def _is_whole(entry: dict[Any, Any]) -> bool:
-    return text(entry.get("profiling_name")).endswith("coalesced") and entry.get("is_p2p") is not True
-
-
-def _kept(entries: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+def _kept(entries: list[Entry], last_completed: int) -> list[Entry]:
     """The newest, and those around the oldest one that has not completed: that is where a group stands."""
     older = entries[:-_NEWEST]
-    outstanding = (index for index, entry in enumerate(older) if not _has_ended(entry) and not entry.get("is_p2p"))
+    outstanding = (
+        index
+        for index, entry in enumerate(older)
+        if not entry.get("is_p2p") and not has_ended(entry, seq_of(entry), last_completed)
+    )
     stands_at = next(outstanding, None)
     around = [] if stands_at is None else older[max(stands_at - _BEFORE, 0) : stands_at + _BEHIND]
     return around + entries[-_NEWEST:]
 
 
-def _has_ended(entry: dict[Any, Any]) -> bool:
-    """Gloo's entries stay "scheduled" and are "retired" at their end; NCCL's are retired when they time out as well."""
-    is_gloo = text(entry.get("profiling_name")).startswith("gloo")
-    return entry.get("state") == "completed" or (is_gloo and entry.get("retired") is True)
-
-
-def _collective(entry: dict[Any, Any], group: str, last_completed: int, stacks: Stacks) -> Collective:
+def _collective(entry: Entry, group: str, last_completed: int, stacks: Stacks) -> Collective:
     backend, _, op = text(entry.get("profiling_name")).partition(":")
     is_p2p, seq = entry.get("is_p2p") is True, seq_of(entry)
     duration = entry.get("duration_ms")
-    completed = _has_ended(entry) or (not is_p2p and 0 < seq <= last_completed)
     return Collective(
         group=group,
         seq=seq,
         op=op or backend,
         backend=backend if op else "",
-        completed=completed,
+        completed=has_ended(entry, seq, last_completed),
         started=entry.get("state") in ("started", "completed"),
         input_sizes=shapes(entry.get("input_sizes")),
         output_sizes=shapes(entry.get("output_sizes")),

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
@@ -14,9 +16,12 @@ from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, conten
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
+from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"
+_ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
 
@@ -41,6 +46,7 @@ class Evidence:
     missing: list[str] = field(default_factory=list)
     files: int = 0
     _paths: dict[int, str] = field(default_factory=dict)
+    _twice: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def read(self, path: str) -> None:
         """Reads a file, all that is in a folder, or with ``"-"`` a log from standard input."""
@@ -68,8 +74,20 @@ class Evidence:
         said = self.log.said()
         if not self.dumps and not said and not self.log.unnamed:
             return None
-        missing = (*self.missing, *self.log.remarks)
-        return job_of(self.dumps, said, self.log.world_size, unnamed=self.log.unnamed, missing=missing)
+        left_out = apart(self.dumps)
+        return job_of(
+            {rank: facts for rank, facts in self.dumps.items() if rank not in left_out.ranks},
+            said,
+            self.log.world_size,
+            unnamed=self.log.unnamed,
+            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks),
+            outdated=left_out.older,
+        )
+
+    def _of_two(self) -> Iterator[str]:
+        if self._twice:
+            one, other = next(iter(self._twice.values()))
+            yield f"There are two dumps of {ranks_words(self._twice)}, as {one} and {other}: the later is used."
 
     def _try(self, source: Source) -> None:
         try:
@@ -81,7 +99,7 @@ class Evidence:
     def _read(self, source: Source) -> None:
         if source.kind is Kind.PICKLE:
             self._add_dump(source, from_pickle(content(source, MOST_BYTES)))
-        elif source.kind is Kind.JSON:
+        elif source.kind in (Kind.JSON, Kind.REPORT):
             self._read_json(source)
         elif source.kind is Kind.TEXT:
             self._read_log(source)
@@ -89,7 +107,7 @@ class Evidence:
             raise ReadingError("it is neither a dump, nor a report, nor a log")
 
     def _read_json(self, source: Source) -> None:
-        is_large = os.path.basename(source.path) == _REPORT
+        is_large = source.kind is Kind.REPORT or os.path.basename(source.path) == _REPORT
         try:
             data = content(source, MOST_REPORT_BYTES if is_large else MOST_BYTES)
             plain = from_json(data, MOST_REPORT_CONTAINERS if is_large else MOST_CONTAINERS)
@@ -116,8 +134,7 @@ class Evidence:
         if rank in self.dumps:
             facts, both = later(self.dumps[rank], facts)
             if both:
-                text = f"There are two dumps of rank {rank}, {self._paths[rank]} and {source.path}: the later is used."
-                self.missing.append(text)
+                self._twice[rank] = (self._paths[rank], source.path)
         self.dumps[rank] = facts
         self._paths[rank] = source.path
 
@@ -132,7 +149,8 @@ class Evidence:
 
     def _read_log_file(self, source: Source) -> None:
         with opened(source) as stream:
-            self.log.read(stream, MOST_UNPACKED if source.packed else sys.maxsize, _rank_in_name(source.path))
+            most = MOST_UNPACKED if source.packed else sys.maxsize
+            self.log.read(stream, most, _rank_in_name(source.path), _attempt_in_name(source.path))
             if source.packed and stream.read(1):
                 self.missing.append(
                     f"Of {source.path} only the first {MOST_UNPACKED / 1024**3:.1f} GiB, unpacked, were read."
@@ -148,6 +166,12 @@ def _is_expected(source: Source) -> bool:
 def _rank_in_name(path: str) -> int | None:
     """A log's name says which rank it is of where it has the word in it."""
     return rank_of(path) if "rank" in os.path.basename(path).lower() else None
+
+
+def _attempt_in_name(path: str) -> int:
+    """torchrun has a folder for each start: ``run/attempt_1/3/stderr.log``."""
+    found = _ATTEMPT.search(path)
+    return int(found[1]) if found else 0
 
 
 def _words(error: Exception) -> str:

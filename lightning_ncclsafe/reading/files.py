@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ MOST_UNPACKED = 4 * 1024**3
 """Bytes of a compressed log that are read; of a log that is not compressed, all are."""
 _HEAD = 4096
 _LOGS = (".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".o", ".e", "")
+_OURS = re.compile(rb'\s*\{\s*"schema"\s*:')
 _GZIP = b"\x1f\x8b"
 
 
@@ -24,6 +26,8 @@ class Kind(str, Enum):
 
     PICKLE = "pickle"
     JSON = "json"
+    REPORT = "report"
+    """JSON that begins as our reports do, which may be large."""
     TEXT = "text"
     OTHER = "other"
 
@@ -111,7 +115,9 @@ def _kind(head: bytes) -> Kind:
         return Kind.PICKLE
     if b"\0" in head:
         return Kind.OTHER
-    return Kind.JSON if head.lstrip().startswith(b"{") else Kind.TEXT
+    if not head.lstrip().startswith(b"{"):
+        return Kind.TEXT
+    return Kind.REPORT if _OURS.match(head) else Kind.JSON
 
 
 def opened(source: Source) -> IO[bytes]:

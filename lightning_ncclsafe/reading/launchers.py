@@ -66,6 +66,14 @@ def starts_again(text: str) -> bool:
     return "will restart worker group" in text
 
 
+def has_started(text: str) -> bool:
+    """Whether rank 0 says here, in Lightning's words, that all ranks have come: of a log that goes on, the next start.
+
+    A process says so once, however many Trainers it makes.
+    """
+    return "All distributed processes registered. Starting with" in text
+
+
 def srun_ended(text: str) -> list[Ended]:
     """The ends of ranks in a line of srun's: ``"srun: error: node-7: task 13: Out Of Memory"``."""
     found = _SRUN.search(text)

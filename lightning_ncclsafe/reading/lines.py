@@ -15,6 +15,7 @@ _COLOURS = re.compile(
 )
 # What is of use has one of these in it; most lines of a log, and most megabytes, have none.
 _TELLING = (
+    b"ProcessGroupNCCL",
     b"WorkNCCL",
     b"Watchdog caught",
     b"[PG ",
@@ -53,6 +54,8 @@ _PREFIXES = (
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-)"),
 )
 _MOST_PREFIXES = 6
+# Ranks that share a stream write the ends of their lines apart from these: the next one's may begin in the middle.
+_NEXT = re.compile(rb"(?<=.)(?=\[rank\d{1,6}\]:\[)|(?<=[^\s:])(?=\[E [^\]]{0,40}ProcessGroup)")
 
 
 class Line(NamedTuple):
@@ -96,6 +99,11 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
 def may_tell(text: bytes) -> bool:
     """Whether a line, or many of them, may say something about ranks; made to be quick for those that do not."""
     return any(word in text for word in _TELLING)
+
+
+def parts(line: bytes) -> list[bytes]:
+    """What several ranks have written into one line, each by itself."""
+    return _NEXT.split(line) if line.count(b"ProcessGroup") > 1 else [line]
 
 
 def taken_apart(line: bytes) -> Line:

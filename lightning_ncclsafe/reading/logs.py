@@ -8,16 +8,17 @@ from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.frames import frame
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.lines import Line, lines, may_tell, taken_apart
+from lightning_ncclsafe.reading.lines import Line, lines, may_tell, parts, taken_apart
 from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.starts import Starts
 from lightning_ncclsafe.reading.values import MOST_RANKS
 
 _Key = tuple[int | None, str]
-_MOST_SAID = 100_000
 _MOST_OPEN = 4096
 _MOST_IDLE = 5000
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
+_STARTS = "There were several starts of the run: this is the last one in which anything is said to wait or to fail."
 _FAILED_AT = "Stack trace of the failed collective"
 
 
@@ -26,42 +27,41 @@ class Log:
 
     Attributes:
         remarks: What was said of no rank in particular, one sentence each.
-        world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
-        unnamed: Exceptions of which no rank is known.
     """
 
     def __init__(self) -> None:
         self.remarks: list[str] = []
-        self.world_size = 0
-        self.unnamed: list[ExceptionFacts] = []
-        self._said: dict[int, Said] = {}
-        self._before: tuple[Said, ...] = ()
+        self._starts = Starts()
         self._idle = 0
         self._open: dict[_Key, tracebacks.Traceback] = {}
         self._rank_of: dict[str, int] = {}
         self._default_rank: int | None = None
         self._broken: list[str] = []
+        self._broken_of: int | None = None
         self._failed: Said | None = None
         self._last: Said | None = None
         self._summary = launchers.Summary()
 
-    def read(self, stream: IO[bytes], most: int, rank: int | None = None) -> None:
+    def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
 
         Args:
             stream: Its bytes.
             most: After how many bytes to stop.
             rank: The rank that wrote it, if its name says so.
+            start: Number of the start of the run that it begins with.
 
         Raises:
             ReadingError: If it is compressed, and damaged; what comes before that has been read.
         """
         self._default_rank = rank
+        self._starts.begin(start)
         self._open.clear()
         try:
             for line in lines(stream, most, self._wants):
                 if self._wants(line):
-                    self._add(taken_apart(line))
+                    for part in parts(line):
+                        self._add(taken_apart(part))
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"it could be read in part only ({error})") from error
 
@@ -73,29 +73,49 @@ class Log:
 
         Of several starts of a run in one log, the last one of which anything is said counts.
         """
-        return _telling(self._said) or self._before
+        return tuple(one for _, one in sorted(self._starts.last.said.items()) if one.tells)
+
+    @property
+    def unnamed(self) -> tuple[ExceptionFacts, ...]:
+        """Exceptions in that start of which no rank is known; of those that follow from others only one."""
+        found = self._starts.last.unnamed
+        return tuple(one for one in found if not one.is_consequence) or tuple(found[:1])
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks by a log's own word; 0 where it says nothing of that."""
+        return self._starts.world_size
 
     def _start_again(self) -> None:
-        self._before = _telling(self._said) or self._before
-        self._said, self._last, self._failed = {}, None, None
+        self._starts.again()
+        if _STARTS not in self.remarks:
+            self.remarks.append(_STARTS)
+        self._last, self._failed = None, None
+
+    def _has_next_start(self, text: str) -> bool:
+        """Whether the run starts again here; rank 0's word for it is one on all only in a log of all."""
+        if launchers.starts_again(text):
+            return True
+        return launchers.has_started(text) and self._default_rank is None and self._starts.now.tells
 
     def _of(self, rank: int | None) -> Said | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
             return None
-        if rank not in self._said and len(self._said) >= _MOST_SAID:
-            return None
-        return self._said.setdefault(rank, Said(rank))
+        return self._starts.now.of(rank)
 
     def _add(self, line: Line) -> None:
+        if self._broken and (line.rank is not None or tracebacks.begins(line.text)):
+            self._broken.clear()
+        if self._broken:
+            line = line._replace(rank=self._broken_of)
         text = self._whole_line(line)
-        if text is None:
-            return
-        if launchers.starts_again(text):
+        if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
         self._traceback(line, rank, text)
         self._frame_of_failed(text)
-        self.world_size = max(self.world_size, watchdog.world_size(text))
+        if size := watchdog.world_size(text):
+            self._starts.has_size(size)
         self._ends(text)
         remark = launchers.child_ended(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
@@ -103,19 +123,16 @@ class Log:
         if "NCCL" in text or "arrier" in text or "collective" in text:
             self._collective(rank, line, text)
 
-    def _whole_line(self, line: Line) -> str | None:
-        """The text, with what a terminal has broken off; None where more is to come."""
-        if self._broken and (line.rank is not None or len(self._broken) > _MOST_BROKEN):
-            self._broken.clear()
+    def _whole_line(self, line: Line) -> str:
+        """The text, with what a terminal has broken off, as far as it has been read."""
         text = "".join([*self._broken, line.text.rstrip("\n")])
         if watchdog.is_broken(text) and len(self._broken) < _MOST_BROKEN:
             # The first part is told at once: what follows it may be another line.
             if not self._broken:
-                self._broken.append(text)
-                return text
+                self._broken_of = line.rank
             self._broken.append(line.text)
-            return text
-        self._broken.clear()
+        else:
+            self._broken.clear()
         return text
 
     def _speaker(self, line: Line) -> int | None:
@@ -146,8 +163,8 @@ class Log:
         said = self._of(rank)
         if said is not None:
             said.raised(exception)
-        elif not exception.is_consequence and len(self.unnamed) < 16 and exception not in self.unnamed:
-            self.unnamed.append(exception)
+        elif tracebacks.is_telling(exception):
+            self._starts.now.has_raised(exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """The stack of a failed collective stands below the line that announces it, without anything before it."""
@@ -180,7 +197,7 @@ class Log:
         self._last = said
         if _FAILED_AT in text:
             self._failed = said if not said.stacks else None
-        if call is not None:
+        if call is not None and (call.op or not said.has_named(call.seq)):
             said.has_timed_out(call)
             said.quote(text)
         if standing is not None:
@@ -203,7 +220,3 @@ class Log:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
             speaker.awaited_in = speaker.awaited_in or awaited.where
             speaker.quote(text)
-
-
-def _telling(said: dict[int, Said]) -> tuple[Said, ...]:
-    return tuple(one for _, one in sorted(said.items()) if one.tells)

@@ -8,6 +8,7 @@ from lightning_ncclsafe.facts import Collective, ExceptionFacts, Group, Incident
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.membership import Membership
 from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.survivals import lived_on
 from lightning_ncclsafe.recorded_facts import RecordFacts
 from lightning_ncclsafe.rules.wording import ranks_words
 
@@ -24,6 +25,7 @@ def job_of(
     *,
     unnamed: Iterable[ExceptionFacts] = (),
     missing: Iterable[str] = (),
+    outdated: Collection[int] = (),
 ) -> JobFacts:
     """One job of all that was read.
 
@@ -33,13 +35,14 @@ def job_of(
         size: The number of ranks by a log's own word; 0 where it says nothing of that.
         unnamed: Exceptions of which no rank is known.
         missing: What could not be read, one sentence each.
+        outdated: Ranks whose dumps are of an earlier moment, and are not among these.
     """
     membership = Membership(said, size)
     logs = {one.rank: one.facts(membership.members) for one in said}
     told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
     ranks = _distinct(told)
     counted = max([membership.size, *_sizes(dumps.values())])
-    world_size = max([counted, *_seen(ranks)])
+    world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
     unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if world_size and not is_sized else ()
     # One copy for all: at thousands of ranks each of them is long.
@@ -47,10 +50,11 @@ def job_of(
     return JobFacts(
         incident=_incident(ranks),
         world_size=world_size,
-        ranks=tuple(_with_members(facts, members) for facts in ranks),
+        ranks=tuple(lived_on([_with_members(facts, members) for facts in ranks])),
         missing=(*missing, *unsized),
         unnamed=tuple(unnamed),
         is_sized=is_sized,
+        outdated=tuple(outdated),
     )
 
 
@@ -62,7 +66,7 @@ def ranks_count(count: int) -> str:
 def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]:
     """Two dumps of a rank as one: of each group what is later, and the groups that both have."""
     first = {group.name: group for group in one.groups}
-    taken = {group.name: group for group in other.groups if _is_later(group, first.get(group.name))}
+    taken = {group.name: group for group in other.groups if _is_later(other, one, group, first.get(group.name))}
     both = tuple(group.name for group in other.groups if group.name in first)
     calls = [call for call in one.collectives if call.group not in taken]
     calls += [call for call in other.collectives if call.group in taken]
@@ -70,8 +74,16 @@ def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]
     return replace(one, groups=groups, collectives=_in_order(calls)), both
 
 
-def _is_later(group: Group, before: Group | None) -> bool:
-    return before is None or group.last_enqueued > before.last_enqueued
+def _is_later(new: RankFacts, old: RankFacts, group: Group, before: Group | None) -> bool:
+    """A run that was started again counts from the beginning: its clock tells, and where there is none its numbers."""
+    if before is None:
+        return True
+    ours, theirs = _last_ns(new, group.name), _last_ns(old, group.name)
+    return ours > theirs if ours and theirs and ours != theirs else group.last_enqueued > before.last_enqueued
+
+
+def _last_ns(facts: RankFacts, group: str) -> int:
+    return max((call.created_ns for call in facts.collectives if call.group == group), default=0)
 
 
 def _in_order(calls: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -47,9 +47,16 @@ class Said:
             self.lines.append(line)
 
     def has_timed_out(self, call: TimedOut) -> None:
-        """Keeps a collective that has timed out: the first word on it, where it is repeated with less."""
-        if len(self.timeouts) < _MOST_GROUPS:
-            self.timeouts.setdefault((call.seq, call.op), call)
+        """Keeps a collective that has timed out: the word on it that says most, and of those the first."""
+        self.timeouts.pop((call.seq, "") if call.op else (-1, ""), None)
+        known = self.timeouts.get((call.seq, call.op))
+        says_more = known is None or (known.takes is None and call.takes is not None)
+        if says_more and len(self.timeouts) < _MOST_GROUPS:
+            self.timeouts[(call.seq, call.op)] = call
+
+    def has_named(self, seq: int) -> bool:
+        """Whether it is known what has timed out under a number."""
+        return any(op and number == seq for number, op in self.timeouts)
 
     def stands(self, standing: Standing) -> None:
         """Keeps how far the rank has come; the last word counts, unless it came after the end of all."""

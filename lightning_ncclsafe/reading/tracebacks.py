@@ -33,6 +33,11 @@ def is_consequence(type_: str, message: str) -> bool:
     return bool(_CONSEQUENCE_TYPES.search(type_) or _CONSEQUENCE_TEXTS.search(message))
 
 
+def is_telling(exception: ExceptionFacts) -> bool:
+    """Whether it says more than that somebody has ended the process: its own error, or that a peer is gone."""
+    return not exception.is_consequence or _CONSEQUENCE_TEXTS.search(exception.message) is not None
+
+
 def begins(text: str) -> bool:
     """Whether a traceback begins with this line."""
     return _BEGINS.search(text) is not None

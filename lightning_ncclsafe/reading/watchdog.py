@@ -47,16 +47,18 @@ class Awaited(NamedTuple):
 # Where one of these goes on in the next line, a terminal has broken it.
 _BROKEN = re.compile(
     r"Watchdog caught collective operation timeout(?!.*before timing out)"
+    r"|\[E[^\]]{0,60}ProcessGroupNCCL\.cpp:\d+\] ?\[(?:Rank|PG)\b(?!.*(?:timing out|work: -?\d)).*[^.:!\s]$"
     r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
 )
 _WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
 _WORK_RANK = re.compile(r"\[Rank (\d+)\] (?:Watchdog caught|Work WorkNCCL|Found key)")
-_SEQ = re.compile(r"SeqNum=(\d+)")
-_OP = re.compile(r"OpType=(\w+)")
-_TAKES = re.compile(r"NumelI\s*n=(\d+)")
-_GIVES = re.compile(r"NumelOu\s*t=(\d+)")
+# With what follows: where another rank has written into the line, half a word or number is none.
+_SEQ = re.compile(r"SeqNum=(\d+)(?=[,)])")
+_OP = re.compile(r"OpType=(\w+)(?=[,)])")
+_TAKES = re.compile(r"NumelI\s*n=(\d+)(?=[,)])")
+_GIVES = re.compile(r"NumelOu\s*t=(\d+)(?=[,)])")
 _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
-_LIMIT = re.compile(r"Timeout\(ms\)=(\d+)")
+_LIMIT = re.compile(r"Timeout\(ms\)=(\d+)(?=[,)])")
 _RAN = re.compile(r"ran for (\d+) milliseconds")
 
 _GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(?P<name>[^\s()\]]+)\s?(?:\((?P<about>[^)]*)\))?\s?Rank (?P<rank>\d+)\]")

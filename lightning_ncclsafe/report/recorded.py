@@ -36,8 +36,11 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
     words = Words()
     for facts in job.ranks:
         alike[_state(facts, words)].append(facts.rank)
-    if job.silent:
-        alike[("nothing was read of it" if len(job.silent) == 1 else "nothing was read of them",)] = [*job.silent]
+    silent = [rank for rank in job.silent if rank not in job.outdated]
+    if silent:
+        alike[("nothing was read of it" if len(silent) == 1 else "nothing was read of them",)] = silent
+    if older := [rank for rank in job.silent if rank in job.outdated]:
+        alike[("only a dump of an earlier moment was read",)] = older
     for number, (state, ranks) in enumerate(alike.items()):
         if number == _MOST_LINES:
             yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"

@@ -108,6 +108,11 @@ def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     return next((frame for frame in reversed(stack) if frame.user), None)
 
 
+def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
+    """The condition on the rank under which this stack's work is done, and its frame; empty, and None, without one."""
+    return _rank_condition(_innermost_landmark(stack[trainer_start(stack) :])[1])
+
+
 def hook_words(name: str) -> str:
     """An action's name for people: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
     if name.startswith("barrier:"):

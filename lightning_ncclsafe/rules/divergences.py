@@ -1,6 +1,6 @@
 """Parts of findings about ranks that called different collectives: who deviates, what each called, and from where."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
@@ -86,32 +86,43 @@ def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
 
 
 def same_purpose(view: Timeline, split: Divergence) -> bool | None:
-    """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one function.
+    """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one line.
 
-    None where that cannot be told: what a stack says holds for the last call that its rank has made, only.
+    None where that cannot be told: what a stack says holds for the last call that its rank has made, only, and of two
+    calls in one function a rank may have skipped the first.
     """
-    purposes = {rank: _purpose(view, rank, call) for rank, call in split.calls.items()}
-    if not all(purposes.values()):
+    purposes = [_purpose(view, rank, call) for rank, call in split.calls.items()]
+    known = [purpose for purpose in purposes if purpose is not None]
+    if len(known) < len(purposes):
         return None
-    return len(Counter(purposes.values())) == 1
+    if len({purpose[:2] for purpose in known}) > 1:
+        return False
+    return True if len({*known}) == 1 else None
 
 
-def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str] | None:
+def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int] | None:
+    """File, function and line that have called this; or "unit" and what of the model it is."""
     facts = view.facts[rank]
     unit = unit_of(call, facts)
     if unit is not None:
-        return "unit", unit.kind.value
+        # Buckets are reduced one after the other: another one under one number is another call.
+        return "unit", unit.kind.value + (unit.name if unit.kind is UnitKind.DDP_BUCKET else ""), 0
     is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
     if not is_last or (view.activities[rank].kind is not Kind.COLLECTIVE and facts.exception is None):
         return None
     return _caller(facts.exception.stack if facts.exception else facts.stack)
 
 
-def _caller(stack: tuple[Frame, ...]) -> tuple[str, str] | None:
-    """The deepest function below the Trainer that is not part of a collective itself."""
+def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
+    """The deepest line below the Trainer that is not part of a collective itself; None below FSDP's code.
+
+    That one line of forward calls for many parts of the model there.
+    """
     inside = stack[trainer_start(stack) :]
     for frame in reversed(inside):
-        found = landmark(frame)
-        if frame.user or (found is None and "/torch/distributed/" not in frame.file.replace("\\", "/")):
-            return frame.file, frame.function
+        path = frame.file.replace("\\", "/")
+        if "/torch/distributed/fsdp/" in path:
+            return None
+        if frame.user or (landmark(frame) is None and "/torch/distributed/" not in path):
+            return frame.file, frame.function, frame.line
     return None

@@ -9,6 +9,9 @@ from lightning_ncclsafe.rules.wording import duration_words, size_words
 # A host that has read back less than this since the start is not held up by swapping.
 _SWAPPED_IN = 100_000_000
 _SCARCE = 0.05
+# Share of the time in which all tasks of the host wait for memory, and pages that a rank waits for.
+_STALLED = 0.3
+_FAULTS_PER_S = 100
 # A process that does not load data allocates and frees less than this in a second.
 _GROWS_BYTES_PER_S = 1_000_000
 # What is that far off says nothing about this start.
@@ -27,6 +30,15 @@ _REMEDY_GROWS = (
 def swaps(host: HostFacts) -> bool:
     """Whether swapping slows this rank: it has been swapped out in part, or the host reads much back from swap."""
     return bool(host.process_swap_bytes) and (host.process_swap_bytes or 0) + (host.swapped_in_bytes or 0) > _SWAPPED_IN
+
+
+def waits_for_memory(facts: RankFacts) -> bool:
+    """Whether its host reads back from swap, or from files, what it had no memory for, for much of the time."""
+    pressure, thread = facts.machine.pressure, facts.machine.main_thread
+    if pressure is None or (pressure.memory_stalled or 0.0) < _STALLED:
+        return False
+    faults = (thread.major_faults or 0) if thread is not None else 0
+    return swaps(facts.host_facts) or faults >= _FAULTS_PER_S * pressure.over_s
 
 
 def short_of_memory(host: HostFacts) -> bool:

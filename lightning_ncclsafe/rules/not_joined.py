@@ -1,5 +1,6 @@
 """Ranks that have not joined the process group, as the others see them that wait for them there."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import ProcessFacts, RankFacts
@@ -65,18 +66,16 @@ def not_joined(view: Timeline, ranks: tuple[int, ...], remedy: str) -> Finding:
 
 
 def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str:
-    witness = _neighbour(view, seen[0].rank)
-    if witness is None:
+    firsts = sorted({facts.rank - facts.local_rank for facts in view.facts.values()})
+    host = bisect_right(firsts, seen[0].rank)
+    if host == 0:
         return ""
+    # Ranks of a host follow one another.
+    first = firsts[host - 1]
+    witness = next(facts for facts in view.facts.values() if facts.rank - facts.local_rank == first)
     answering = [facts.host_facts for facts in view.facts.values() if facts.host == witness.host]
-    silent = [process for process in seen if _neighbour(view, process.rank) is witness]
+    silent = [process for process in seen if bisect_right(firsts, process.rank) == host]
     return used_up_words(witness.host_facts, [*answering, *silent])
-
-
-def _neighbour(view: Timeline, rank: int) -> RankFacts | None:
-    """An answering rank of the host of a silent one: ranks of a host follow one another."""
-    below = [facts for facts in view.facts.values() if facts.rank - facts.local_rank <= rank]
-    return max(below, key=lambda facts: facts.rank - facts.local_rank, default=None)
 
 
 def _waiting_words(view: Timeline, whom: str) -> str:

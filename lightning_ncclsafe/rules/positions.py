@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Phase, Progress
 from lightning_ncclsafe.rules.activity import hook_words
+from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline
 
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
@@ -46,10 +47,10 @@ def _past_last_batch(progress: Progress) -> bool:
 def ended_first(view: Timeline) -> tuple[int, ...]:
     """Ranks that ran out of data before others did, ascending; empty where that does not explain why ranks wait.
 
-    A rank that works (in user code, the loader, a logger) explains the wait by itself, and ranks that all have joined
-    one collective do not wait for the end of anybody's data.
+    A rank that works (in user code, the loader, a logger) explains the wait by itself, as does one that runs a spread
+    model alone, and ranks that all have joined one collective do not wait for the end of anybody's data.
     """
-    if len(view.facts) < 2 or view.raised or view.working(view.facts) or _all_joined(view):
+    if len(view.facts) < 2 or view.raised or view.working(view.facts) or _all_joined(view) or gathering_alone(view):
         return ()
     places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
     first, last = min(places.values()), max(places.values())

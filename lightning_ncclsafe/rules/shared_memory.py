@@ -13,6 +13,12 @@ _SAYS_SO = re.compile(
     r"|Error while creating shared memory segment",
     re.IGNORECASE,
 )
+# What the kernel says where it is not room in /dev/shm that is lacking: a limit on open files, on mappings, rights.
+_OTHER_LIMIT = re.compile(
+    r"Too many open files|Permission denied|Operation not permitted|No such file|File exists|Cannot allocate memory"
+    r"|Resource temporarily unavailable",
+    re.IGNORECASE,
+)
 _NO_SPACE = re.compile(r"No space left on device|Bus error", re.IGNORECASE)
 # torch says after every bus error that shared memory may be used up; where there is much of it, that is a guess.
 _BUS_ERROR = re.compile(r"Bus error", re.IGNORECASE)
@@ -29,7 +35,7 @@ def shm_is_full(facts: RankFacts) -> bool:
 def says_shm_is_full(facts: RankFacts) -> bool:
     """Whether its exception says so; that there is no space left says so only where /dev/shm is full."""
     message = facts.exception.message if facts.exception is not None else ""
-    if _BUS_ERROR.search(message) and _has_much(facts):
+    if _OTHER_LIMIT.search(message) or (_BUS_ERROR.search(message) and _has_much(facts)):
         return False
     return bool(_SAYS_SO.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))
 

@@ -55,10 +55,17 @@ def reason_of(process: ProcessFacts) -> Reason:
     if process.stack and process.stack[-1].file == COLLECTOR:
         return Reason.COLLECTING
     if process.state == "disk-sleep":
-        return Reason.STARVED if (process.swap_bytes or 0) > _SWAPPED else Reason.BLOCKED
+        # What is swapped out is waited for in the kernel's memory management, not in a network file system.
+        on_network = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE
+        return Reason.STARVED if is_swapped_out(process) and not on_network else Reason.BLOCKED
     if is_starved(process):
         return Reason.STARVED
     return Reason.GIL if process.gil_held else Reason.UNKNOWN
+
+
+def is_swapped_out(process: ProcessFacts) -> bool:
+    """Whether enough of it is swapped out to hold it up."""
+    return (process.swap_bytes or 0) > _SWAPPED
 
 
 def is_starved(process: ProcessFacts) -> bool:

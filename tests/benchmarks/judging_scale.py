@@ -8,6 +8,7 @@ every rule alone, at two sizes. Seconds are those of the processor.
 """
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
@@ -288,7 +289,8 @@ def measure(name: str, net: Backend, world: int, *, decode: bool, save: bool) ->
 
 
 def growth(name: str, net: Backend, worlds: tuple[int, int]) -> Iterator[tuple[str, str, float, float]]:
-    """Seconds that each rule takes alone at two sizes, the shared answers included."""
+    """Seconds that each rule takes alone at two sizes, the shared answers included, and no collection of garbage."""
+    gc.disable()
     jobs = [build(name, net, world) for world in worlds]
     for rule in HANG_RULES:
         spent = []

@@ -90,6 +90,14 @@ def test_what_it_wrote_as_json_it_reads_again(dumps: Path, diagnose: Diagnose, t
     assert (code, again.partition(":")[0]) == (0, "host-stuck")
 
 
+def test_a_large_report_is_read_by_whatever_name(
+    dumps: Path, diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "saved.json").write_text(diagnose(dumps, "--format", "json")[1])
+    monkeypatch.setattr("lightning_ncclsafe.reading.evidence.MOST_BYTES", 100)
+    assert diagnose(tmp_path / "saved.json")[0] == 0
+
+
 def test_a_log_from_standard_input(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "world_size=3\n" + TIMED_OUT.format(0) + TIMED_OUT.format(2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

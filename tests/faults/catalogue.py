@@ -13,6 +13,7 @@ import faults_loggers
 import faults_network
 import faults_start
 import faults_steps
+import faults_unseen
 import healthy_loops
 import healthy_starts
 import healthy_steps
@@ -32,6 +33,7 @@ THEMES = (
     faults_network,
     faults_start,
     faults_steps,
+    faults_unseen,
     healthy_loops,
     healthy_starts,
     healthy_steps,

@@ -1,5 +1,7 @@
 """One rank does what the others do not, or takes longer: they wait for it in a collective."""
 
+import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,6 +95,21 @@ def teardown_that_never_ends(here: Here) -> None:
                 time.sleep(FOR_LONG_S)  # <- here
 
     here.fit(net=Pooled(here), max_epochs=1)
+
+
+@fault("at-breakpoint", ranks=(1,), at={Moment.MIDDLE: (2,), Moment.FIRST_STEP: (3,)})
+def breakpoint_that_was_forgotten(here: Here) -> None:
+    """The debugger of a rank that has no terminal of its own waits for a line that nobody types."""
+
+    def look(net: Net) -> None:
+        if here.is_hit:
+            terminal, _ = os.openpty()
+            os.dup2(terminal, 0)
+            sys.stdin = os.fdopen(0)
+            here.begins()
+            breakpoint()  # <- here
+
+    here.fit(look)
 
 
 @fault("rank-zero-only-work", ranks=(2,), at={Moment.MIDDLE: (4,), Moment.EPOCH_END: (3,)})

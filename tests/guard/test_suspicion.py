@@ -56,6 +56,19 @@ def test_nothing_is_said_while_the_rank_that_others_wait_for_compiles(make_job: 
     assert report["job"]["incident"]["number"] == 1  # type: ignore[index,call-overload]
 
 
+def test_ranks_that_wait_for_prepare_data_do_not_ask_before_that_takes_long(make_job: Callable[..., Job]) -> None:
+    job = make_job(learned=True)
+    wait_on_all_but(job, 0)
+    for probe in job.probes:
+        probe.awaits_preparation = True
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
+    assert report["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index,call-overload]
+    assert [guard._quiet_rounds for guard in job.guards] == [0, 0, 0], "nobody has been asked before that"
+
+
 def test_when_it_has_compiled_for_too_long_that_is_said(make_job: Callable[..., Job]) -> None:
     job = make_job(learned=True)
     wait_on_all_but(job, 0)

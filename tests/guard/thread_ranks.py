@@ -25,6 +25,7 @@ from lightning_ncclsafe.settings import Limits
 
 BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
 COMPILE = Frame(file="/site-packages/torch/_dynamo/convert_frame.py", line=9, function="compile_inner")
+PREPARED = Frame(file="/site-packages/lightning/fabric/utilities/distributed.py", line=428, function="__exit__")
 EVALUATE = Frame(
     file="/home/me/train.py", line=42, function="evaluate", user=True, rank_condition="if is_master(args):  (line 40)"
 )
@@ -44,6 +45,7 @@ class HandMadeProbe:
         self.closed = False
         self.broken: Exception | None = None
         self.compiles = False
+        self.awaits_preparation = False
 
     def position(self) -> object:
         return self.batch, self.waits
@@ -60,11 +62,16 @@ class HandMadeProbe:
             progress=Progress(
                 phase=phase, batch_idx=7 + self.batch, idle_s=idle_s, actions=(Action(name="x", for_s=1),)
             ),
-            stack=(BROADCAST,) if self.waits else (EVALUATE, *([COMPILE] if self.compiles else [])),
+            stack=self._stack(),
             groups=(replace(group, last_enqueued=8 if self.waits else 7),),
             collectives=(outstanding,) if self.waits else (),
             exception=self.exception,
         )
+
+    def _stack(self) -> tuple[Frame, ...]:
+        if self.waits:
+            return (PREPARED,) if self.awaits_preparation else (BROADCAST,)
+        return (EVALUATE, *([COMPILE] if self.compiles else []))
 
     look = glance
 

@@ -80,6 +80,14 @@ def test_nccl_entries_have_a_state_and_a_duration() -> None:
     assert completed.backend == "nccl"
 
 
+def test_what_nccl_has_retired_and_not_completed_has_timed_out() -> None:
+    dump = nccl("started", retired=True)
+    assert not flight_recorder.parse(dump, {})[1][0].completed
+    # Those of a communicator end one after the other: its position tells of this one, too.
+    dump["pg_status"]["0"] |= {"last_completed_collective": 4}
+    assert flight_recorder.parse(dump, {})[1][0].completed
+
+
 def test_newer_names_of_back_ends_are_read() -> None:
     _, (collective,) = flight_recorder.parse(nccl("started", profiling_name="nccl2:broadcast"), {})
     assert (collective.backend, collective.op) == ("nccl2", "broadcast")

@@ -10,9 +10,9 @@ import io
 from pathlib import Path
 
 import pytest
+from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Diagnosis
+from lightning_ncclsafe.findings import Confidence
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.lines import lines, taken_apart
 from lightning_ncclsafe.reading.logs import Log
@@ -43,21 +43,6 @@ CASES = [
 ]
 
 
-def read(text: str | bytes, rank: int | None = None) -> JobFacts | None:
-    evidence = Evidence()
-    data = text.encode() if isinstance(text, str) else text
-    evidence.log.read(io.BytesIO(data), len(data) + 1, rank)
-    return evidence.job()
-
-
-def judged(text: str | bytes, rank: int | None = None) -> Diagnosis:
-    job = read(text, rank)
-    assert job is not None
-    diagnosis = judge(job, RECORDED_RULES)
-    assert not [line for line in diagnosis.unanswered if "failed" in line]
-    return diagnosis
-
-
 @pytest.mark.parametrize(("name", "rule", "ranks", "confidence", "world"), CASES, ids=[case[0] for case in CASES])
 def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], confidence: str, world: int) -> None:
     diagnosis = judged((LOGS / f"{name}.log").read_bytes())
@@ -71,18 +56,6 @@ def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], co
 
 def test_every_excerpt_is_a_case() -> None:
     assert {case[0] for case in CASES} == {path.stem for path in LOGS.iterdir()}
-
-
-def timeout(rank: int, seq: int = 61, op: str = "ALLREDUCE", numel: int = 4096, group: str = "0") -> str:
-    about = "(default_pg)" if group == "0" else ""
-    return (
-        f"[rank{rank}]:[E1126 18:44:12.7 ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog caught collective operation "
-        f"timeout: WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000) ran for "
-        "600061 milliseconds before timing out.\n"
-        f"[rank{rank}]:[E1126 18:44:12.7 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID {group}{about} Rank {rank}]  "
-        f"failure detected by watchdog at work sequence id: {seq} PG status: last enqueued work: {seq}, last completed "
-        f"work: {seq - 1}\n"
-    )
 
 
 PREFIXES = {
@@ -181,23 +154,6 @@ def test_a_position_in_one_group_says_nothing_of_another() -> None:
     )
     text = timeout(0, group="1") + timeout(1, group="1") + signal
     assert "host-stuck" not in {finding.rule for finding in judged(text).findings}
-
-
-TRACEBACK = """\
-Traceback (most recent call last):
-  File "/home/me/train.py", line 90, in <module>
-    trainer.fit(model)
-  File "/venv/lib/python3.12/site-packages/lightning/pytorch/trainer/trainer.py", line 1000, in _run
-    return self._run_stage()
-           ^^^^^^^^^^^^^^^^^
-  File "/home/me/train.py", line 42, in training_step
-    return self.loss(batch)
-ValueError: bad label 11
-"""
-
-
-def prefixed(prefix: str, text: str) -> str:
-    return "".join(f"{prefix}{line}\n" for line in text.splitlines())
 
 
 def test_an_exception_explains_the_timeouts() -> None:

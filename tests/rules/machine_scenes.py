@@ -6,13 +6,13 @@ from typing import Any
 from builders import (
     ALL_REDUCE,
     BARRIER,
+    FETCH,
     GLOO,
     INIT_GROUP,
     NCCL,
     NEXT,
     NEXT_DATA,
     TRAINING_STEP,
-    TRY_GET,
     USER_FILE,
     Backend,
     job,
@@ -186,8 +186,10 @@ def queue_that_nobody_fills(net: Backend) -> JobFacts:
     return at_work(net, user("training_step", 40, code="batch = queue.get()"), QUEUE_GET, ended=ended)
 
 
-def worker_of_a_stalled_loader(net: Backend) -> JobFacts:
-    culprit = net.working(2, NEXT_DATA, TRY_GET, seq=60, action=NEXT)
+def pool_that_a_dataset_asks(net: Backend) -> JobFacts:
+    """A dataset that is read on the training thread asks a process of its own."""
+    line = user("__getitem__", 12, code="return self.pool.get()")
+    culprit = net.working(2, NEXT_DATA, FETCH, line, QUEUE_GET, seq=60, action=NEXT)
     return late(net, with_machine(culprit, ended=(EndedProcess(pid=4711, signal="SIGSEGV"),)))
 
 
@@ -317,7 +319,6 @@ MACHINE_SCENES = (
     Scene("swapped out", swapped_out, "host-starved", (2,), CALL),
     Scene("worker is killed", worker_is_killed, "worker-died", (2,)),
     Scene("queue that nobody fills", queue_that_nobody_fills, "worker-died", (2,), CALL),
-    Scene("worker of a stalled loader", worker_of_a_stalled_loader, "worker-died", (2,)),
     Scene("worker dies of a bus error", worker_dies_of_a_bus_error, "shm-exhausted", (2,)),
     Scene("no space in shared memory", no_space_in_shared_memory, "shm-exhausted", (2,)),
     Scene("out of GPU memory", out_of_gpu_memory, "gpu-memory-exhausted", (2,), RAISED),

@@ -36,13 +36,20 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
         ("short-group-timeout", "timeout-misuse", (0, 2), CERTAIN, "train.py:79 in training_step"),
         ("one-rank-compiles", "compile-skew", (1,), LIKELY, "train.py:82 in training_step"),
         ("caught-save", "checkpoint-skipped-barrier", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
+        ("rank0-evaluates-fsdp2", "rank-zero-only-work", (0,), CERTAIN, "train.py:33 in zero_shot_evaluation"),
+        ("rank0-runs-a-part-fsdp2", "rank-zero-only-work", (0,), LIKELY, "train.py:13 in forward"),
+        ("rank0-reads-weights-fsdp2", "rank-zero-only-work", (0,), LIKELY, "train.py:30 in export"),
         ("failed-save", "exception-during-save", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
     ],
 )
 def test_what_was_recorded(name: str, rule: str, ranks: tuple[int, ...], confidence: Confidence, line: str) -> None:
-    first = judge(decode(JobFacts, (FOLDER / f"{name}.json").read_bytes())).findings[0]
+    first, *others = judge(decode(JobFacts, (FOLDER / f"{name}.json").read_bytes())).findings
     assert (first.rule, first.ranks, first.confidence) == (rule, ranks, confidence)
     assert first.location.endswith(f"/{line}" if line else "")
+    if rule == "rank-zero-only-work":
+        # That ranks have diverged, or that one was ended, is how it is known, and no cause of its own.
+        assert others == []
+        assert "cannot be run, saved or read by one rank alone" in first.remedy
 
 
 def test_every_recording_is_judged() -> None:

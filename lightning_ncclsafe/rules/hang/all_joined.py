@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.meaning import meaning
 from lightning_ncclsafe.rules.sentences import batch_words, location, severity
+from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
 from lightning_ncclsafe.rules.wording import collective_words, duration_words, group_words, ranks_words
 
@@ -39,7 +40,8 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         Which link or device it is.
     """
     view = timeline(job)
-    if not view.waiting or view.raised or view.stragglers or any(True for _ in diverged_collectives(job)):
+    is_known = view.raised or view.stragglers or gathering_alone(view) or any(True for _ in diverged_collectives(job))
+    if not view.waiting or is_known:
         return
     for group in view.groups:
         calls = view.joined(group)

@@ -7,9 +7,9 @@ from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.machine_facts import MainThreadFacts
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.memory import swaps
+from lightning_ncclsafe.rules.memory import swaps, waits_for_memory
 from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.silence import Reason, is_swapped_out, silent_finding, silent_processes
 from lightning_ncclsafe.rules.storage import storage_evidence
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
@@ -62,7 +62,8 @@ def blocked_on_disk(job: JobFacts) -> Iterable[Finding]:
 def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
     frame = deepest_user_frame(process.stack)
     at = f" {place_words(frame)}" if frame else ""
-    known = wait_of(process.wait_channel) in _STORAGE
+    # A page of a file that the host had no memory for is waited for in the same functions as a file on a disk.
+    is_certain = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE and not is_swapped_out(process)
     return silent_finding(
         view,
         rank,
@@ -70,7 +71,7 @@ def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
         rule="blocked-on-disk",
         words=f"in uninterruptible sleep{_channel(process.wait_channel)}{at}",
         remedy=_REMEDY,
-        confidence=Confidence.CERTAIN if known else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
     )
 
 
@@ -83,13 +84,22 @@ def _channel(channel: str) -> str:
 def _confidence(view: Timeline, facts: RankFacts) -> Confidence | None:
     """How sure it is that this rank waits for storage; None if there is no sign of it."""
     thread = facts.machine.main_thread
-    if thread is None or swaps(facts.host_facts):
+    if thread is None:
         return None
+    if _may_lack_memory(facts, thread) and wait_of(thread.wait_channel) is not Wait.NETWORK_STORAGE:
+        # Want of memory, which host-starved tells of where it is seen, looks just so.
+        return Confidence.POSSIBLE if _is_blocked(thread) and not waits_for_memory(facts) else None
     if _is_blocked(thread):
         known = wait_of(thread.wait_channel) in _STORAGE
         named = view.activities[facts.rank].kind in (Kind.USER, Kind.LIGHTNING)
         return Confidence.CERTAIN if known and named and thread.looks >= _LOOKS else Confidence.LIKELY
     return _confidence_in_call(view, facts, thread)
+
+
+def _may_lack_memory(facts: RankFacts, thread: MainThreadFacts) -> bool:
+    """Whether it waits for memory, or may do so: it is swapped out in part, and waits for pages again and again."""
+    faults = thread.major_faults
+    return waits_for_memory(facts) or (swaps(facts.host_facts) and (faults is None or faults >= thread.over_s))
 
 
 def _is_blocked(thread: MainThreadFacts) -> bool:

@@ -9,6 +9,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.divergences import calls_location, where_evidence
 from lightning_ncclsafe.rules.sentences import severity, wait_words
+from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, group_words
 
@@ -40,7 +41,7 @@ def crossed_groups(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     circle = _circle(_awaited(view))
-    if circle:
+    if circle and not gathering_alone(view):
         yield _finding(view, circle)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import while_others_wait
+from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -36,6 +37,9 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)))
+    # Whom gloo has ended in what another rank ran alone is a consequence of that.
+    if seen and (alone := broken_off_alone(view)) is not None:
+        seen = tuple(rank for rank in seen if rank not in alone.ended)
     if seen:
         yield _finding(view, seen, Confidence.CERTAIN, "is gone", "are gone")
     elif presumed := _presumed(view):

@@ -13,8 +13,10 @@ from lightning_ncclsafe.rules.divergences import (
     culprits,
     where_evidence,
 )
+from lightning_ncclsafe.rules.garbled import is_garbled
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, severity, standing
+from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, condition_words, group_words, joined, ranks_words, verb
 
@@ -42,7 +44,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         limited.
     """
     view = timeline(job)
-    if ended_first(view) or not all(_is_garbled(view, rank) for rank in view.raised):
+    # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
+    if ended_first(view) or gathering_alone(view) or not all(_is_garbled(view, rank) for rank in view.raised):
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
@@ -57,7 +60,7 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 def _is_garbled(view: Timeline, rank: int) -> bool:
     """Whether a rank has raised because it took another collective's numbers for the length of its objects."""
     error = view.facts[rank].exception
-    return error is not None and "more than 1EB" in error.message
+    return error is not None and is_garbled(error)
 
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.machine_facts import GarbageFacts
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, duration_words
 
@@ -19,6 +19,10 @@ _REMEDY = (
     "gc.freeze() once the data is loaded (it is never looked at again), or gc.disable() and gc.collect() at the same "
     "step on every rank."
 )
+_REMEDY_FINALIZER = (
+    "Let no __del__, weakref callback or destructor wait for anything (a lock, a file, a server, another thread or "
+    "rank): close what it closes where it is no longer needed, before the last reference to it goes."
+)
 
 
 def gc_pause(job: JobFacts) -> Iterable[Finding]:
@@ -29,13 +33,14 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
         only when the collection is over.
 
     Cause:
-        Millions of small Python objects (a dataset in lists or dicts): each whole collection looks at all of them.
+        Millions of small Python objects (a dataset in lists or dicts): each whole collection looks at all of them. Or
+        what it frees waits for something in its __del__ or destructor: then the rank answers while it collects.
 
     Remedy:
         Keep the data in arrays; gc.freeze() after loading; collect at the same step on every rank.
 
     Cannot see:
-        Which objects these are.
+        Which objects these are; on which thread a finalizer runs, unless that is Python code on the main thread.
     """
     view = timeline(job)
     for rank, process in silent_processes(view, Reason.COLLECTING):
@@ -48,11 +53,16 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
             rule="gc-pause",
             words=f"in Python's garbage collector{at}",
             remedy=_REMEDY,
-            confidence=Confidence.CERTAIN,
+            # Looking at all objects is slow for want of a core or of memory, too.
+            confidence=Confidence.LIKELY if _is_starved(process) else Confidence.CERTAIN,
         )
     for rank in view.working(view.stragglers):
         if _is_held_up(view.facts[rank]):
             yield _finding(view, rank)
+
+
+def _is_starved(process: ProcessFacts) -> bool:
+    return is_starved(process) or is_swapped_out(process)
 
 
 def _is_held_up(facts: RankFacts) -> bool:
@@ -69,18 +79,22 @@ def _finding(view: Timeline, rank: int) -> Finding:
     return Finding(
         rule="gc-pause",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN if garbage.running_s else Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
         summary=capitalised(text),
         ranks=(rank,),
         location=location(view, (rank,)),
         evidence=(_evidence(rank, garbage), *how_we_know(view, (rank,))),
-        remedy=_REMEDY,
+        remedy=_REMEDY_FINALIZER if garbage.running_s else _REMEDY,
     )
 
 
 def _words(garbage: GarbageFacts) -> str:
     if garbage.running_s:
-        return f"has been in Python's garbage collector for {duration_words(garbage.running_s)}"
+        # The collector itself lets no other thread run: who answers is in what it has called.
+        return (
+            f"has been in Python's garbage collector for {duration_words(garbage.running_s)}, in a finalizer that it "
+            "has called"
+        )
     return (
         f"was in Python's garbage collector for {duration_words(garbage.longest_s)}, until "
         f"{duration_words(garbage.ended_ago_s)} ago"

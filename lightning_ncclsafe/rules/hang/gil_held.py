@@ -10,10 +10,12 @@ from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_proc
 from lightning_ncclsafe.rules.timeline import timeline
 
 _REMEDY = (
-    "Have the native code that this line calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
+    "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
     "gil_scoped_release, ctypes.CDLL instead of PyDLL), or call it in another process. Which function it is: py-spy "
     "dump --native --pid {pid}."
 )
+# Whose main thread gets this share of a core and more has not merely been too slow to answer.
+_GETS_A_CORE = 0.5
 
 
 def gil_held(job: JobFacts) -> Iterable[Finding]:
@@ -31,7 +33,8 @@ def gil_held(job: JobFacts) -> Iterable[Finding]:
         Release the lock in the native code, or call it in another process.
 
     Cannot see:
-        Which native function it is; only the line of Python that has called it.
+        Which native function it is; only the line of Python that has called it. Where the main thread sleeps, whether
+        that line or another thread has called it.
     """
     view = timeline(job)
     for rank, process in silent_processes(view, Reason.GIL):
@@ -41,13 +44,24 @@ def gil_held(job: JobFacts) -> Iterable[Finding]:
             process,
             rule="gil-held",
             words=_words(process),
-            remedy=_REMEDY.format(pid=process.pid),
-            # What sleeps may also be a guard that was late to answer on a host that is overloaded.
-            confidence=Confidence.CERTAIN if process.state == "running" else Confidence.LIKELY,
+            remedy=_REMEDY.format(
+                pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
+            ),
+            # What sleeps, or gets few turns, may also be a guard that was late to answer on a host that is overloaded.
+            confidence=Confidence.CERTAIN if _is_running(process) and _gets_a_core(process) else Confidence.LIKELY,
         )
+
+
+def _is_running(process: ProcessFacts) -> bool:
+    return process.state == "running"
+
+
+def _gets_a_core(process: ProcessFacts) -> bool:
+    return process.ran_share is not None and process.ran_share >= _GETS_A_CORE
 
 
 def _words(process: ProcessFacts) -> str:
     frame = deepest_user_frame(process.stack)
-    where = f" {place_words(frame)}" if frame else ""
-    return f"{process.state} with Python's global interpreter lock held by native code called{where or ' from Python'}"
+    where = place_words(frame) if frame else "from Python"
+    caller = where if _is_running(process) else f"{where}, or by another thread"
+    return f"{process.state} with Python's global interpreter lock held by native code called {caller}"

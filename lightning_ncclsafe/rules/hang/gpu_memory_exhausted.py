@@ -1,10 +1,12 @@
 """The cause gpu-memory-exhausted: a rank's GPU has no memory left."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.garbled import is_garbled
 from lightning_ncclsafe.rules.sentences import (
     batch_words,
     exception_place,
@@ -15,16 +17,22 @@ from lightning_ncclsafe.rules.sentences import (
     while_others_wait,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, short_location, size_words
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
 
 _OUT = re.compile(
     r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_ALLOC_FAILED|Failed to CUDA (?:m|c)alloc|Cuda failure \d* ?'?out of memory"
 )
-# After ranks have called different collectives of objects, one takes the other's data for the size of its own.
-_ABSURD = re.compile(r"allocate (?:more than )?[\d.]+ ?(?:EB|EiB|PiB)")
+_OF_LIBRARY = re.compile(r"_STATUS_ALLOC_FAILED")
+_RUN_OUT = {
+    Confidence.CERTAIN: "run out of memory on",
+    Confidence.LIKELY: "probably run out of memory on",
+}
 # "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
 _AMOUNTS = re.compile(r"Tried to allocate (?P<wanted>[\d.]+ \w+).*?of which (?P<free>[\d.]+ \w+) is free", re.DOTALL)
+_LISTED = 8
+# Where every rank of a large job raises at another line, one of these explains the others.
+_MOST = 16
 _FULL_SHARE = 0.02
 _ROOM_SHARE = 0.1
 _REMEDY = (
@@ -54,9 +62,12 @@ def gpu_memory_exhausted(job: JobFacts) -> Iterable[Finding]:
         that called different collectives of objects, and is not named so.
     """
     view = timeline(job)
-    for _, facts in sorted(view.facts.items()):
+    alike: dict[tuple[str, Confidence], list[int]] = defaultdict(list)
+    for rank, facts in sorted(view.facts.items()):
         if _is_out_of_memory(facts):
-            yield _raised(view, facts)
+            alike[location_of(exception_place(facts)), _confidence(facts)].append(rank)
+    for (_, confidence), ranks in [*alike.items()][:_MOST]:
+        yield _raised(view, tuple(ranks), confidence)
     for rank in view.working(view.stragglers):
         if _is_full(view, rank):
             yield _full(view, rank)
@@ -64,32 +75,44 @@ def gpu_memory_exhausted(job: JobFacts) -> Iterable[Finding]:
 
 def _is_out_of_memory(facts: RankFacts) -> bool:
     exception = facts.exception
-    if exception is None or _ABSURD.search(exception.message):
+    if exception is None or is_garbled(exception):
         return False
     return exception.type == "OutOfMemoryError" or bool(_OUT.search(exception.message))
 
 
-def _raised(view: Timeline, facts: RankFacts) -> Finding:
-    exception, rank, frame = facts.exception, facts.rank, exception_place(facts)
-    message = exception.message if exception else ""
+def _confidence(facts: RankFacts) -> Confidence:
+    """cuBLAS and cuDNN say so of their own handles, which fail after an error in an earlier kernel, too."""
+    message = facts.exception.message if facts.exception else ""
+    is_of_library = bool(_OF_LIBRARY.search(message)) and "out of memory" not in message
+    return Confidence.LIKELY if is_of_library else Confidence.CERTAIN
+
+
+def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
+    facts = view.facts[ranks[0]]
+    frame = exception_place(facts)
     at = f" at {short_location(frame)}" if frame else ""
-    amounts = _AMOUNTS.search(message)
+    amounts = _AMOUNTS.search(facts.exception.message if facts.exception else "")
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
-    text = (
-        f"Rank {rank} has run out of memory on its GPU{needs}{at}, {batch_words(facts.progress)}"
-        f"{while_others_wait(view, (rank,))}."
-    )
-    said = f"{exception.type}: {message}" if exception else ""
+    whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
+    their = verb(ranks, "its GPU", "their GPUs")
+    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {_RUN_OUT[confidence]} {their}"
+    text = f"{who}{verb(ranks, needs, whose)}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     return Finding(
         rule="gpu-memory-exhausted",
         severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=text,
-        ranks=(rank,),
+        confidence=confidence,
+        summary=capitalised(text),
+        ranks=ranks,
         location=location_of(frame),
-        evidence=(Evidence(source="exception", rank=rank, text=said), *_evidence(view)),
+        evidence=(*(item for rank in ranks[:_LISTED] for item in _said(view.facts[rank])), *_evidence(view)),
         remedy=_REMEDY,
     )
+
+
+def _said(facts: RankFacts) -> Iterator[Evidence]:
+    if facts.exception is not None:
+        text = f"{facts.exception.type}: {facts.exception.message}"
+        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _free_share(facts: RankFacts) -> float | None:
@@ -102,8 +125,10 @@ def _free_share(facts: RankFacts) -> float | None:
 def _is_full(view: Timeline, rank: int) -> bool:
     """Its GPU has next to nothing left, and those of the others have."""
     own = _free_share(view.facts[rank])
+    if own is None or own >= _FULL_SHARE:
+        return False
     others = [share for other in view.held_up((rank,)) if (share := _free_share(view.facts[other])) is not None]
-    return own is not None and own < _FULL_SHARE and bool(others) and min(others) > _ROOM_SHARE
+    return bool(others) and min(others) > _ROOM_SHARE
 
 
 def _full(view: Timeline, rank: int) -> Finding:
@@ -126,7 +151,7 @@ def _full(view: Timeline, rank: int) -> Finding:
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
     """The memory of all GPUs, so that one that differs is seen."""
-    for rank, facts in sorted(view.facts.items())[:8]:
+    for rank, facts in sorted(view.facts.items())[:_LISTED]:
         gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
         if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:
             text = f"Its GPU has {size_words(gpu.free_bytes)} of {size_words(gpu.total_bytes)} free."

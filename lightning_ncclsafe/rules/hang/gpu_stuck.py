@@ -81,11 +81,12 @@ def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], str]:
 
 
 def _waits_elsewhere(view: Timeline, pending: Pending) -> bool:
-    """Something that was called before it, in another group, may be what these devices wait in."""
+    """Something that was called before it, in another group or to one peer, may be what these devices wait in."""
     for rank in pending.not_started:
         called_ns = pending.calls[rank].created_ns
         for entry in view.facts[rank].collectives:
-            if not entry.completed and entry.group != pending.group.name and entry.created_ns <= called_ns:
+            is_other = entry.is_p2p or entry.group != pending.group.name
+            if is_other and not entry.completed and entry.created_ns <= called_ns:
                 return True
     return False
 

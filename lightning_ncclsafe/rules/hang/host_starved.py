@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.machine_facts import MainThreadFacts, PressureFacts
-from lightning_ncclsafe.rules.memory import memory_evidence, swaps
+from lightning_ncclsafe.rules.memory import memory_evidence, waits_for_memory
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
 
@@ -17,7 +17,6 @@ _THROTTLED = 0.5
 _STALLED = 0.3
 # Less says nothing.
 _SHORTEST_S = 1.0
-_FAULTS_PER_S = 100
 _REMEDY_CORES = (
     "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
     "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun --cpus-per-"
@@ -51,7 +50,7 @@ def host_starved(job: JobFacts) -> Iterable[Finding]:
         Which other process takes the cores; what happened before the last 20 seconds.
     """
     view = timeline(job)
-    for rank, process in silent_processes(view, Reason.STARVED):
+    for rank, process in _starved(view):
         swapped = process.state == "disk-sleep"
         starved = f"starved of processor time: it got {process.ran_share or 0:.0%} of a core"
         yield silent_finding(
@@ -71,6 +70,14 @@ def host_starved(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, need, tuple(ranks))
 
 
+def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
+    """Silent ranks that lack a core or memory; collecting garbage takes long for want of these as well."""
+    yield from silent_processes(view, Reason.STARVED)
+    for rank, process in silent_processes(view, Reason.COLLECTING):
+        if is_starved(process) or (process.state == "disk-sleep" and is_swapped_out(process)):
+            yield rank, process
+
+
 def _needs(facts: RankFacts) -> Iterator[str]:
     """What it lacks, the most direct sign first."""
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
@@ -78,7 +85,7 @@ def _needs(facts: RankFacts) -> Iterator[str]:
         yield _REMEDY_QUOTA
     if thread is not None and thread.over_s >= _SHORTEST_S and _queued_s(thread) >= _QUEUED * thread.over_s:
         yield _REMEDY_CORES
-    if pressure is not None and _lacks_memory(facts, pressure, thread):
+    if waits_for_memory(facts):
         yield _REMEDY_MEMORY
 
 
@@ -95,12 +102,6 @@ def _is_throttled(pressure: PressureFacts) -> bool:
         return False
     often = pressure.throttled_periods >= _THROTTLED * pressure.periods
     return often and (pressure.throttled_s or 0.0) >= _STALLED * pressure.over_s
-
-
-def _lacks_memory(facts: RankFacts, pressure: PressureFacts, thread: MainThreadFacts | None) -> bool:
-    stalled = (pressure.memory_stalled or 0.0) >= _STALLED
-    faults = (thread.major_faults or 0) if thread is not None else 0
-    return stalled and (swaps(facts.host_facts) or faults >= _FAULTS_PER_S * pressure.over_s)
 
 
 _WORDS = {

@@ -18,7 +18,8 @@ from lightning_ncclsafe.rules.divergences import (
 )
 from lightning_ncclsafe.rules.overruns import aborted, is_gone, is_of_fsdp, last_of_gloo, signal_of
 from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import severity
+from lightning_ncclsafe.rules.sentences import place_words, severity
+from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
     capitalised,
@@ -28,7 +29,6 @@ from lightning_ncclsafe.rules.wording import (
     location_of,
     numel,
     ranks_words,
-    short_location,
     verb,
 )
 
@@ -72,11 +72,11 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     split = view.divergence or view.lost_divergence
-    if view.raised or ended_first(view):
+    if view.raised or ended_first(view) or gathering_alone(view):
         return
     if split is None:
         ended = aborted(view)
-        if ended:
+        if ended and broken_off_alone(view) is None:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
@@ -89,13 +89,14 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     other, call = next(iter(sent.items()))
     # Of two that differ nobody can say which is wrong; several that agree are right.
     ranks = ended if len(sent) > len(ended) else tuple(sorted((*ended, *sent)))
-    frame = deepest_user_frame(view.witnesses[ended[0]].stack) or called_at(view.facts[other])
+    own, others = deepest_user_frame(view.witnesses[ended[0]].stack), called_at(view.facts[other])
+    frame = own or others
     is_known = all(signal_of(view, rank) for rank in ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}, as gloo ends "
-        f"one to which more is sent than it has room for, while {ranks_words([other])} was in "
-        f"{collective_words(call)}{f' at {short_location(frame)}' if frame is not None else ''}."
+        f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
+        f"{f' {place_words(own)}' if own else ''}, as gloo ends one to which more is sent than it has room for, while "
+        f"{ranks_words([other])} was in {collective_words(call)}{f' {place_words(others)}' if others else ''}."
     )
     return Finding(
         rule="mismatched-collective",

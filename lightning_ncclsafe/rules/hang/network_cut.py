@@ -21,6 +21,7 @@ _LOST = re.compile(
 # A limit that is over closes connections as well, and is no fault of theirs.
 _LIMIT = re.compile(
     r"Application timeout caused pair closure|collective operation timeout|Watchdog caught|Timed out waiting"
+    r"|[Ww]ait timeout after|monitored_?[Bb]arrier|[Ss]ocket [Tt]imeout|timed out after"
 )
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
@@ -58,7 +59,8 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     told = {rank: text for rank, facts in view.facts.items() if (text := _said(facts))}
     where = hosts_of(job)
-    if not _all_alive(view) or any(_LIMIT.search(text) for text in told.values()):
+    # After ranks have called what cannot complete together, gloo closes connections by itself.
+    if not _all_alive(view) or any(map(_LIMIT.search, told.values())) or (told and view.lost_divergence):
         return
     if told:
         yield _finding(view, told, where)

@@ -56,7 +56,11 @@ def _has_worked(view: Timeline) -> bool:
 
 
 def _is_off(view: Timeline, pending: Pending) -> bool:
-    return any(view.facts[rank].machine.settings.get("NCCL_P2P_DISABLE", "0") != "0" for rank in pending.calls)
+    settings = [view.facts[rank].machine.settings for rank in pending.calls]
+    levels = (found.get("NCCL_P2P_LEVEL", "") for found in settings)
+    return any(found.get("NCCL_P2P_DISABLE", "0") not in ("", "0") for found in settings) or any(
+        level in ("LOC", "0") for level in levels
+    )
 
 
 def _finding(view: Timeline, pending: Pending) -> Finding:

@@ -1,10 +1,10 @@
 """The cause rank-behind: the others wait for a rank, and no better-known cause fits."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.positions import positions
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
@@ -15,12 +15,13 @@ from lightning_ncclsafe.rules.sentences import (
     while_others_wait,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
     "host (load, memory, a slower device), a lock or a download."
 )
+_PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
 
 
@@ -40,11 +41,25 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
         Why the line is slow.
     """
     view = timeline(job)
-    ranks = view.stragglers or view.behind
-    if ranks:
-        yield _finding(view, ranks)
+    if view.stragglers:
+        # Another rank may have a better-known cause of its own, and this one would be hidden behind it.
+        for ranks in _by_place(view):
+            yield _finding(view, ranks)
+    elif view.behind:
+        yield _finding(view, view.behind)
     elif view.waiting:
         yield _nobody_stands_out(view)
+
+
+def _by_place(view: Timeline) -> list[tuple[int, ...]]:
+    """Those that stand at one place together; of many places, the last ones together as well."""
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in view.stragglers:
+        doing = view.activities[rank]
+        alike[doing.hook, location_of(doing.place)].append(rank)
+    listed = sorted(map(tuple, alike.values()))
+    rest = tuple(sorted(rank for ranks in listed[_PLACES - 1 :] for rank in ranks))
+    return [*listed[: _PLACES - 1], *([rest] if rest else [])]
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -52,7 +67,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} behind, {standing(view, ranks[0])}"
         f"{while_others_wait(view, ranks)}."
     )
-    certain = view.stragglers and view.behind and all(view.activities[rank].kind is Kind.USER for rank in ranks)
+    # The recorder has it that the others wait for them; who waits as well may do so for one of these.
+    certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
     return Finding(
         rule="rank-behind",
         severity=severity(view.job),

@@ -3,9 +3,22 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.divergences import call_evidence, where_evidence
+from lightning_ncclsafe.rules.overruns import signal_of
+from lightning_ncclsafe.rules.sentences import (
+    batch_words,
+    how_we_know,
+    location,
+    place_words,
+    recorder_evidence,
+    severity,
+    standing,
+    wait_words,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.sharded import BrokenOff, broken_off_alone, gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, condition_words, location_of, ranks_words, verb
 
@@ -29,6 +42,12 @@ _REMEDY = (
     "share of the data, do one-off preparation in prepare_data or before the job, and write results from a background "
     "thread. A longer timeout only makes the others wait longer."
 )
+_REMEDY_SHARDED = (
+    "A model that is spread over the ranks (FSDP, tensor parallelism) cannot be run, saved or read by one rank alone: "
+    "each part of it is gathered from all. Let every rank go through this code, each with its share of the data, or "
+    "gather the weights on all ranks first (get_model_state_dict with full_state_dict=True), and leave only what needs "
+    "no model, such as plots and files, under the condition."
+)
 
 
 def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
@@ -36,19 +55,24 @@ def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
 
     Symptom:
         All ranks but one report a timeout in a collective that is not to blame; the missing one, mostly rank 0, is
-        busy in evaluation, tokenising, a download or a plot.
+        busy in evaluation, tokenising, a download or a plot. With FSDP it waits as well, for a part of the model.
 
     Cause:
         Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook that takes long on
         some ranks only.
 
     Remedy:
-        Share the work among all ranks, shorten it, or move it out of the job.
+        Share the work among all ranks, shorten it, or move it out of the job. A model that is spread over the ranks
+        has to be run by all of them.
 
     Cannot see:
         A condition on the rank that is written in a library, or computed far from the line in question.
     """
     view = timeline(job)
+    if gathering := gathering_alone(view):
+        yield _gathering(view, gathering)
+    elif broken := broken_off_alone(view):
+        yield _broken_off(view, broken)
     working = tuple(rank for rank in view.working(view.stragglers) if view.activities[rank].kind not in _OTHER_RULES)
     if not view.waiting or not working:
         return
@@ -84,6 +108,71 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         evidence=(*_condition_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=_REMEDY,
     )
+
+
+def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """It waits itself: what it runs alone is gathered from all ranks, and these are elsewhere."""
+    rank = ranks[0]
+    condition = condition_words(view.activities[rank].rank_condition)
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'runs', 'run')} the model alone under {condition} {standing(view, rank)}, "
+        f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
+        f"{_others_words(view, ranks)}."
+    )
+    split = view.divergence
+    return Finding(
+        rule="rank-zero-only-work",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY if view.activities[rank].on_device else Confidence.CERTAIN,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(
+            *_condition_evidence(view, ranks),
+            *(call_evidence(split) if split is not None else ()),
+            *where_evidence(view, view.facts),
+            *recorder_evidence(view),
+        ),
+        remedy=_REMEDY_SHARDED,
+    )
+
+
+def _broken_off(view: Timeline, told: BrokenOff) -> Finding:
+    """Gloo does not wait where sizes differ: it ends the process to which more is sent than it has room for."""
+    rank, ended, condition = told.rank, told.ended, condition_words(told.condition)
+    batch = f", {batch_words(view.facts[rank].progress)}" if rank in view.facts else ""
+    text = (
+        f"Rank {rank} ran the model alone under {condition} {place_words(told.frame)}{batch}, which needs all ranks: "
+        f"gloo has ended the process of {ranks_words(ended)}, to which something else was sent than it waited for"
+        f"{while_others_wait(view, (rank,))}."
+    )
+    text_of_condition = f"{condition} encloses {location_of(told.condition_frame)}."
+    return Finding(
+        rule="rank-zero-only-work",
+        severity=Severity.ERROR,
+        # What the ended process was in is not always known.
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=(rank,),
+        location=location_of(told.frame),
+        evidence=(
+            Evidence(source="source code", rank=rank, text=text_of_condition),
+            *(Evidence(source="process", rank=one, text=_end_words(view, one)) for one in ended[:8]),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY_SHARDED,
+    )
+
+
+def _end_words(view: Timeline, rank: int) -> str:
+    process, signal = view.witnesses[rank], signal_of(view, rank)
+    return f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
+
+
+def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
+    finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
+    left = f", and {ranks_words(finished)} {verb(finished, 'has', 'have')} finished" if finished else ""
+    return left + while_others_wait(view, ranks)
 
 
 def _condition_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:

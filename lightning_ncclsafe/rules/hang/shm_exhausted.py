@@ -1,5 +1,6 @@
 """The cause shm-exhausted: /dev/shm is full, so that a rank's workers cannot hand over their batches."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
@@ -7,8 +8,9 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.shared_memory import is_bus_error, says_shm_is_full, shm_is_full
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, size_words
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, size_words
 
+_LISTED = 8
 _REMEDY = (
     "Make /dev/shm larger (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on "
     "/dev/shm), or put less into it: fewer workers, a smaller prefetch_factor or batch. Remove what earlier runs have "
@@ -34,33 +36,54 @@ def shm_exhausted(job: JobFacts) -> Iterable[Finding]:
         Who has filled it.
     """
     view = timeline(job)
-    for _, facts in sorted(view.facts.items()):
-        if says_shm_is_full(facts):
-            yield _raised(view, facts, Confidence.CERTAIN)
-        elif is_bus_error(facts):
-            yield _raised(view, facts, Confidence.POSSIBLE)
+    alike: dict[Confidence, list[int]] = defaultdict(list)
+    for rank, facts in sorted(view.facts.items()):
+        if (confidence := _confidence(facts)) is not None:
+            alike[confidence].append(rank)
+    for confidence, ranks in alike.items():
+        yield _raised(view, tuple(ranks), confidence)
     for rank in view.working(view.stragglers):
         if shm_is_full(view.facts[rank]) and view.activities[rank].waits_for_data:
             yield _waits(view, rank)
 
 
-def _raised(view: Timeline, facts: RankFacts, confidence: Confidence) -> Finding:
-    exception, rank = facts.exception, facts.rank
-    said = f"{exception.type}: {exception.message}" if exception else ""
-    used_up = "is used up" if confidence is Confidence.CERTAIN else "was perhaps used up for a moment"
+def _confidence(facts: RankFacts) -> Confidence | None:
+    """How sure its exception makes us; None if that is about something else."""
+    if says_shm_is_full(facts):
+        # Of a bus error torch only says that this is possible: a mapped file that was cut short is another reason.
+        return Confidence.LIKELY if is_bus_error(facts) and not shm_is_full(facts) else Confidence.CERTAIN
+    return Confidence.POSSIBLE if is_bus_error(facts) else None
+
+
+_USED_UP = {
+    Confidence.CERTAIN: "is used up",
+    Confidence.LIKELY: "is probably used up",
+    Confidence.POSSIBLE: "was perhaps used up for a moment",
+}
+
+
+def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
+    facts = view.facts[ranks[0]]
     text = (
-        f"Shared memory (/dev/shm) {used_up} on rank {rank}{_room(facts)}, {batch_words(facts.progress)}"
-        f"{while_others_wait(view, (rank,))}."
+        f"Shared memory (/dev/shm) {_USED_UP[confidence]} on {ranks_words(ranks)}{_room(facts)}, "
+        f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
+    told = (view.facts[rank] for rank in ranks[:_LISTED])
     return Finding(
         rule="shm-exhausted",
         severity=Severity.ERROR,
         confidence=confidence,
         summary=text,
-        ranks=(rank,),
-        evidence=(Evidence(source="exception", rank=rank, text=said), *_evidence(facts)),
+        ranks=ranks,
+        evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
         remedy=_REMEDY,
     )
+
+
+def _said(facts: RankFacts) -> Iterator[Evidence]:
+    if facts.exception is not None:
+        text = f"{facts.exception.type}: {facts.exception.message}"
+        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _waits(view: Timeline, rank: int) -> Finding:
@@ -72,7 +95,8 @@ def _waits(view: Timeline, rank: int) -> Finding:
     return Finding(
         rule="shm-exhausted",
         severity=severity(view.job),
-        confidence=Confidence.LIKELY,
+        # Whoever finds no room there raises; that it is full may be meant, as of a dataset that is kept there.
+        confidence=Confidence.POSSIBLE,
         summary=capitalised(text),
         ranks=(rank,),
         location=location(view, (rank,)),

@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import calls_location, culprits, sent_words, units_of
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
 from lightning_ncclsafe.rules.units import unit_of
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
@@ -46,7 +47,7 @@ def unused_parameters(job: JobFacts) -> Iterable[Finding]:
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
         yield _refusal(view, refused)
-    elif not view.raised:
+    elif not view.raised and not gathering_alone(view):
         left_out = _left_out(view)
         if left_out:
             yield _incomplete(view, left_out)

@@ -1,6 +1,8 @@
 """The cause worker-died: a loader's worker was killed, or has failed without a word, and its rank waits for it."""
 
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
@@ -10,7 +12,7 @@ from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.shared_memory import says_shm_is_full
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words
 
 # As torch's loader says it, and Python's pool of processes.
 _DIED = re.compile(
@@ -28,6 +30,8 @@ _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", 
 _HANDS_OVER = re.compile(r"/torch/multiprocessing/reductions\.py$|/multiprocessing/resource_sharer\.py$")
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _KILLS = ("SIGKILL", "Killed")
+_ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
+_LISTED = 8
 _REMEDY = (
     "A worker that is killed by SIGSEGV, SIGABRT or SIGBUS has failed in native code (a decoder, a library that was "
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
@@ -35,6 +39,10 @@ _REMEDY = (
 _REMEDY_KILLED = (
     "SIGKILL mostly is the kernel's out-of-memory killer (dmesg, memory.events of the control group) or a scheduler: "
     "need less memory, with fewer workers, a smaller prefetch_factor, data in arrays instead of Python objects."
+)
+_REMEDY_ENDED = (
+    "Somebody has told it to end: a scheduler whose time is up or that takes the job's host away, Ctrl-C, kill. Look "
+    "at who has ended the job, and not at its workers."
 )
 
 
@@ -57,12 +65,16 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
         multiprocessing's Pool does.
     """
     view = timeline(job)
+    alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:
         facts = view.facts[rank]
         if (found := _died(facts)) and not says_shm_is_full(facts):
-            yield _raised(view, rank, found["pids"] or "", (found["signal"] or "").strip(), Confidence.CERTAIN)
+            alike[(found["signal"] or "").strip(), Confidence.CERTAIN][rank] = found["pids"] or ""
         elif _breaks_off(facts):
-            yield _broken_off(view, facts)
+            signal, confidence, pid = _broken_off(facts)
+            alike[signal, confidence][rank] = pid
+    for (signal, confidence), pids in alike.items():
+        yield _raised(view, pids, signal, confidence)
     for rank in view.working(view.suspects):
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
@@ -82,35 +94,52 @@ def _breaks_off(facts: RankFacts) -> bool:
     return any(map(_HANDS_OVER.search, files)) and any(map(_LOADER.search, files))
 
 
-def _broken_off(view: Timeline, facts: RankFacts) -> Finding:
+def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
+    """The signal that killed its worker, how sure that is, and the worker's process id."""
     # The others are asked to end, and do so with code 0.
     killed = next((child for child in facts.machine.ended if child.signal), None)
-    confidence = Confidence.CERTAIN if killed else Confidence.LIKELY
-    return _raised(view, facts.rank, str(killed.pid) if killed else "", killed.signal if killed else "", confidence)
+    return (killed.signal, Confidence.CERTAIN, str(killed.pid)) if killed else ("", Confidence.LIKELY, "")
 
 
 def _waits_for_a_process(facts: RankFacts) -> bool:
     return any(_WAITS.search(frame.file.replace("\\", "/")) for frame in facts.stack[-4:])
 
 
-def _raised(view: Timeline, rank: int, pids: str, signal: str, confidence: Confidence) -> Finding:
-    facts = view.facts[rank]
-    who = f"The loader's worker {pids}" if pids else "A worker process"
-    how = f"was killed by a signal ({signal})" if signal else "has ended without a word"
-    text = (
-        f"{who} of rank {rank} {how}{_killer(facts)}, {batch_words(facts.progress)}{while_others_wait(view, (rank,))}."
-    )
-    exception = facts.exception
-    said = Evidence(source="exception", rank=rank, text=f"{exception.type}: {exception.message}" if exception else "")
+def _waits_for_its_own(facts: RankFacts) -> bool:
+    """Whether it waits for a process of the user's; torch's loader looks after its own, and raises once one is dead."""
+    inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
+    in_loader = any(_LOADER.search(frame.file.replace("\\", "/")) for frame in inner)
+    return _waits_for_a_process(facts) and not in_loader
+
+
+def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confidence) -> Finding:
+    ranks = tuple(pids)
+    facts = view.facts[ranks[0]]
+    how = f"killed by a signal ({signal})" if signal else "ended without a word"
+    one = f"{'was' if signal else 'has'} {how}"
+    whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
+    who = f"{whose} of rank {ranks[0]} {one}" if len(ranks) == 1 else f"Workers of {ranks_words(ranks)} {_many(one)}"
+    text = f"{who}{_killer(facts)}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    told = (view.facts[rank] for rank in ranks[:_LISTED])
     return Finding(
         rule="worker-died",
         severity=Severity.ERROR,
         confidence=confidence,
         summary=text,
-        ranks=(rank,),
-        evidence=(said, *_evidence(facts)),
+        ranks=ranks,
+        evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
         remedy=_remedy(facts, signal),
     )
+
+
+def _many(one: str) -> str:
+    return one.replace("was ", "were ", 1).replace("has ", "have ", 1)
+
+
+def _said(facts: RankFacts) -> Iterator[Evidence]:
+    if facts.exception is not None:
+        text = f"{facts.exception.type}: {facts.exception.message}"
+        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _waits_in_vain(view: Timeline, rank: int) -> Finding:
@@ -118,21 +147,37 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     ended = facts.machine.ended
     killed = tuple(child for child in ended if child.signal)
     chosen = (killed or ended)[0]
+    is_own = _waits_for_its_own(facts)
+    waits = "waits for another process" if is_own else "waits for its dataloader"
     text = (
-        f"Rank {rank} waits for worker {chosen.pid}, which {_end_words(chosen)}{_killer(facts)}: {standing(view, rank)}"
-        f"{while_others_wait(view, (rank,))}."
+        f"Rank {rank} {waits}, and a child of its, process {chosen.pid}, {_end_words(chosen)}{_killer(facts)}: "
+        f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return Finding(
         rule="worker-died",
         severity=severity(view.job),
-        # Of one that has exited by itself it is not known whether anything was expected of it.
-        confidence=Confidence.CERTAIN if killed else Confidence.LIKELY,
+        confidence=_confidence(facts, is_own=is_own),
         summary=capitalised(text),
         ranks=(rank,),
         location=location(view, (rank,)),
         evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
         remedy=_remedy(facts, chosen.signal),
     )
+
+
+def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
+    """Which process a rank waits for nobody knows, unless its loader has fewer left than it has started."""
+    if is_own:
+        return Confidence.LIKELY
+    killed = any(child.signal for child in facts.machine.ended)
+    return Confidence.CERTAIN if killed and _misses_a_worker(facts) else Confidence.POSSIBLE
+
+
+def _misses_a_worker(facts: RankFacts) -> bool:
+    alive = [worker for worker in facts.workers if worker.state not in ("gone", "zombie")]
+    started = max((loader.num_workers for loader in facts.loaders), default=0)
+    is_known = not any(text.startswith("workers:") for text in facts.missing)
+    return is_known and len(alive) < started
 
 
 def _end_words(child: EndedProcess) -> str:
@@ -159,5 +204,7 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
 
 
 def _remedy(facts: RankFacts, signal: str) -> str:
+    if signal in _ENDS:
+        return _REMEDY_ENDED
     memory = signal in _KILLS or bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)
     return _REMEDY_KILLED if memory else _REMEDY

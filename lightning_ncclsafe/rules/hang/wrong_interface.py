@@ -54,13 +54,20 @@ def wrong_interface(job: JobFacts) -> Iterable[Finding]:
         return
     problems = [*_loopback(taken), *_same_address(taken, where), *_bridges(taken), *_apart(taken, where)]
     for problem in problems[:1]:
-        yield _finding(view, taken, problem)
+        yield _finding(view, taken, problem, () if _are_several(where) else _unseen(view))
 
 
 def _spans_hosts(view: Timeline, where: dict[int, str]) -> bool:
     """There are several hosts, or ranks that nobody sees from here."""
-    unseen = [rank for rank in view.silent if rank not in view.witnesses]
-    return len({*where.values()}) > 1 or bool(unseen)
+    return _are_several(where) or bool(_unseen(view))
+
+
+def _are_several(where: dict[int, str]) -> bool:
+    return len({*where.values()}) > 1
+
+
+def _unseen(view: Timeline) -> tuple[int, ...]:
+    return tuple(rank for rank in view.silent if rank not in view.witnesses)
 
 
 def _stands_at_the_start(view: Timeline) -> bool:
@@ -114,18 +121,29 @@ def _apart(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[
         yield _Problem(tuple(fewest), f"ranks use addresses in different networks: {listed}", Confidence.POSSIBLE)
 
 
-def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem) -> Finding:
+def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem, unseen: tuple[int, ...]) -> Finding:
+    """The finding; with ranks that may be on another host, or on this one and not started, it is a guess."""
     backend = taken[problem.ranks[0]].backend
     text = problem.text[:1].upper() + problem.text[1:]
     return Finding(
         rule="wrong-interface",
         severity=severity(view.job),
-        confidence=problem.confidence,
-        summary=f"{text}, and no collective has ever come through: {ranks_words(view.facts)} wait at the start.",
+        confidence=Confidence.POSSIBLE if unseen else problem.confidence,
+        summary=f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
         ranks=problem.ranks,
         evidence=tuple(_evidence(taken)),
         remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
     )
+
+
+def _waits(view: Timeline) -> str:
+    return f"{ranks_words(view.facts)} {verb(tuple(view.facts), 'waits', 'wait')}"
+
+
+def _if_apart(unseen: tuple[int, ...]) -> str:
+    """What decides: on one host any interface will do."""
+    runs = f"{ranks_words(unseen)}, of which nothing is known, {verb(unseen, 'runs', 'run')} on another host"
+    return f"; it is this if {runs}" if unseen else ""
 
 
 def _evidence(taken: dict[int, InterfaceFacts]) -> Iterator[Evidence]:

@@ -1,6 +1,7 @@
 """The cause all-joined, as recorded: every rank has called the same collective, and it did not complete."""
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
@@ -13,13 +14,26 @@ from lightning_ncclsafe.rules.recorded.telling import (
     told,
 )
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import group_words, ranks_words
+from lightning_ncclsafe.rules.wording import duration_words, group_words, ranks_words
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
     "counters of the network cards, then a run with NCCL_DEBUG=INFO to see which interfaces and transports are chosen. "
     "One with NCCL_P2P_DISABLE=1 tells whether peer-to-peer access is broken; as a cure it only makes all else slower."
 )
+_REMEDY_LATE = (
+    "Look at what this rank did before that call: work that it does alone, its data, a checkpoint, a compilation. "
+    "Share that work, or make it short. If it was not that, look at devices and links (nvidia-smi, dmesg)."
+)
+_MOST_OF_IT = 0.8
+
+
+class Late(NamedTuple):
+    """The rank that came last, how long after the first, and their timeout, seconds."""
+
+    rank: int
+    by_s: float
+    timeout_s: float
 
 
 def all_joined(job: JobFacts) -> Iterable[Finding]:
@@ -49,20 +63,44 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
 
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
     ranks = tuple(sorted(calls))
-    is_sure = _is_complete(view.job, group)
+    late = _late(calls)
+    is_sure = _is_complete(view.job, group) and late is None
     fault = "a link or a device is at fault, not the training code"
+    if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
+        fault = f"if they had stood there for long, {fault}"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
         f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."
     )
+    if late is not None:
+        text = _late_words(group, calls, late)
     return Finding(
         rule="all-joined",
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         summary=text,
-        ranks=ranks,
+        ranks=ranks if late is None else (late.rank,),
         evidence=tuple(_evidence(view, group, calls)),
-        remedy=_REMEDY,
+        remedy=_REMEDY if late is None else _REMEDY_LATE,
+    )
+
+
+def _late(calls: dict[int, Collective]) -> Late | None:
+    """Who called it last, if the others had then waited for most of their timeout, and so gave up soon after."""
+    last = {rank: call.created_ns for rank, call in calls.items() if call.created_ns}
+    timeout_s = max(call.timeout_ms for call in calls.values()) / 1e3
+    if len(last) < len(calls) or not timeout_s:
+        return None
+    rank = max(last, key=lambda rank: last[rank])
+    by_s = (last[rank] - min(last.values())) / 1e9
+    return Late(rank, by_s, timeout_s) if by_s > _MOST_OF_IT * timeout_s else None
+
+
+def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> str:
+    return (
+        f"Rank {late.rank} called {told(calls[late.rank])} {duration_words(late.by_s)} after the first of the "
+        f"{len(calls):,} ranks of {group_words(group.name)}, with a timeout of {duration_words(late.timeout_s)}: it "
+        "came, but probably too late for those that had waited."
     )
 
 

@@ -25,8 +25,14 @@ def fatal_exit(view: Timeline, rank: int) -> int:
 
 
 def died(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose process was ended from outside or by a fault, ascending."""
-    return tuple(rank for rank in sorted(view.facts) if fatal_exit(view, rank))
+    """Ranks whose process was ended from outside or by a fault, ascending; not by a launcher that ends the others."""
+    records = {rank: facts.record for rank, facts in sorted(view.facts.items()) if facts.record is not None}
+    first = {view.facts[rank].host for rank, record in records.items() if record.ended_first}
+    return tuple(
+        rank
+        for rank, record in records.items()
+        if fatal_exit(view, rank) and (record.ended_first or view.facts[rank].host not in first)
+    )
 
 
 def raised(view: Timeline) -> tuple[int, ...]:

@@ -35,9 +35,10 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         alike[_key(view.facts[rank])].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
-    for exception in job.unnamed:
+    unnamed = [exception for exception in job.unnamed if not exception.is_consequence]
+    for exception in unnamed:
         yield _unnamed(view, exception)
-    if not alike and not job.unnamed:
+    if not alike and not unnamed:
         yield from _ended_first(view)
 
 
@@ -56,13 +57,19 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return Finding(
         rule="failed-rank",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if others or any(_ended(view, rank) for rank in ranks) else Confidence.POSSIBLE,
         summary=capitalised(f"{ranks_words(ranks)} raised {said}{at}{tail}."),
         ranks=ranks,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
         remedy=f"Correct the {name}{at}. What the other ranks print about timeouts or connections follows from it.",
     )
+
+
+def _ended(view: Timeline, rank: int) -> bool:
+    """Whether a launcher says that an error of its own has ended this rank."""
+    record = view.facts[rank].record
+    return record is not None and 0 < (record.exit_code or 0) < _BY_SIGNAL
 
 
 def _ended_first(view: Timeline) -> Iterator[Finding]:
@@ -86,10 +93,12 @@ def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     said = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
     at = f" at {short_location(frame)}" if frame else ""
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
+    is_sure = any(_ended(view, rank) for rank in view.facts)
+    tail += "" if is_sure else "; whether that ended it is not said"
     return Finding(
         rule="failed-rank",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         summary=f"A rank that the log does not name raised {said}{at}{tail}.",
         ranks=(),
         location=location_of(frame),

@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words
 
 _REMEDY = (
     "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor does "
@@ -51,13 +51,19 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     only = len(ranks) == 1 and len(waiting) == len(group.members) - 1 and split_of(view.job) is None
-    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left no dump, and the others wait"
-    it = "It is" if len(ranks) == 1 else "One of them is"
-    text = f"{who}: {waiting_words(waiting)}. {it} probably what they wait for"
+    older = tuple(rank for rank in ranks if rank in view.job.outdated)
+    if older:
+        who = f"The dumps of {ranks_words(older)} are of an earlier moment than those of others, which wait"
+        whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
+        then = f"Unless the run still moved then, these wait for {whom}"
+    else:
+        who = f"no dump of {ranks_words(ranks)} was read, and the others wait"
+        then = f"{'It is' if len(ranks) == 1 else 'One of them is'} probably what they wait for"
+    text = f"{who}: {waiting_words(waiting)}. {then}"
     return Finding(
         rule="no-dump",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY if only else Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if only and not older else Confidence.POSSIBLE,
         summary=f"{capitalised(text)}.",
         ranks=ranks,
         evidence=(*counters_evidence(view.facts, group), *one_element(waiting.values())),

@@ -1,12 +1,20 @@
 """The cause rank-behind, as recorded: ranks wait, and no better-known cause fits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.wording import (
+    capitalised,
+    group_words,
+    location_of,
+    ranks_words,
+    short_location,
+    verb,
+)
 
 _REMEDY = (
     "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
@@ -35,6 +43,8 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, min(waiting, key=lambda group: (-len(group.oldest), group.name)))
     elif view.waiting:
         yield _without_collectives(view)
+    else:
+        yield from _unnamed(job)
 
 
 def _without_collectives(view: Timeline) -> Finding:
@@ -51,6 +61,23 @@ def _without_collectives(view: Timeline) -> Finding:
         evidence=(*said, *(line for rank in who[:2] for line in quotes(view.facts[rank]))),
         remedy=_REMEDY,
     )
+
+
+def _unnamed(job: JobFacts) -> Iterator[Finding]:
+    lost = [exception for exception in job.unnamed if exception.is_consequence]
+    for exception in lost[:1]:
+        frame = deepest_user_frame(exception.stack)
+        at = f" at {short_location(frame)}" if frame else ""
+        yield Finding(
+            rule="rank-behind",
+            severity=Severity.ERROR,
+            confidence=Confidence.POSSIBLE,
+            summary=f"A rank that the log does not name waited in vain{at}: a peer was gone or late, and not named.",
+            ranks=(),
+            location=location_of(frame),
+            evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
+            remedy=_REMEDY,
+        )
 
 
 def _finding(view: Timeline, group: GroupView) -> Finding:

@@ -1,0 +1,123 @@
+"""Whether dumps are of one moment of one run: what has ended on one rank, the others must have called by then."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import Group, RankFacts
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
+from lightning_ncclsafe.rules.wording import group_words, ranks_words
+
+# Of these no rank sees the end before all have called them.
+_OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
+# One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
+_APART_NS = 6 * 3600 * 1_000_000_000
+_OLDER = (
+    "The dumps of {ranks} are of an earlier moment than the others, or of another run: in {group}, others have "
+    "completed number {done:,}, of which {ranks} had called no more than {called:,}. They are left out."
+)
+_OTHER_RUN = "The dumps of {ranks} are of another run than the others, and are left out: {why}."
+
+# Name and members; those of one group are the same object.
+_Key = tuple[str, int]
+Dumps = Mapping[int, RankFacts]
+Find = Callable[[Dumps], Iterable[tuple[list[int], str]]]
+
+
+class Apart(NamedTuple):
+    """Ranks whose dumps do not belong to the others; those of an earlier moment; why, one sentence for each reason."""
+
+    ranks: frozenset[int]
+    older: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+
+def apart(dumps: Dumps) -> Apart:
+    """The dumps that cannot be of the same moment of the same run as the latest."""
+    found: dict[Find, set[int]] = defaultdict(set)
+    reasons: list[str] = []
+    for find in (_of_other_members, _of_other_times, _older):
+        left_out = set().union(*found.values())
+        for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
+            found[find] |= set(ranks)
+            reasons.append(reason)
+    return Apart(frozenset().union(*found.values()), tuple(sorted(found[_older])), tuple(reasons))
+
+
+def latest_ns(facts: RankFacts) -> int:
+    """When the rank called its last collective; 0 where that is not known."""
+    return max((call.created_ns for call in facts.collectives), default=0)
+
+
+def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """All ranks of a run agree on how many there are."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for rank, facts in dumps.items():
+        for group in facts.groups:
+            if group.name == DEFAULT_GROUP[0] and group.ranks:
+                sizes[len(group.ranks)].append(rank)
+    if len(sizes) > 1:
+        kept = max(sizes, key=lambda size: max(latest_ns(dumps[rank]) for rank in sizes[size]))
+        ranks = sorted(rank for size, who in sizes.items() if size != kept for rank in who)
+        said = " or ".join(f"{size:,}" for size in sorted(sizes) if size != kept)
+        yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=f"that had {said} ranks, this one has {kept:,}")
+
+
+def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """Ranks of a run call the same number of a group at about the same time; clocks are minutes apart at most."""
+    moments = {rank: moment for rank, facts in dumps.items() if (moment := latest_ns(facts))}
+    newest = max(moments.values(), default=0)
+    # A rank that was late by its own timeout has called at least something within it.
+    ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
+    if ranks:
+        hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
+        why = f"what they called last, they called more than {hours} h before the others"
+        yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=why)
+
+
+def _longest_ns(facts: RankFacts) -> int:
+    return max((call.timeout_ms for call in facts.collectives), default=0) * 1_000_000
+
+
+def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    done: dict[_Key, int] = defaultdict(int)
+    called_in: dict[_Key, dict[int, int]] = defaultdict(dict)
+    numbered_apart: set[str] = set()
+    for rank, facts in dumps.items():
+        ended = _ended(facts, numbered_apart)
+        for group in filter(_is_one, facts.groups):
+            key = group.name, id(group.ranks)
+            done[key] = max(done[key], ended.get(group.name, 0))
+            called_in[key][rank] = group.last_enqueued
+    for key in sorted(done):
+        name = key[0]
+        called = {rank: seq for rank, seq in called_in[key].items() if 0 < seq < done[key]}
+        if name in numbered_apart:
+            continue
+        if called:
+            yield (
+                sorted(called),
+                _OLDER.format(
+                    ranks=ranks_words(called),
+                    group=group_words(name),
+                    done=done[key],
+                    called=max(called.values()),
+                ),
+            )
+
+
+def _ended(facts: RankFacts, numbered_apart: set[str]) -> dict[str, int]:
+    """The last number of each group that ended here, and so was called by all."""
+    ended: dict[str, int] = {}
+    for call in facts.collectives:
+        if call.is_p2p:
+            # Some versions count sends and receives along, of which not all ranks have equally many.
+            numbered_apart.add(call.group)
+        elif call.completed and call.op.startswith(_OF_ALL):
+            ended[call.group] = max(ended.get(call.group, 0), call.seq)
+    return ended
+
+
+def _is_one(group: Group) -> bool:
+    """Whether the name means one group: those of which the members are not known may have it in common."""
+    return bool(group.ranks) or group.name == DEFAULT_GROUP[0]

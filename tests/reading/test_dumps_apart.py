@@ -1,0 +1,111 @@
+"""Dumps that are not of one moment of one run, which only look like a hang."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_dumps import dump, entry, idle, waiting, write
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+DAY_NS = 86_400 * 1_000_000_000
+Made = dict[str, Any]
+
+
+def judged(folder: Path) -> Diagnosis:
+    evidence = Evidence()
+    evidence.read(str(folder))
+    return judge(evidence.job() or pytest.fail(), RECORDED_RULES)
+
+
+def first_of(folder: Path) -> tuple[Finding, JobFacts]:
+    diagnosis = judged(folder)
+    return diagnosis.findings[0], diagnosis.job
+
+
+def shifted(made: Made, by_ns: int) -> Made:
+    for one in made["entries"]:
+        one["time_created_ns"] += by_ns
+    return made
+
+
+def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -> None:
+    """The others have completed number 60, which they could not without rank 1, whose dump ends with number 40."""
+    first, job = first_of(write(tmp_path, {0: waiting(), 1: idle(40), 2: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
+    assert first.summary.startswith("The dumps of rank 1 are of an earlier moment than those of others")
+    assert job.outdated == (1,)
+    assert "completed number 60, of which rank 1 had called no more than 40" in job.missing[0]
+
+
+def test_a_run_that_moves_and_is_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
+    first, job = first_of(write(tmp_path, {rank: waiting(100 + 60 * rank) for rank in range(4)}))
+    assert (first.rule, first.confidence, job.outdated) == ("no-dump", Confidence.POSSIBLE, (0, 1, 2))
+    assert "Unless the run still moved then" in first.summary
+    assert any("how long ranks had stood there" in line for line in judged(tmp_path).unanswered)
+
+
+def test_what_the_root_of_a_broadcast_has_ended_says_nothing_of_others(tmp_path: Path) -> None:
+    root = dump(entry(60), entry(61, op="nccl:broadcast"), enqueued=61, completed=61)
+    _, job = first_of(write(tmp_path, {0: root, 1: waiting(61, op="nccl:broadcast"), 2: idle(), 3: waiting(61)}))
+    assert job.outdated == ()
+
+
+def test_where_sends_are_counted_along_numbers_do_not_compare(tmp_path: Path) -> None:
+    send = entry(0, op="nccl:send 0->1", is_p2p=True, p2p_seq_id=9)
+    one = waiting()
+    one["entries"].append(send)
+    evidence = Evidence()
+    evidence.read(str(write(tmp_path, {0: one, 1: idle(40), 2: waiting(), 3: waiting()})))
+    assert (evidence.job() or pytest.fail()).outdated == ()
+
+
+def test_dumps_of_another_run_are_left_out_by_their_number_of_ranks(tmp_path: Path) -> None:
+    small = {rank: dump(entry(9), enqueued=9, completed=9, world=2) for rank in (0, 1)}
+    large = {rank: shifted(waiting(), DAY_NS) for rank in (2, 3)}
+    first, job = first_of(write(tmp_path, small | large))
+    assert (first.rule, first.ranks, job.world_size) == ("no-dump", (0, 1), 4)
+    assert "that had 2 ranks, this one has 4" in job.missing[0]
+
+
+def test_dumps_of_another_run_are_left_out_by_their_day(tmp_path: Path) -> None:
+    made = {0: waiting(), 1: idle()} | {rank: shifted(waiting(), DAY_NS) for rank in (2, 3)}
+    first, job = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks) == ("no-dump", (0, 1))
+    assert "more than 24 h before the others" in job.missing[0]
+
+
+def test_a_rank_that_was_late_by_its_timeout_is_of_the_same_run(tmp_path: Path) -> None:
+    late = shifted(idle(), -7 * 3600 * 10**9)
+    for one in late["entries"]:
+        one["timeout_ms"] = 2 * 3_600_000
+    first, _ = first_of(write(tmp_path, {0: waiting(), 1: late, 2: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (1,), Confidence.LIKELY)
+
+
+def test_of_two_runs_in_a_folder_the_later_counts_though_it_came_less_far(tmp_path: Path) -> None:
+    write(tmp_path / "a", {0: waiting(500), 1: idle(499), 2: waiting(500), 3: waiting(500)})
+    later = {0: waiting(), 1: waiting(), 2: idle(), 3: waiting()}
+    write(tmp_path / "b", {rank: shifted(made, DAY_NS) for rank, made in later.items()})
+    first, job = first_of(tmp_path)
+    assert (first.rule, first.ranks) == ("host-stuck", (2,))
+    (said,) = job.missing
+    assert said.startswith("There are two dumps of ranks 0-3, as ")
+
+
+def test_who_came_when_the_others_gave_up_is_named(tmp_path: Path) -> None:
+    late = waiting()
+    late["entries"][-1]["time_created_ns"] += 599 * 10**9
+    first, _ = first_of(write(tmp_path, {0: waiting(), 1: waiting(), 2: late, 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence) == ("all-joined", (2,), Confidence.POSSIBLE)
+    assert "9 min 59 s after the first" in first.summary and "link or a device" not in first.summary
+
+
+def test_without_a_timeout_links_are_to_blame_only_if_ranks_stood_there_for_long(tmp_path: Path) -> None:
+    first, _ = first_of(write(tmp_path, {rank: waiting() for rank in range(4)}))
+    assert first.summary.endswith(
+        "it did not complete: if they had stood there for long, a link or a device is at fault, not the training code."
+    )

@@ -1,0 +1,133 @@
+"""Logs that mislead: exceptions that ended nothing, several starts in one file, lines that run into one another."""
+
+import io
+from pathlib import Path
+
+import pytest
+from made_logs import TRACEBACK, judged, prefixed, timeout
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.lines import parts
+from lightning_ncclsafe.rules import RECORDED_RULES, judge
+
+LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE
+BANNER = "All distributed processes registered. Starting with {} processes\n"
+NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+AGAIN = "W0411 api.py:875] [default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+
+
+def first_of(folder: Path) -> tuple[Finding, JobFacts]:
+    evidence = Evidence()
+    evidence.read(str(folder))
+    diagnosis = judge(evidence.job() or pytest.fail(), RECORDED_RULES)
+    return diagnosis.findings[0], diagnosis.job
+
+
+@pytest.mark.parametrize("error", ["ValueError: bad label 11", NO_MEMORY], ids=["label", "memory"])
+def test_who_waits_with_the_others_has_survived_what_it_raised(error: str) -> None:
+    text = prefixed("2: ", TRACEBACK.replace("ValueError: bad label 11", error))
+    diagnosis = judged("world_size=4\n" + text + timeout(1) + timeout(2) + timeout(3))
+    first = diagnosis.findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), LIKELY)
+    assert len(diagnosis.findings) == 1
+    (told,) = [line for line in diagnosis.unanswered if "also raised" in line]
+    assert told.startswith(f"Rank 2 also raised {error.rpartition('torch.')[2][:20]}") and "train.py:42" in told
+
+
+def test_who_waits_in_something_else_has_not() -> None:
+    text = prefixed("2: ", TRACEBACK) + timeout(1) + timeout(3) + timeout(2, op="BROADCAST")
+    assert judged(text).findings[0].rule == "failed-rank"
+
+
+def test_an_exception_of_nobody_in_particular_may_have_been_caught() -> None:
+    diagnosis = judged("world_size=4\n" + TRACEBACK + timeout(1) + timeout(2) + timeout(3))
+    found = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings]
+    assert found == [("silent-rank", (0,), LIKELY), ("failed-rank", (), POSSIBLE)]
+    assert "whether that ended it is not said" in diagnosis.findings[1].summary
+
+
+def test_a_launcher_that_saw_an_exit_makes_it_likely() -> None:
+    ended = "Root Cause (first observed failure):\n  host : a\n  rank : 3 (local_rank: 3)\n  exitcode : 1 (pid: 77)\n"
+    assert judged(TRACEBACK + ended).findings[0].confidence is LIKELY
+    assert judged(prefixed("3: ", TRACEBACK)).findings[0].confidence is POSSIBLE
+
+
+def test_who_says_that_a_peer_is_gone_waits_also_where_its_rank_is_not_known() -> None:
+    lost = TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: [gloo/pair.cc:547] Connection closed by peer")
+    first = judged(lost * 3).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("rank-behind", (), POSSIBLE)
+    assert "at train.py:42 in training_step" in first.summary
+
+
+@pytest.mark.parametrize("again", [AGAIN + BANNER.format(4), "requeued\n" + BANNER.format(4)], ids=["torchrun", "srun"])
+def test_a_log_that_a_second_start_goes_on_with(again: str) -> None:
+    """Of 8 ranks the third raised; of 4, in the next start, rank 0 never came."""
+    before = BANNER.format(8) + prefixed("[rank3]: ", TRACEBACK) + timeout(0) + timeout(1)
+    diagnosis = judged(before + again + timeout(1, seq=7) + timeout(2, seq=7) + timeout(3, seq=7))
+    first = diagnosis.findings[0]
+    assert (first.rule, first.ranks, diagnosis.job.world_size) == ("silent-rank", (0,), 4)
+    assert any(line.startswith("There were several starts of the run") for line in diagnosis.unanswered)
+
+
+def test_logs_of_two_hosts_number_their_starts_alike(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("world_size=4\n" + timeout(0) + AGAIN + timeout(0, seq=9) + timeout(1, seq=9))
+    (tmp_path / "b.log").write_text(timeout(2) + timeout(3) + AGAIN + timeout(3, seq=9))
+    first, job = first_of(tmp_path)
+    assert (first.rule, first.ranks, job.world_size) == ("silent-rank", (2,), 4)
+
+
+def test_torchrun_has_a_folder_for_each_start(tmp_path: Path) -> None:
+    for attempt, (seq, silent) in enumerate(((61, 0), (9, 2))):
+        for rank in range(3):
+            folder = tmp_path / "run" / f"attempt_{attempt}" / str(rank)
+            folder.mkdir(parents=True)
+            (folder / "stderr.log").write_text("world_size=3\n" + ("" if rank == silent else timeout(rank, seq=seq)))
+    first, _ = first_of(tmp_path)
+    assert (first.rule, first.ranks) == ("silent-rank", (2,))
+
+
+def test_lines_that_run_into_one_another() -> None:
+    """Ranks share standard error, and write the end of a line apart from the line."""
+    text = "world_size=4\n" + "".join(timeout(rank).splitlines()[0] for rank in (1, 2, 3))
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks) == ("silent-rank", (0,))
+    old = b"[E ProcessGroupNCCL.cpp:821] [Rank 0] Watchdog.[E ProcessGroupNCCL.cpp:821] [Rank 1] Watchdog."
+    assert len(parts(old)) == 2
+
+
+@pytest.mark.parametrize("cut", ["OpType=ALLREDUC", "NumelIn=40", "SeqNum=6"])
+def test_half_a_word_is_no_other_word(cut: str) -> None:
+    """Another rank's line has begun in the middle of rank 1's."""
+    whole = timeout(1).splitlines(keepends=True)[0]
+    at = whole.index(cut) + len(cut)
+    diagnosis = judged("world_size=4\n" + whole[:at] + timeout(2) + whole[at:] + timeout(3))
+    assert {finding.rule for finding in diagnosis.findings} == {"silent-rank"}
+    assert 0 in diagnosis.findings[0].ranks
+
+
+@pytest.mark.parametrize("width", [72, 80, 96, 120])
+def test_a_terminal_that_has_broken_every_line(width: int) -> None:
+    whole = [line for rank in (1, 2, 3) for line in timeout(rank).splitlines()]
+    text = "\n".join(line[at : at + width] for line in whole for at in range(0, len(line), width))
+    first = judged(f"world_size=4\n{text}\n").findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), LIKELY)
+
+
+def test_windows_ends_of_lines() -> None:
+    text = ("world_size=4\n" + timeout(1) + timeout(2) + timeout(3)).replace("\n", "\r\n")
+    assert judged(text).findings[0].ranks == (0,)
+
+
+def test_whom_a_launcher_has_ended_after_the_first_is_no_cause() -> None:
+    ended = "  host : a\n  rank : {0} (local_rank: {0})\n  exitcode : {1} (pid: 77)\n"
+    text = ended.format(2, -9) + "Root Cause (first observed failure):\n" + ended.format(0, -11)
+    assert [finding.ranks for finding in judged(text).findings] == [(0,)]
+
+
+def test_the_memory_of_many_starts_is_bounded() -> None:
+    evidence = Evidence()
+    text = ("world_size=4\n" + AGAIN).encode() * 1000 + (timeout(1).encode() + AGAIN.encode()) * 10
+    evidence.log.read(io.BytesIO(text), len(text) + 1)
+    assert len(evidence.log._starts._by_number) <= 2

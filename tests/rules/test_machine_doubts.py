@@ -1,0 +1,271 @@
+"""What looks like a cause in host, process or device and may be another one: how sure a report may be then."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import machine_scenes as scenes
+import pytest
+from builders import GLOO, INIT_GROUP, NCCL, NEXT, NEXT_DATA, RUN, TRY_GET, Backend, job, process, raised, user
+from builders import transport_error as lost
+
+from lightning_ncclsafe.facts import (
+    Action,
+    Collective,
+    HostFacts,
+    JobFacts,
+    LoaderFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+)
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.machine_facts import EndedProcess, MainThreadFacts, PressureFacts
+from lightning_ncclsafe.rules import judge
+
+GB = 1_000_000_000
+CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+
+
+def found(facts: JobFacts) -> dict[str, Confidence]:
+    return {finding.rule: finding.confidence for finding in judge(facts).findings}
+
+
+def silent(**seen: object) -> dict[str, Confidence]:
+    """Rank 2 does not answer and is seen so."""
+    return found(scenes.without_answer(GLOO, process(2, **seen)))  # type: ignore[arg-type]
+
+
+def only(facts: JobFacts) -> Finding:
+    (finding,) = judge(facts).findings
+    return finding
+
+
+def test_the_lock_is_surely_held_only_by_who_has_a_core() -> None:
+    """Where nobody knows how many turns it got, or it got few, its guard may have had none."""
+    seen = {"state": "running", "gil_held": True, "stack": (user("f", 1),)}
+    assert silent(**seen, ran_share=0.98) == {"gil-held": CERTAIN}
+    assert silent(**seen, ran_share=0.3, queued_share=0.7) == {"gil-held": LIKELY}
+    assert silent(**seen) == {"gil-held": LIKELY}
+
+
+def test_a_thread_that_sleeps_may_itself_wait_for_the_lock() -> None:
+    finding = only(scenes.native_code_waits_with_the_gil(GLOO))
+    assert "called at train.py:15 in gilsleep, or by another thread" in finding.summary
+    assert "this line, or another thread, calls" in finding.remedy
+
+
+def test_collecting_garbage_takes_long_for_want_of_cores_or_memory_too() -> None:
+    seen = {"gil_held": True, "stack": (user("step", 1), scenes.COLLECTS)}
+    assert silent(**seen, state="running", ran_share=0.98) == {"gc-pause": CERTAIN}
+    both = {"gc-pause": LIKELY, "host-starved": LIKELY}
+    assert silent(**seen, state="running", ran_share=0.03, queued_share=0.9) == both
+    assert silent(**seen, state="disk-sleep", wait_channel="folio_wait_bit_common", swap_bytes=4 * GB) == both
+
+
+def test_who_is_swapped_out_and_waits_for_a_network_mount_waits_for_that() -> None:
+    assert silent(state="disk-sleep", wait_channel="rpc_wait_bit_killable", swap_bytes=GB) == {
+        "blocked-on-disk": LIKELY
+    }
+    assert silent(state="disk-sleep", wait_channel="folio_wait_bit_common", swap_bytes=GB) == {"host-starved": LIKELY}
+
+
+def blocked(channel: str, *, faults: int | None = 0, stalled: float | None = None, swap: int = 0) -> JobFacts:
+    """Rank 2 is in uninterruptible sleep whenever it is looked at."""
+    main_thread = MainThreadFacts(
+        over_s=20.0, state="disk-sleep", wait_channel=channel, looks=11, blocked_looks=11, major_faults=faults
+    )
+    facts = scenes.at_work(GLOO, main_thread=main_thread, pressure=PressureFacts(over_s=20.0, memory_stalled=stalled))
+    memory = HostFacts(process_swap_bytes=swap)
+    return replace(facts, ranks=tuple(replace(one, host_facts=memory) for one in facts.ranks))
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (blocked("folio_wait_bit_common"), {"blocked-on-disk": CERTAIN}),
+        # No swap, and the host throws away pages of files that it needs again at once.
+        (blocked("folio_wait_bit_common", faults=90_000, stalled=0.8), {"host-starved": LIKELY}),
+        # Once swapped out in part, long ago: it waits for no page now.
+        (blocked("folio_wait_bit_common", swap=GB), {"blocked-on-disk": CERTAIN}),
+        (blocked("folio_wait_bit_common", swap=GB, faults=300), {"blocked-on-disk": POSSIBLE}),
+        (blocked("nfs_wait_bit_killable", swap=GB, faults=300), {"blocked-on-disk": CERTAIN}),
+    ],
+    ids=["disk", "thrashing", "swapped once", "perhaps swapping", "network"],
+)
+def test_storage_and_want_of_memory_are_told_apart_or_not_claimed(
+    facts: JobFacts, expected: dict[str, Confidence]
+) -> None:
+    assert found(facts) == expected
+
+
+def test_a_dead_child_beside_torchs_loader_is_none_of_its_workers() -> None:
+    """It looks after them every five seconds, and raises: this one is something else."""
+    culprit = GLOO.working(2, NEXT_DATA, TRY_GET, scenes.QUEUE_GET, seq=60, action=NEXT)
+    facts = scenes.late(GLOO, scenes.with_machine(culprit, ended=(EndedProcess(pid=4711, signal="SIGKILL"),)))
+    assert found(facts) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
+
+
+def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one() -> None:
+    """A library has taken SIGCHLD for itself, and the loader has not looked yet."""
+    culprit = GLOO.working(2, NEXT_DATA, TRY_GET, scenes.QUEUE_GET, seq=60, action=NEXT)
+    culprit = scenes.with_machine(culprit, ended=(EndedProcess(pid=4711, signal="SIGKILL"),))
+    left = (ProcessFacts(pid=4710, state="sleeping"), ProcessFacts(pid=4711, state="zombie"))
+    culprit = replace(culprit, loaders=(LoaderFacts(num_workers=2),), workers=left)
+    facts = scenes.late(GLOO, culprit)
+    assert next(iter(found(facts).items())) == ("worker-died", CERTAIN)
+    blind = replace(culprit, workers=(), missing=("workers: no answer within 0.5 s",))
+    assert found(scenes.late(GLOO, blind)) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
+
+
+def test_which_process_a_rank_waits_for_is_not_known() -> None:
+    assert found(scenes.queue_that_nobody_fills(GLOO)) == {"worker-died": LIKELY}
+    assert found(scenes.pool_that_a_dataset_asks(GLOO)) == {"data-stall": CERTAIN, "worker-died": LIKELY}
+
+
+def everywhere(net: Backend, type_: str, message: str, **machine: object) -> JobFacts:
+    """All four ranks raise the same, at the same line."""
+    ranks = (raised(net.working(rank, seq=60), type_, message, RUN, user("training_step", 42)) for rank in range(4))
+    return job(*(scenes.with_machine(one, **machine) for one in ranks))
+
+
+@pytest.mark.parametrize(
+    ("type_", "message", "rule", "words"),
+    [
+        ("RuntimeError", scenes.KILLED, "worker-died", "Workers of ranks 0-3 were killed by a signal (Killed), batch"),
+        (
+            "OutOfMemoryError",
+            scenes.CUDA_OOM,
+            "gpu-memory-exhausted",
+            "Ranks 0-3 have run out of memory on their GPUs (rank 0 needed 2.00 GiB, with 1.20 GiB free) at train",
+        ),
+        ("RuntimeError", scenes.NO_SPACE, "shm-exhausted", "Shared memory (/dev/shm) is used up on ranks 0-3, batch"),
+    ],
+    ids=["workers", "GPU memory", "shared memory"],
+)
+def test_what_happens_on_all_ranks_is_one_finding(type_: str, message: str, rule: str, words: str) -> None:
+    finding = only(everywhere(NCCL, type_, message))
+    assert (finding.rule, finding.ranks) == (rule, (0, 1, 2, 3))
+    assert finding.summary.startswith(words)
+
+
+def test_workers_that_were_told_to_end_are_no_fault_of_theirs() -> None:
+    message = "DataLoader worker (pid 4711) is killed by signal: Terminated. "
+    assert only(everywhere(GLOO, "RuntimeError", message)).remedy.startswith("Somebody has told it to end")
+
+
+@pytest.mark.parametrize(
+    "errno",
+    ["Too many open files (24)", "Permission denied (13)", "Cannot allocate memory (12)"],
+    ids=["files", "rights", "memory"],
+)
+def test_shared_memory_that_cannot_be_opened_for_another_reason_is_not_full(errno: str) -> None:
+    message = f"unable to open shared memory object </torch_93_21> in read-write mode: {errno}"
+    assert found(scenes.failed(GLOO, "RuntimeError", message)) == {"failed-rank": CERTAIN}
+
+
+def test_a_bus_error_is_not_certain_to_be_shared_memory() -> None:
+    """torch only says that it is possible: a mapped file that was cut short ends a worker as well."""
+    assert found(scenes.failed(GLOO, "RuntimeError", scenes.BUS_ERROR)) == {"shm-exhausted": LIKELY}
+    full = {"shm_total_bytes": 64_000_000, "shm_free_bytes": 0}
+    assert found(scenes.failed(GLOO, "RuntimeError", scenes.BUS_ERROR, **full)) == {"shm-exhausted": CERTAIN}
+
+
+def test_a_full_shared_memory_may_be_meant() -> None:
+    culprit = GLOO.working(2, NEXT_DATA, TRY_GET, seq=60, action=NEXT)
+    full = scenes.with_machine(culprit, shm_total_bytes=64 * GB, shm_free_bytes=GB // 2)
+    assert found(scenes.late(GLOO, full)) == {"data-stall": CERTAIN, "shm-exhausted": POSSIBLE}
+
+
+def test_the_handle_of_a_library_is_not_certain_to_lack_memory() -> None:
+    message = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    finding = only(scenes.failed(NCCL, "RuntimeError", message))
+    assert (finding.rule, finding.confidence) == ("gpu-memory-exhausted", LIKELY)
+    assert finding.summary.startswith("Rank 2 has probably run out of memory on its GPU at train.py:42")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 4261412864.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4575657222473777152 bytes. Error code 12",
+        "CUDA out of memory. Tried to allocate more than 1EB memory.",
+    ],
+    ids=["GPU", "CPU", "exabyte"],
+)
+def test_a_size_that_nobody_has_is_another_collectives_data(message: str) -> None:
+    """Rank 2 gathers objects while the others reduce gradients: it takes their numbers for a length."""
+    line = user("gather_metrics", 77)
+    called = NCCL.rank(2, line, seq=61, outstanding=1, op="all_gather", sizes=((1,),))
+    garbled = raised(called, "OutOfMemoryError", message, RUN, line)
+    facts = job(*(garbled if rank == 2 else NCCL.waiting(rank, seq=61) for rank in range(4)))
+    assert found(facts) == {"diverged-collectives": CERTAIN}
+
+
+def test_a_gpu_that_sends_to_a_peer_before_is_not_stuck() -> None:
+    """Its stream is in a send of the same group, for which the peer is to blame."""
+    facts = scenes.not_started_on_one_gpu(NCCL)
+    send = Collective(group="0", seq=3, op="send 2->3", backend="nccl", is_p2p=True, created_ns=1)
+    stuck = replace(facts.ranks[2], collectives=(send, *facts.ranks[2].collectives))
+    assert "gpu-stuck" not in found(replace(facts, ranks=(*facts.ranks[:2], stuck, facts.ranks[3])))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"NCCL_P2P_LEVEL": "LOC"}, {"all-joined": LIKELY}),
+        ({"NCCL_P2P_DISABLE": ""}, {"p2p-blocked": LIKELY, "all-joined": LIKELY}),
+    ],
+    ids=["level", "empty"],
+)
+def test_where_peer_to_peer_is_off_it_is_not_blocked(settings: dict[str, str], expected: dict[str, Confidence]) -> None:
+    facts = scenes.first_collective_of_all_gpus(NCCL)
+    told = (scenes.with_machine(one, settings=settings) for one in facts.ranks)
+    assert found(replace(facts, ranks=tuple(told))) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[1] is setting up NCCL communicator, but store->get('0') got error: wait timeout after 60000ms",
+        "Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 30000 ms",
+    ],
+    ids=["store", "monitored barrier"],
+)
+def test_a_rank_that_gave_up_waiting_has_closed_the_connections(message: str) -> None:
+    ranks = [*scenes.on_two_hosts(*(lost(GLOO.waiting(rank, seq=61)) for rank in range(4)))]
+    assert "network-cut" in found(job(*ranks))
+    ranks[0] = raised(ranks[0], "RuntimeError", message, RUN, consequence=True)
+    assert "network-cut" not in found(job(*ranks))
+
+
+def test_connections_that_broke_after_ranks_diverged_are_no_cut() -> None:
+    ranks: list[RankFacts] = [lost(GLOO.waiting(rank, seq=61)) for rank in range(4)]
+    last = ranks[2].collectives[-1]
+    other = replace(ranks[2], collectives=(*ranks[2].collectives[:-1], replace(last, op="barrier", input_sizes=())))
+    assert "network-cut" not in found(job(*ranks[:2], other, ranks[3]))
+
+
+def in_init(rank: int, world: int) -> RankFacts:
+    progress = Progress(phase=Phase.INIT, actions=(Action(name="init_process_group", for_s=30),), idle_s=30)
+    facts = RankFacts(rank=rank, local_rank=rank, host="node-1", progress=progress, stack=(INIT_GROUP,))
+    taken = scenes.interface(rank, "lo", "127.0.1.1", is_loopback=True, chosen_by="address of the host's name")
+    return scenes.with_machine(facts, interface=taken)
+
+
+def test_an_interface_is_not_blamed_for_a_rank_that_may_not_have_been_started() -> None:
+    """One host, on which loopback does, and processes that nobody may look at: both are possible."""
+    facts = job(in_init(0, 2), world=2)
+    assert found(facts) == {"wrong-interface": POSSIBLE, "late-at-init": POSSIBLE}
+    summary = judge(facts).findings[0].summary
+    assert (
+        "rank 0 waits at the start; it is this if rank 1, of which nothing is known, runs on another host." in summary
+    )
+
+
+def confidences(build: Callable[[Backend], JobFacts]) -> set[Confidence]:
+    return {finding.confidence for net in (GLOO, NCCL) for finding in judge(build(net)).findings}
+
+
+def test_two_hosts_that_are_known_make_a_wrong_interface_likely() -> None:
+    assert LIKELY in confidences(scenes.bridges_of_docker)
