@@ -18,6 +18,7 @@ _TELLING = (
     b"ProcessGroupNCCL",
     b"WorkNCCL",
     b"Watchdog caught",
+    b"watchdog thread terminated",
     b"[PG ",
     b"got stuck for",
     b"Stack trace of the failed",

@@ -203,6 +203,9 @@ class Log:
         if standing is not None:
             said.stands(standing)
             said.quote(text)
+        if error := watchdog.device_error(text):
+            said.raised(ExceptionFacts(type="CUDA error", message=error))
+            said.quote(text)
         if stuck := watchdog.stuck_s(text):
             said.stuck_s = max(said.stuck_s, stuck)
             said.quote(text)

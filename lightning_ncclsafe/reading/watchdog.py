@@ -67,6 +67,7 @@ _ENQUEUED = re.compile(r"last\s*enqueued?\s*(?:NCCL\s*)?(?:d\s*)?work:\s*(-?\d+)
 _STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
 _COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IGNORECASE)
 
+_DEVICE = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?CUDA error: ([^\n]{1,300})")
 _STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds")
 _NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks")
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
@@ -167,6 +168,12 @@ def awaited(text: str) -> Iterator[Awaited]:
         yield Awaited(None, ranks(late[1]), f"collective {late[2]}")
     if never := _NEVER_JOINED.search(text):
         yield Awaited(None, ranks(never[1]), "the first collective")
+
+
+def device_error(text: str) -> str:
+    """The error of the device with which this line says that a rank's watchdog has ended; empty if none."""
+    found = _DEVICE.search(text)
+    return found[1].strip() if found else ""
 
 
 def stuck_s(text: str) -> int:

@@ -60,7 +60,7 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
         parts.append(f"ended with exit code {facts.record.exit_code}")
     if facts.record is not None and facts.record.awaited:
         parts.append(f"waited for {ranks_words(facts.record.awaited)} in {facts.record.awaited_in}")
-    return tuple(parts) or ("says nothing of collectives",)
+    return tuple(parts) or ("nothing is said of collectives",)
 
 
 def _group_words(facts: RankFacts, number: int, words: Words) -> str:

@@ -131,3 +131,27 @@ def test_the_memory_of_many_starts_is_bounded() -> None:
     text = ("world_size=4\n" + AGAIN).encode() * 1000 + (timeout(1).encode() + AGAIN.encode()) * 10
     evidence.log.read(io.BytesIO(text), len(text) + 1)
     assert len(evidence.log._starts._by_number) <= 2
+
+
+def test_sends_and_receives_have_numbers_that_do_not_compare() -> None:
+    text = "world_size=4\n" + timeout(0, seq=9, op="SEND") + timeout(1, seq=9, op="RECV") + timeout(2, seq=5, op="RECV")
+    found = judged(text).findings
+    assert not {"diverged-collectives", "out-of-step"} & {finding.rule for finding in found}
+    assert all(finding.confidence is POSSIBLE for finding in found)
+
+
+def test_the_only_one_that_says_nothing_where_the_others_wait_in_many_groups() -> None:
+    """Rank 2 waits in its pair with rank 3, which says nothing; the others wait in theirs."""
+    text = timeout(0, group="11") + timeout(1, group="12") + timeout(2, seq=300, group="17")
+    first = judged("world_size=4\n" + text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (3,), LIKELY)
+
+
+def test_an_error_of_a_device_is_what_its_watchdog_ended_with() -> None:
+    end = (
+        "Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered"
+    )
+    text = f"[rank2]:[E1126 ProcessGroupNCCL.cpp:1896] [PG ID 0 PG GUID 0(default_pg) Rank 2] {end}\n"
+    first = judged("world_size=4\n" + text + timeout(0) + timeout(1) + timeout(3)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("failed-rank", (2,), LIKELY)
+    assert first.summary.startswith("Rank 2 raised CUDA error: an illegal memory access was encountered")

@@ -6,6 +6,7 @@ from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.splits import OF_TWO
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
@@ -52,7 +53,8 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
         ahead = tuple(rank for rank in later if not _is_known(view.facts[rank], group.name, seq))
         # The root of a small broadcast goes on before a rank has come that all others wait for.
-        if ahead and not idle_behind(view, group):
+        of_two = any(call.op in OF_TWO for call in waiting_in(view.facts, group).values())
+        if ahead and not of_two and not idle_behind(view, group):
             yield _finding(view, group, seq, ahead)
             return
 

@@ -7,7 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.splits import split_of
+from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
@@ -53,6 +53,29 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
             return
     if not any(group.seq is not None for group in view.groups):
         yield from _by_exceptions(view)
+    elif job.is_sized and 0 < len(job.silent) < len(view.waiting) and not gone(view):
+        yield _of_other_groups(view)
+
+
+def _of_other_groups(view: Timeline) -> Finding:
+    """A log does not say who is in a group: whom others wait for may be in another one, with some of them."""
+    ranks = view.job.silent
+    groups = [group for group in view.groups if group.seq is not None]
+    waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
+    alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and split_of(view.job) is None
+    return Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
+        summary=f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while "
+        f"{waiting_words(waiting)}.",
+        ranks=ranks,
+        evidence=(
+            *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
+            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+        ),
+        remedy=_REMEDY,
+    )
 
 
 def _by_exceptions(view: Timeline) -> Iterator[Finding]:
@@ -91,7 +114,8 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
-    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view.job) is None
+    of_two = any(call.op in OF_TWO for call in waiting.values())
+    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view.job) is None and not of_two
     text = (
         f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing of number {group.seq:,}, while "
         f"{waiting_words(waiting)}"

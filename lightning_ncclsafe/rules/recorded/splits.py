@@ -21,6 +21,8 @@ from lightning_ncclsafe.rules.wording import (
     verb,
 )
 
+# What a log calls what may be between two ranks only.
+OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
 _COMPARED = 64
 
@@ -31,9 +33,15 @@ def split_of(job: JobFacts) -> Divergence | None:
     split = view.divergence
     if split is None or gone(view):
         return None
-    # Of some a log says only that they stand there.
-    calls = {rank: call for rank, call in split.calls.items() if call.op}
+    calls = {rank: call for rank, call in split.calls.items() if _is_comparable(view, rank, call)}
     return Divergence(split.group, split.seq, calls) if _conflict(calls.values()) else None
+
+
+def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
+    """Of some a log says only that they stand there; and it does not say to which numbering sends and receives belong."""
+    record = view.facts[rank].record
+    is_of_log = record is not None and not record.has_dump
+    return bool(call.op) and not (is_of_log and call.op in OF_TWO)
 
 
 def is_one_operation(split: Divergence) -> bool:
