@@ -203,6 +203,10 @@ class Log:
         if standing is not None:
             said.stands(standing)
             said.quote(text)
+        self._of_its_thread(said, text)
+
+    def _of_its_thread(self, said: Said, text: str) -> None:
+        """What becomes of the watchdog itself."""
         if error := watchdog.device_error(text):
             said.raised(ExceptionFacts(type="CUDA error", message=error))
             said.quote(text)

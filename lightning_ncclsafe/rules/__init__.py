@@ -293,7 +293,8 @@ def _superseded(finding: Finding, findings: list[Finding]) -> bool:
         return any(set(other.ranks) >= set(finding.ranks) for other in likely)
     if finding.rule != "rank-behind":
         return False
-    better = [other for other in findings if other.rule != "rank-behind"]
+    # Why ranks gave up waiting does not tell for whom they waited.
+    better = [other for other in findings if other.rule not in ("rank-behind", "timeout-misuse")]
     if not better:
         return False
     covered = {rank for other in better for rank in other.ranks}

@@ -10,7 +10,15 @@ from lightning_ncclsafe.rules.landmarks import landmark
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
-from lightning_ncclsafe.rules.wording import call_words, capitalised, collective_words, joined, location_of, ranks_words
+from lightning_ncclsafe.rules.wording import (
+    call_words,
+    capitalised,
+    collective_words,
+    condition_words,
+    joined,
+    location_of,
+    ranks_words,
+)
 
 _WHERE = 4
 _VARIANTS = 3
@@ -54,6 +62,15 @@ def call_evidence(split: Divergence) -> Iterator[Evidence]:
     for call, who in variants(split.calls)[:_LISTED]:
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
         yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
+
+
+def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+    """The conditions on the rank under which these ranks stand where they do."""
+    for rank in sorted(ranks)[:_LISTED]:
+        doing = view.activities[rank]
+        if doing.rank_condition:
+            text = f"{condition_words(doing.rank_condition)} encloses {location_of(doing.condition_frame)}."
+            yield Evidence(source="source code", rank=rank, text=text)
 
 
 def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:

@@ -1,5 +1,6 @@
 """How far each rank has come through its data, compared between ranks."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Phase, Progress
@@ -7,6 +8,7 @@ from lightning_ncclsafe.rules.activity import hook_words
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline
 
+_LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
 
 
@@ -30,6 +32,16 @@ def positions(view: Timeline) -> dict[int, Position]:
     return {rank: _position(facts.progress) for rank, facts in sorted(view.facts.items())}
 
 
+def in_its_data(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether one of these ranks stands in a batch that is not its last, or in its loader for the next one."""
+    progresses = (view.facts[rank].progress for rank in ranks)
+    return any(now.phase in _LOOPS and not _past_last_batch(now) and _is_in_loop(now) for now in progresses)
+
+
+def _is_in_loop(progress: Progress) -> bool:
+    return any(hook_words(action.name).endswith((*_IN_BATCH, "_dataloader_next")) for action in progress.actions)
+
+
 def _position(progress: Progress) -> Position:
     if progress.phase is Phase.FINISHED:
         return Position(float("inf"), 4, progress.batch_idx)
@@ -50,7 +62,7 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     A rank that works (in user code, the loader, a logger) explains the wait by itself, as does one that runs a spread
     model alone, and ranks that all have joined one collective do not wait for the end of anybody's data.
     """
-    if len(view.facts) < 2 or view.raised or view.working(view.facts) or _all_joined(view) or gathering_alone(view):
+    if len(view.facts) < 2 or view.raised or _is_explained(view):
         return ()
     places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
     first, last = min(places.values()), max(places.values())
@@ -60,6 +72,14 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
     return () if _equally_many(view, ended, still) else ended
+
+
+def _is_explained(view: Timeline) -> bool:
+    working = view.working(view.facts)
+    # For a rank that has left nobody waits; those that go on will do so in vain.
+    is_left = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and not view.waiting
+    is_at_work = bool(working) and not (is_left and in_its_data(view, working))
+    return is_at_work or _all_joined(view) or bool(gathering_alone(view))
 
 
 def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Questions that all rules share: who waits, who is behind in a group, where ranks diverged, who is silent."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lightning_ncclsafe.facts import Collective, Group, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.activity import Activity, Kind, activity
 from lightning_ncclsafe.rules.wording import numel
 
@@ -221,6 +222,11 @@ class Timeline:
                 return Divergence(group.name, seq, calls[seq])
         return None
 
+    @cached_property
+    def _is_counted(self) -> bool:
+        """Whether ranks have counted their calls themselves; of dumps and logs parts may be missing."""
+        return self.job.incident.kind is not IncidentKind.RECORDED
+
     def _calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
         if group.name not in self._calls_of:
             self._calls_of[group.name] = self._collect_calls(group)
@@ -231,8 +237,10 @@ class Timeline:
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
+            # What is beyond was called in a group that was destroyed, and whose name this one has got.
+            last = group.enqueued[rank] if self._is_counted else math.inf
             for entry in self.facts[rank].collectives:
-                if entry.seq >= first and entry.group == group.name and not entry.is_p2p:
+                if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
                     calls[entry.seq][rank] = entry
         return calls
 

@@ -143,8 +143,8 @@ def test_sends_and_receives_have_numbers_that_do_not_compare() -> None:
 def test_the_only_one_that_says_nothing_where_the_others_wait_in_many_groups() -> None:
     """Rank 2 waits in its pair with rank 3, which says nothing; the others wait in theirs."""
     text = timeout(0, group="11") + timeout(1, group="12") + timeout(2, seq=300, group="17")
-    first = judged("world_size=4\n" + text).findings[0]
-    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (3,), LIKELY)
+    (only,) = judged("world_size=4\n" + text).findings
+    assert (only.rule, only.ranks, only.confidence) == ("silent-rank", (3,), LIKELY)
 
 
 def test_an_error_of_a_device_is_what_its_watchdog_ended_with() -> None:

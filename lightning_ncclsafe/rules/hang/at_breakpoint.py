@@ -1,5 +1,6 @@
 """The cause at-breakpoint: a rank stands in a debugger, and nobody is there to let it go on."""
 
+import itertools
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
@@ -28,7 +29,7 @@ def at_breakpoint(job: JobFacts) -> Iterable[Finding]:
         Debuggers that stop the process from outside (gdb): that is stopped-process.
     """
     view = timeline(job)
-    ranks = tuple(rank for rank in view.working(view.stragglers) if any(map(_is_debugger, view.facts[rank].stack)))
+    ranks = tuple(rank for rank in view.working(view.stragglers) if _stands_in_debugger(view.facts[rank].stack))
     if not ranks or not view.waiting:
         return
     text = f"{ranks_words(ranks)} {verb(ranks, 'stands', 'stand')} in a debugger, {standing(view, ranks[0])}"
@@ -42,6 +43,12 @@ def at_breakpoint(job: JobFacts) -> Iterable[Finding]:
         evidence=how_we_know(view, ranks),
         remedy='Remove the breakpoint; or debug with devices=1, or with on_timeout="report" and a longer timeout.',
     )
+
+
+def _stands_in_debugger(stack: tuple[Frame, ...]) -> bool:
+    """Below the user's deepest line: above it are those with which the whole program was started."""
+    inner = itertools.takewhile(lambda frame: not frame.user, reversed(stack))
+    return any(map(_is_debugger, inner))
 
 
 def _is_debugger(frame: Frame) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.divergences import calls_location, where_evidence
+from lightning_ncclsafe.rules.divergences import calls_location, condition_evidence, where_evidence
 from lightning_ncclsafe.rules.sentences import severity, wait_words
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
@@ -111,7 +111,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
         summary=f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
         ranks=ranks,
         location=calls_location(view, ranks),
-        evidence=(*_evidence(view, circle), *where_evidence(view, circle)),
+        evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY,
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import AGREEMENT, Kind
+from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
 from lightning_ncclsafe.rules.sentences import (
     phase_evidence,
     place_words,
@@ -81,6 +82,8 @@ def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
+    # Where a rank is held up whatever it does, our line is where it happened to be.
+    is_held_up = not set(ranks).isdisjoint(held_up_by_machine(view.job))
     frame = _own_frame(view.facts[rank].stack)
     at = place_words(frame)
     held_up = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself"
@@ -88,7 +91,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return Finding(
         rule="own-code",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_held_up else Confidence.LIKELY,
         summary=capitalised(text),
         ranks=ranks,
         location=location_of(frame),

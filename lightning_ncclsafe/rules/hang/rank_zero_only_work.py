@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts, Phase
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.divergences import call_evidence, where_evidence
+from lightning_ncclsafe.rules.divergences import call_evidence, condition_evidence, where_evidence
+from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
 from lightning_ncclsafe.rules.overruns import signal_of
 from lightning_ncclsafe.rules.sentences import (
     batch_words,
@@ -80,7 +81,12 @@ def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
     alone = conditioned or tuple(rank for rank in working if _in_hook_of_its_own(view, rank))
     # Work that most ranks do is not the work of a few: those that wait are then merely faster.
     if alone and (conditioned or 2 * len(alone) <= len(view.facts)):
-        yield _finding(view, alone, Confidence.CERTAIN if conditioned else Confidence.LIKELY)
+        yield _finding(view, alone, Confidence.CERTAIN if conditioned else _confidence_without(view, alone))
+
+
+def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
+    """Without a condition the others may have done the same work, in less time where nothing held them up."""
+    return Confidence.LIKELY if set(alone).isdisjoint(held_up_by_machine(view.job)) else Confidence.POSSIBLE
 
 
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
@@ -105,7 +111,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         summary=capitalised(text),
         ranks=ranks,
         location=location(view, ranks),
-        evidence=(*_condition_evidence(view, ranks), *how_we_know(view, ranks)),
+        evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=_REMEDY,
     )
 
@@ -128,7 +134,7 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks=ranks,
         location=location(view, ranks),
         evidence=(
-            *_condition_evidence(view, ranks),
+            *condition_evidence(view, ranks),
             *(call_evidence(split) if split is not None else ()),
             *where_evidence(view, view.facts),
             *recorder_evidence(view),
@@ -173,11 +179,3 @@ def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
     left = f", and {ranks_words(finished)} {verb(finished, 'has', 'have')} finished" if finished else ""
     return left + while_others_wait(view, ranks)
-
-
-def _condition_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
-    for rank in ranks[:8]:
-        doing = view.activities[rank]
-        if doing.rank_condition:
-            text = f"{condition_words(doing.rank_condition)} encloses {location_of(doing.condition_frame)}."
-            yield Evidence(source="source code", rank=rank, text=text)

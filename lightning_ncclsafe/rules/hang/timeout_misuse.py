@@ -56,8 +56,9 @@ def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
 
 def _usual_ms(view: Timeline) -> set[int]:
     """Timeouts of the default group, which follow the strategy's limits from phase to phase."""
-    last = (facts.collectives[-_RECENT:] for facts in view.facts.values())
-    return {call.timeout_ms for calls in last for call in calls if call.group == "0"}
+    # Those of other groups may be many, as with a sharded model.
+    of_default = ([call for call in facts.collectives if call.group == "0"] for facts in view.facts.values())
+    return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:]}
 
 
 def _given_up_ms(facts: RankFacts) -> int:

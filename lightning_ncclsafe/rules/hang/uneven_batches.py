@@ -16,6 +16,11 @@ _REMEDY = (
     "use_distributed_sampler=True where a sampler can be injected. Compare len(dataloader) on all ranks after all "
     "wrapping, not len(dataset)."
 )
+_REMEDY_STOPPED = (
+    "Its loader has as many batches as those of the others: look for what has ended the Trainer on this rank alone, "
+    "trainer.should_stop set from the rank's own values (reduce them first), or another max_time, max_epochs, max_steps "
+    "or limit_train_batches than the others have. If there is none, the loader yields fewer batches than it says."
+)
 
 
 def uneven_batches(job: JobFacts) -> Iterable[Finding]:
@@ -42,8 +47,10 @@ def uneven_batches(job: JobFacts) -> Iterable[Finding]:
 def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
     lengths = _lengths(view)
+    is_stopped = _is_stopped(view, short)
+    how = "ended its training" if is_stopped else "run out of data"
     text = (
-        f"{ranks_words(short)} {verb(short, 'has', 'have')} run out of data ({_ended(view, short[0])}) while "
+        f"{ranks_words(short)} {verb(short, 'has', 'have')} {how} ({_ended(view, short[0])}) while "
         f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
@@ -55,8 +62,15 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         ranks=short,
         location=location(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
-        remedy=_REMEDY,
+        remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
+
+
+def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:
+    """Whether all loaders are known to have as many batches: then something else has ended the Trainer there."""
+    lengths = _lengths(view)
+    have_finished = all(view.facts[rank].progress.phase is Phase.FINISHED for rank in short)
+    return have_finished and lengths.keys() == view.facts.keys() and len({*lengths.values()}) == 1
 
 
 def _severity(view: Timeline, short: tuple[int, ...]) -> Severity:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.positions import in_its_data
 from lightning_ncclsafe.rules.sentences import location, phase_evidence, stack_evidence, standing
 from lightning_ncclsafe.rules.timeline import timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
@@ -33,7 +34,8 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
     ranks = view.working(view.facts)
-    if not finished or not ranks or len(finished) + len(ranks) < len(view.facts):
+    # One that still has data to go through will wait for those that have left: that is another matter.
+    if not finished or not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
         return
     text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not finished: {standing(view, ranks[0])}"
     left = f"{ranks_words(finished)} {verb(finished, 'has', 'have')} finished and {verb(finished, 'leaves', 'leave')}"

@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     told,
 )
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import duration_words, group_words, ranks_words
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, group_words, ranks_words, verb
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
@@ -29,9 +29,9 @@ _MOST_OF_IT = 0.8
 
 
 class Late(NamedTuple):
-    """The rank that came last, how long after the first, and their timeout, seconds."""
+    """The ranks that came late, how long after the first the last of them did, and their timeout, seconds."""
 
-    rank: int
+    ranks: tuple[int, ...]
     by_s: float
     timeout_s: float
 
@@ -49,14 +49,16 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         Check devices and links, NCCL_DEBUG=INFO, the interface.
 
     Cannot see:
-        Which link or device it is. A rank that came just before the others gave up looks the same.
+        Which link or device it is. A rank that came just before the others gave up looks the same in a log; dumps
+        have the times of all calls.
     """
     view = timeline(job)
     if gone(view) or split_of(job) is not None or view.stragglers:
         return
     for group in view.groups:
         calls = view.joined(group)
-        if len(group.members) > 1 and calls and not any(call.completed for call in calls.values()):
+        is_excluded = 0 < len(job.silent) < len(view.waiting) and not _is_complete(job, group)
+        if len(group.members) > 1 and calls and not is_excluded and not any(call.completed for call in calls.values()):
             yield _finding(view, group, calls)
             return
 
@@ -79,7 +81,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         summary=text,
-        ranks=ranks if late is None else (late.rank,),
+        ranks=ranks if late is None else late.ranks,
         evidence=tuple(_evidence(view, group, calls)),
         remedy=_REMEDY if late is None else _REMEDY_LATE,
     )
@@ -91,17 +93,16 @@ def _late(calls: dict[int, Collective]) -> Late | None:
     timeout_s = max(call.timeout_ms for call in calls.values()) / 1e3
     if len(last) < len(calls) or not timeout_s:
         return None
-    rank = max(last, key=lambda rank: last[rank])
-    by_s = (last[rank] - min(last.values())) / 1e9
-    return Late(rank, by_s, timeout_s) if by_s > _MOST_OF_IT * timeout_s else None
+    first_ns = min(last.values())
+    ranks = tuple(rank for rank in sorted(last) if last[rank] - first_ns > _MOST_OF_IT * timeout_s * 1e9)
+    return Late(ranks, (max(last.values()) - first_ns) / 1e9, timeout_s) if ranks else None
 
 
 def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> str:
-    return (
-        f"Rank {late.rank} called {told(calls[late.rank])} {duration_words(late.by_s)} after the first of the "
-        f"{len(calls):,} ranks of {group_words(group.name)}, with a timeout of {duration_words(late.timeout_s)}: it "
-        "came, but probably too late for those that had waited."
-    )
+    who = f"{capitalised(ranks_words(late.ranks))} called {told(calls[late.ranks[0]])}"
+    after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
+    came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
+    return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."
 
 
 def _is_complete(job: JobFacts, group: GroupView) -> bool:

@@ -36,7 +36,7 @@ def no_dump(job: JobFacts) -> Iterable[Finding]:
         Look at its own output and host; add its dump if there is one.
 
     Cannot see:
-        Anything of that rank.
+        Anything of that rank. A dump of an earlier moment than the others', or of another run, counts as none.
     """
     view = timeline(job)
     if not record_kinds(job)[0]:

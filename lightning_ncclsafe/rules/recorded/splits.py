@@ -38,7 +38,7 @@ def split_of(job: JobFacts) -> Divergence | None:
 
 
 def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
-    """Of some a log says only that they stand there; and it does not say to which numbering sends and receives belong."""
+    """Of some a log says only that they stand there; of sends and receives it does not say how they are numbered."""
     record = view.facts[rank].record
     is_of_log = record is not None and not record.has_dump
     return bool(call.op) and not (is_of_log and call.op in OF_TWO)

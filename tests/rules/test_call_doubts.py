@@ -1,0 +1,284 @@
+"""What looks like one cause in what ranks call and is another, or two at once: what a report may claim then."""
+
+from dataclasses import replace
+
+import call_scenes as scenes
+import machine_scenes
+import pytest
+import scenes as scenes_of_all
+from builders import (
+    ALL_REDUCE,
+    BARRIER,
+    EPOCH_END,
+    GLOO,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    OWN_CALLBACK,
+    RUN,
+    SITE,
+    TRAINING_STEP,
+    Backend,
+    job,
+    process,
+    raised,
+    transport_error,
+    user,
+)
+
+from lightning_ncclsafe.data_facts import LoaderFacts
+from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.machine_facts import GarbageFacts, MainThreadFacts
+from lightning_ncclsafe.rules import judge
+
+CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
+CONDITION = "if self.trainer.is_global_zero:  (line 70)"
+EVALUATE = user("evaluate", 73, condition=CONDITION)
+FORWARD = user("forward", 21)
+FSDP = Frame(file=f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line=364, function="all_gather")
+GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=4394, function="all_gather_single")
+WEIGHTS = ((25_557,),)
+ROOT = ModelUnit(
+    kind=UnitKind.FSDP_UNIT,
+    parameters=("head.weight",),
+    parameter_count=1,
+    elements=4 * 25_557,
+    shard_elements=25_557,
+    groups=("0",),
+    is_root=True,
+)
+
+
+def found(facts: JobFacts) -> dict[str, Confidence]:
+    return {finding.rule: finding.confidence for finding in judge(facts).findings}
+
+
+def ranks_of(facts: JobFacts) -> dict[str, tuple[int, ...]]:
+    return {finding.rule: finding.ranks for finding in judge(facts).findings}
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+def gathers(rank: int, *stack: Frame, net: Backend = GLOO, world: int = 2) -> RankFacts:
+    """A rank that waits in the all-gather of the root FSDP unit."""
+    facts = net.rank(
+        rank, *stack, FSDP, GATHER, seq=61, outstanding=1, op="all_gather", sizes=WEIGHTS, action=EPOCH_END, world=world
+    )
+    calls = tuple(replace(call, output_sizes=((4 * 25_557,),)) for call in facts.collectives[-1:])
+    return replace(facts, collectives=(*facts.collectives[:-1], *calls), units=(ROOT,))
+
+
+@BACKENDS
+def test_a_spread_model_that_one_rank_runs_alone_is_work_of_one_rank(net: Backend) -> None:
+    alone = gathers(0, EVALUATE, FORWARD, net=net)
+    finding = first(job(alone, net.in_barrier(1, "x", seq=61, world=2), world=2))
+    assert found(job(alone, net.in_barrier(1, "x", seq=61, world=2), world=2)) == {
+        "rank-zero-only-work": CERTAIN if net is GLOO else LIKELY
+    }
+    assert finding.ranks == (0,)
+    assert "Rank 0 runs the model alone under `if self.trainer.is_global_zero:` (line 70)" in finding.summary
+    assert "waits there in the all-gather of the root FSDP unit (head) (all_gather" in finding.summary
+    assert "while rank 1 waits in Lightning's barrier 'x'" in finding.summary
+    assert [item.rank for item in finding.evidence if item.source == "flight recorder"] == [0, 1]
+
+
+def test_it_is_so_where_the_unit_is_not_known_or_another_group_gathers_it() -> None:
+    alone, other = gathers(0, EVALUATE, FORWARD), GLOO.in_barrier(1, "x", seq=61, world=2)
+    assert found(job(replace(alone, units=()), other, world=2)) == {"rank-zero-only-work": CERTAIN}
+    mesh = Group(name="1", description="mesh_data_parallel", ranks=(0, 1), last_enqueued=5, last_completed=4)
+    base = GLOO.working(0, EVALUATE, FORWARD, FSDP, GATHER, seq=60, action=EPOCH_END, world=2)
+    call = Collective(group="1", seq=5, op="all_gather", backend="gloo", input_sizes=WEIGHTS)
+    in_mesh = replace(base, groups=(*base.groups, mesh), collectives=(*base.collectives, call))
+    left = replace(other, groups=(*other.groups, replace(mesh, last_enqueued=4)))
+    assert found(job(in_mesh, left, world=2)) == {"rank-zero-only-work": CERTAIN}
+
+
+def test_it_is_so_where_the_others_are_in_another_part_of_the_model() -> None:
+    """They have gone on to the next batch, whose forward pass was paired with that of rank 0 before."""
+    next_unit = ModelUnit(
+        kind=UnitKind.FSDP_UNIT, name="trunk", elements=4 * 700, shard_elements=700, parameters=("trunk.weight",)
+    )
+    other = GLOO.rank(1, FORWARD, FSDP, GATHER, seq=61, outstanding=1, op="all_gather", sizes=((700,),), world=2)
+    facts = job(gathers(0, EVALUATE, FORWARD), replace(other, units=(ROOT, next_unit)), world=2)
+    assert found(facts) == {"rank-zero-only-work": CERTAIN}
+
+
+def test_what_a_rank_calls_itself_under_a_condition_is_a_divergence() -> None:
+    """No part of the model: the user's own reduction, and all ranks under conditions."""
+    own = GLOO.rank(0, EVALUATE, ALL_REDUCE, seq=61, outstanding=1, action=EPOCH_END, world=2)
+    barrier = GLOO.in_barrier(1, "x", seq=61, world=2)
+    assert found(job(own, barrier, world=2)) == {"diverged-collectives": CERTAIN}
+    both = GLOO.rank(1, EVALUATE, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), world=2)
+    assert found(job(gathers(0, EVALUATE, FORWARD), both, world=2)) == {"diverged-collectives": CERTAIN}
+
+
+def test_who_waits_for_a_rank_at_work_is_not_blamed_for_its_condition() -> None:
+    slow = GLOO.working(2, user("training_step", 40), seq=60, action=TRAINING_STEP, world=3)
+    rules = ranks_of(job(gathers(0, EVALUATE, world=3), gathers(1, FORWARD, world=3), slow, world=3))
+    assert rules == {"rank-behind": (2,)}
+
+
+def test_on_a_device_a_rank_may_wait_for_what_training_has_called() -> None:
+    """Several are outstanding: a line under a condition reads a value behind them."""
+    item = user("log_loss", 44, condition=CONDITION, code="loss.item()")
+    reads = NCCL.rank(0, item, seq=63, outstanding=3, world=2)
+    alone = replace(reads, units=(ROOT,))
+    other = NCCL.rank(1, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), world=2)
+    assert "rank-zero-only-work" not in found(job(alone, other, world=2))
+
+
+@BACKENDS
+def test_two_stragglers_have_each_their_own_line(net: Backend) -> None:
+    """Rank 0 works under a condition; rank 3 is slow elsewhere, which must not be hidden behind it."""
+    evaluates = net.working(0, EVALUATE, seq=60, action=EPOCH_END)
+    slow = net.working(3, user("load_shard", 12), seq=60, action=TRAINING_STEP)
+    findings = judge(job(evaluates, net.waiting(1, seq=61), net.waiting(2, seq=61), slow)).findings
+    assert [(item.rule, item.ranks) for item in findings] == [("rank-zero-only-work", (0,)), ("rank-behind", (3,))]
+    assert findings[1].location.endswith("train.py:12 in load_shard")
+
+
+def test_many_stragglers_at_many_lines_are_four_findings_at_most() -> None:
+    slow = (GLOO.working(n, user("step", n), seq=60, action=TRAINING_STEP, world=12) for n in range(1, 12))
+    told = [item.ranks for item in judge(job(GLOO.waiting(0, seq=61, world=12), *slow, world=12)).findings]
+    assert told == [(1,), (2,), (3,), (4, 5, 6, 7, 8, 9, 10, 11)]
+
+
+def test_why_ranks_gave_up_does_not_hide_for_whom_they_waited() -> None:
+    assert ranks_of(scenes.group_with_a_shorter_timeout(GLOO)) == {"timeout-misuse": (0, 2, 3), "rank-behind": (1,)}
+
+
+def test_two_calls_in_one_function_may_be_one_that_was_skipped() -> None:
+    """Rank 2 has left out the first of two reductions: the sizes are right."""
+    lines = (user("training_step", 57), user("training_step", 58))
+    ranks = [
+        GLOO.rank(n, lines[n == 2], ALL_REDUCE, seq=61, outstanding=1, sizes=((900 + (n == 2),),)) for n in range(4)
+    ]
+    assert found(job(*ranks)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
+
+
+def test_sizes_below_fsdp_whose_units_are_not_known_are_only_possible() -> None:
+    scene = scenes.expert_left_out(GLOO)
+    blind = replace(scene, ranks=tuple(replace(facts, units=()) for facts in scene.ranks))
+    assert found(blind).get("mismatched-collective", POSSIBLE) is POSSIBLE
+
+
+def test_the_line_of_a_process_that_gloo_has_ended_is_not_that_of_the_others() -> None:
+    scene = scenes.aborted_alone(GLOO)
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, user("export", 30), ALL_REDUCE))
+    summary = first(replace(scene, witnessed=(words,))).summary
+    assert "The process of rank 1 has ended itself (SIGABRT) at train.py:30 in export, as gloo ends" in summary
+    assert summary.count("export") == 1
+
+
+def _broken(rank: int, *stack: Frame) -> RankFacts:
+    return raised(
+        transport_error(gathers(rank, *stack)),
+        "RuntimeError",
+        "Read error",
+        RUN,
+        *stack,
+        FSDP,
+        GATHER,
+        consequence=True,
+    )
+
+
+def test_a_process_that_gloo_has_ended_is_a_consequence_of_work_alone() -> None:
+    facts = job(_broken(0, EVALUATE, FORWARD), world=2, witnessed=(process(1, "zombie", ended_by="SIGABRT"),))
+    finding = first(facts)
+    assert found(facts) == {"rank-zero-only-work": LIKELY}
+    assert (finding.ranks, finding.location) == ((0,), "/home/me/project/train.py:21 in forward")
+    killed = replace(facts, witnessed=(process(1, "zombie", ended_by="SIGKILL"),))
+    assert found(killed) == {"dead-rank": CERTAIN}
+    plain = job(_broken(0, FORWARD), world=2, witnessed=facts.witnessed)
+    assert "rank-zero-only-work" not in found(plain)
+
+
+DONE = GLOO.finished(1, seq=60, batch=19, world=2)
+
+
+@pytest.mark.parametrize(
+    "at_work",
+    [
+        GLOO.working(0, user("training_step", 40), seq=60, action=TRAINING_STEP, batch=12, world=2),
+        GLOO.working(0, NEXT_DATA, seq=60, action=NEXT, batch=12, world=2),
+    ],
+    ids=["step", "loader"],
+)
+def test_who_has_data_left_is_not_merely_unfinished(at_work: RankFacts) -> None:
+    """It will wait for a rank that has left."""
+    rules = ranks_of(job(at_work, DONE, world=2))
+    assert rules["uneven-batches"] == (1,)
+    assert "unfinished-rank" not in rules
+
+
+def test_equally_long_loaders_have_not_run_out_of_data() -> None:
+    waits = GLOO.waiting(0, seq=61, batch=3, epoch=1, world=2)
+    assert "Rank 1 has run out of data" in first(job(waits, DONE, world=2)).summary
+    alike = (replace(facts, loaders=(LoaderFacts(batches=20),)) for facts in (waits, DONE))
+    finding = first(job(*alike, world=2))
+    assert "Rank 1 has ended its training (after 20 batches of epoch 0)" in finding.summary
+    assert "trainer.should_stop" in finding.remedy
+
+
+def held_up(facts: RankFacts) -> dict[str, RankFacts]:
+    """The same rank, held up by its machine whatever it does."""
+    queued = MainThreadFacts(over_s=20.0, state="running", ran_s=1.0, queued_s=18.0)
+    garbage = GarbageFacts(longest_s=19.0, ended_ago_s=0.4, total_s=19.0, count=1)
+    return {
+        "host-starved": machine_scenes.with_machine(facts, main_thread=queued),
+        "gc-pause": machine_scenes.with_machine(facts, garbage=garbage),
+    }
+
+
+@pytest.mark.parametrize("rule", ["host-starved", "gc-pause"])
+def test_a_machine_that_holds_a_rank_up_does_so_at_any_line(rule: str) -> None:
+    """In a hook that all ranks have, and in our own callback."""
+    in_hook = held_up(GLOO.working(2, user("on_train_epoch_end", 50), seq=60, action=EPOCH_END))[rule]
+    assert found(machine_scenes.late(GLOO, in_hook)) == {rule: LIKELY, "rank-zero-only-work": POSSIBLE}
+    in_ours = held_up(GLOO.working(2, OWN_CALLBACK, seq=60))[rule]
+    assert found(machine_scenes.late(GLOO, in_ours)) == {rule: LIKELY, "own-code": LIKELY}
+    assert found(scenes_of_all.rank_zero_evaluates(GLOO))["rank-zero-only-work"] is CERTAIN
+
+
+def test_a_program_that_was_started_by_a_debugger_stands_in_none() -> None:
+    pdb = Frame(file="/usr/lib/python3.12/pdb.py", line=1700, function="_runscript")
+    slow = GLOO.working(2, EVALUATE, seq=60, action=EPOCH_END)
+    started = replace(slow, stack=(pdb, *slow.stack))
+    assert found(machine_scenes.late(GLOO, started)) == {"rank-zero-only-work": CERTAIN}
+    stands = replace(slow, stack=(*slow.stack, replace(pdb, function="interaction")))
+    assert found(machine_scenes.late(GLOO, stands))["at-breakpoint"] is CERTAIN
+
+
+def test_calls_of_a_group_that_was_destroyed_are_not_those_of_its_successor() -> None:
+    """Rank 2 has called 12 in the group that has the name now, and 61 in the one before it."""
+    ranks = [GLOO.in_barrier(n, "x", seq=20) for n in (0, 1, 3)]
+    old = GLOO.recorded(22, op="broadcast")
+    late = GLOO.working(2, user("training_step", 40), seq=12, action=TRAINING_STEP)
+    stale = replace(late, collectives=(*old, *late.collectives))
+    assert ranks_of(job(ranks[0], ranks[1], stale, ranks[2])) == {"rank-behind": (2,)}
+
+
+def test_timeouts_of_many_sharded_collectives_do_not_hide_that_of_the_default_group() -> None:
+    message = "[gloo/unbound_buffer.cc:78] Timed out waiting 21000ms for recv operation to complete"
+    base = GLOO.working(0, seq=60)
+    own = tuple(replace(call, timeout_ms=21_000) for call in base.collectives)
+    sharded = tuple(
+        Collective(group="7", seq=n, op="all_gather", completed=True, timeout_ms=600_000) for n in range(1, 40)
+    )
+    lost = raised(replace(base, collectives=(*own, *sharded)), "RuntimeError", message, RUN, consequence=True)
+    slow = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP)
+    assert "timeout-misuse" not in found(job(lost, slow, world=2))
+
+
+def test_a_circle_tells_of_the_condition_that_it_was_entered_under() -> None:
+    scene = scenes.groups_in_another_order(GLOO)
+    line = user("sync", 9, condition=CONDITION)
+    entered = (replace(f, stack=(*f.stack[:2], line, ALL_REDUCE)) if f.rank == 0 else f for f in scene.ranks)
+    finding = first(replace(scene, ranks=tuple(entered)))
+    assert finding.rule == "crossed-groups"
+    assert any("`if self.trainer.is_global_zero:` (line 70) encloses" in item.text for item in finding.evidence)
