@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.landmarks import landmark
+from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
@@ -131,14 +131,14 @@ def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int
 
 
 def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
-    """The deepest line below the Trainer that is not part of a collective itself; None below FSDP's code.
+    """The deepest line below the Trainer's start that is not part of a collective itself; None where it tells nothing.
 
-    That one line of forward calls for many parts of the model there.
+    Below FSDP's code one line of forward calls for many parts of the model.
     """
     inside = stack[trainer_start(stack) :]
     for frame in reversed(inside):
         path = frame.file.replace("\\", "/")
-        if "/torch/distributed/fsdp/" in path:
+        if "/torch/distributed/fsdp/" in path or starts_trainer(frame):
             return None
         if frame.user or (landmark(frame) is None and "/torch/distributed/" not in path):
             return frame.file, frame.function, frame.line

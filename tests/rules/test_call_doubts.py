@@ -160,6 +160,13 @@ def test_two_calls_in_one_function_may_be_one_that_was_skipped() -> None:
     assert found(job(*ranks)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
 
 
+def test_stacks_that_only_say_that_the_trainer_runs_tell_no_purpose() -> None:
+    """A public case: number 4176 is of one element on rank 0, and of 402,653,184 on rank 1, in another branch."""
+    sizes = (((1,),), ((402_653_184,),))
+    ranks = (NCCL.rank(n, BARRIER, seq=4176, outstanding=1, op="all_gather", sizes=sizes[n], world=2) for n in range(2))
+    assert found(job(*ranks, world=2)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
+
+
 def test_sizes_below_fsdp_whose_units_are_not_known_are_only_possible() -> None:
     scene = scenes.expert_left_out(GLOO)
     blind = replace(scene, ranks=tuple(replace(facts, units=()) for facts in scene.ranks))
