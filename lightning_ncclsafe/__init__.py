@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
+    from lightning_ncclsafe.pauses import pause as pause
     from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.strategies import SafeDDP as SafeDDP
     from lightning_ncclsafe.strategies import SafeFSDP as SafeFSDP
@@ -35,6 +36,7 @@ __all__ = [
     "SafeFSDP",
     "SafeModelParallel",
     "UnevenDataError",
+    "pause",
     "safe_callbacks",
 ]
 
@@ -52,6 +54,7 @@ _HOMES = {
     "SafeFSDP": "lightning_ncclsafe.strategies",
     "SafeModelParallel": "lightning_ncclsafe.strategies",
     "UnevenDataError": "lightning_ncclsafe.errors",
+    "pause": "lightning_ncclsafe.pauses",
     "safe_callbacks": "lightning_ncclsafe.callbacks.recommended",
 }
 

@@ -300,9 +300,11 @@ class Guard:
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
         """Whether a standstill that was unusual so far is none to ask about, for what this rank itself knows."""
+        if self._patience.is_quiet:
+            return True
         if not self._limits.learned or idle_s >= min(LONG_S, self._patience.limit_s(self._moment) / 2):
             return False
-        if self._patience.is_quiet or self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
+        if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
             return True
         # Lightning lets the others wait for prepare_data without limit; but not for a rank that is gone.
         return activity(facts).exempt and not self._neighbours.has_lost

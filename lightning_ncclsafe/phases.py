@@ -6,11 +6,15 @@ from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 from lightning_ncclsafe.facts import Action
 
 SAVE = "save_checkpoint"
 """Lightning's name of the action in which the Trainer saves a checkpoint."""
+
+# Those that listen to a Trainer at this moment, of all threads of this process.
+_attached: "WeakSet[PhaseTracker]" = WeakSet()
 
 # Of a profiler that is listened to.
 _REPLACED = ("start", "stop", "profile")
@@ -92,6 +96,7 @@ class PhaseTracker:
 
         Lightning wraps every hook, data fetch and checkpoint save in ``profiler.profile(name)``.
         """
+        _attached.add(self)
         self._profiler = profiler
         self._before = {name: vars(profiler)[name] for name in _REPLACED if name in vars(profiler)}
         if _is_lightnings_own(profiler) and "profile" not in self._before:
@@ -105,11 +110,17 @@ class PhaseTracker:
 
     def detach(self) -> None:
         """Stops listening; the profiler is as it was."""
+        _attached.discard(self)
         if self._profiler is not None:
             for name in _REPLACED:
                 vars(self._profiler).pop(name, None)
             vars(self._profiler).update(self._before)
             self._profiler = None
+
+
+def attached_trackers() -> "list[PhaseTracker]":
+    """Those that listen to a Trainer now; what is entered on another thread than theirs is nothing to them."""
+    return list(_attached)
 
 
 def _is_lightnings_own(profiler: Any) -> bool:

@@ -13,7 +13,7 @@ from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules import judge
-from lightning_ncclsafe.rules.expected import expected_for_s
+from lightning_ncclsafe.rules.expected import announced_for_s, expected_for_s
 from lightning_ncclsafe.settings import Limits
 
 _MOST_TOLD = 16
@@ -62,7 +62,10 @@ class Reporter:
 
     def report(self, job: JobFacts) -> Verdict:
         """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know."""
-        if self._limits.learned and (quiet_s := expected_for_s(job, self._limits.limit_s)) > 0:
+        quiet_s = announced_for_s(job)
+        if self._limits.learned and not quiet_s:
+            quiet_s = expected_for_s(job, self._limits.limit_s)
+        if quiet_s > 0:
             return Verdict(incident=job.incident, answer="", quiet_s=round(quiet_s, 1))
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)

@@ -18,7 +18,8 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("data_facts", "logger_facts", "recorded_facts", "recorder_entries", "step_facts", "capacity_facts", "methods", "_torch", "_lightning"),
+    ("data_facts", "logger_facts", "recorded_facts", "recorder_entries", "step_facts", "capacity_facts"),
+    ("methods", "_torch", "_lightning"),
     ("preflight_facts",),
     ("machine_facts",),
     ("facts",),
@@ -26,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "phases", "watchdog"),
     ("phase_timeouts", "standstills"),
     ("rules", "timing"),
-    ("report", "exchange", "probes"),
+    ("report", "exchange", "probes", "pauses"),
     ("patience", "reporter", "rounds", "ending", "reading"),
     ("gathering", "neighbours", "stop_agreement", "group_timeouts", "starts", "whereabouts"),
     ("guard", "loaders", "loggers", "stop_signal", "collectives"),

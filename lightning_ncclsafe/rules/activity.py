@@ -9,6 +9,9 @@ from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_de
 AGREEMENT = "agreement:"
 """What the name of an action begins with in which a rank presents its loaders; the hook that gave them follows."""
 
+PAUSE = "pause:"
+"""What the name of an action begins with for which a rank has announced that it will stand still; why follows."""
+
 _WAIT_FOR_VOTE = "wait_for_vote"
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
 
@@ -119,6 +122,8 @@ def hook_words(name: str) -> str:
         return f"barrier {name.removeprefix('barrier:')!r}"
     if name.startswith(AGREEMENT):
         return f"the comparison of the ranks' {name.removeprefix(AGREEMENT)}"
+    if name.startswith(PAUSE):
+        return f"a pause that was announced ({name.removeprefix(PAUSE) or 'no reason given'})"
     owner, _, rest = name.partition("]")
     plain = rest.lstrip(".") if owner.startswith("[") and rest else name
     before, brace, after = plain.partition("{")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.moments import LONG_S, Moment, moment_of
-from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.activity import PAUSE, Kind
 from lightning_ncclsafe.rules.timeline import Timeline, forget, timeline
 
 # Files that torch.compile and Triton are in while they compile or tune. Those that are on the stack as well while
@@ -19,6 +19,7 @@ _COMPILES = re.compile(
     r"|/triton/(?:compiler/|backends/|runtime/build\.py$)"
     r"|/torch/utils/cpp_extension\.py$|/numba/core/(?:dispatcher|compiler)"
 )
+_ASKED_AGAIN_S = 60.0
 _TUNES = re.compile(r"/torch/_inductor/runtime/|/triton/runtime/(?:autotuner|jit)\.py$")
 _TUNING = re.compile(r"_?(?:precompile|benchmark|autotune|coordinate_descent|do_compile|do_bench|_bench|warmup).*")
 
@@ -35,8 +36,7 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
     """
     incident = job.incident
-    is_alarming = incident.kind is not IncidentKind.SUSPECT or job.silent or any(facts.exception for facts in job.ranks)
-    if is_alarming:
+    if _is_alarming(job):
         return 0.0
     line = timeline(job)
     try:
@@ -49,6 +49,33 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     # However often what they wait for has moved meanwhile, nobody waits for longer than that without a word.
     waited_left_s = min(LONG_S, incident.timeout_s / 2) - incident.idle_s
     return max(min([*left, waited_left_s]), 0.0) if left else 0.0
+
+
+def announced_for_s(job: JobFacts) -> float:
+    """For how many seconds more ranks wait without a word for those that have announced a pause; 0 if for others, too.
+
+    Until they are asked again a minute later, as the pause may be over by then, or until the hard limit.
+
+    Args:
+        job: The facts of all ranks that answered.
+    """
+    if _is_alarming(job):
+        return 0.0
+    line = timeline(job)
+    awaited = [line.facts[rank] for rank in line.stragglers] if line.waiting else []
+    forget()
+    if not awaited or not all(map(_has_paused, awaited)):
+        return 0.0
+    return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
+
+
+def _has_paused(facts: RankFacts) -> bool:
+    return any(action.name.startswith(PAUSE) for action in facts.progress.actions)
+
+
+def _is_alarming(job: JobFacts) -> bool:
+    is_asked = job.incident.kind is IncidentKind.SUSPECT
+    return not is_asked or bool(job.silent) or any(facts.exception for facts in job.ranks)
 
 
 def is_compiling(stack: Iterable[Frame]) -> bool:

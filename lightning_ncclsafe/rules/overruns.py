@@ -10,9 +10,18 @@ _NEAR = 8
 
 def aborted(view: Timeline) -> tuple[int, ...]:
     """Ranks that may have been ended by gloo, while what the others were in sends something of the user's own."""
-    sent = [call for facts in view.facts.values() if (call := last_of_gloo(facts)) is not None]
     gone = tuple(rank for rank in view.silent if is_gone(view, rank) and signal_of(view, rank) in ("", "SIGABRT"))
+    # The others may have gone on by the time that it is ended; what it was in itself is known by what it wrote.
+    sent = any(map(last_of_gloo, view.facts.values())) or any(_ended_in_collective(view, rank) for rank in gone)
     return gone if sent and not any(facts.host_facts.oom_kills for facts in view.facts.values()) else ()
+
+
+def _ended_in_collective(view: Timeline, rank: int) -> bool:
+    process = view.witnesses[rank]
+    near = process.stack[-_NEAR:]
+    called = any(frame.file.replace("\\", "/").endswith("/torch/distributed/distributed_c10d.py") for frame in near)
+    on_gloo = any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return process.ended_by == "SIGABRT" and on_gloo and called and any(frame.user for frame in near)
 
 
 def is_gone(view: Timeline, rank: int) -> bool:
@@ -33,7 +42,7 @@ def last_of_gloo(facts: RankFacts) -> Collective | None:
     DDP has compared the model before it sends any of it.
     """
     last = next(reversed(facts.collectives), None)
-    if last is None or last.backend != "gloo" or not numel(last):
+    if last is None or last.backend != "gloo" or not numel(last) or (last.completed and facts.exception is None):
         return None
     return last if is_of_fsdp(facts) or any(frame.user for frame in _near(facts)) else None
 

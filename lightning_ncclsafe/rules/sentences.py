@@ -8,6 +8,7 @@ from lightning_ncclsafe.findings import Evidence, Severity
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.meaning import meaning
 from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.rules.transport import has_given_up
 from lightning_ncclsafe.rules.units import begins_another_forward
 from lightning_ncclsafe.rules.wording import (
     collective_words,
@@ -85,8 +86,11 @@ def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
 def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     variants: dict[str, list[int]] = defaultdict(list)
     lost: list[int] = []
+    gave_up: list[int] = []
     for rank in timeline.held_up(ranks):
-        alike = lost if timeline.facts[rank].exception else variants[wait_words(timeline, rank)]
+        facts = timeline.facts[rank]
+        ended = gave_up if has_given_up(facts) else lost
+        alike = ended if facts.exception else variants[wait_words(timeline, rank)]
         alike.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
     parts = [
@@ -95,6 +99,8 @@ def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     ]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
+    if gave_up:
+        parts.append(f"{ranks_words(gave_up)} waited until the time was up")
     if lost:
         parts.append(f"{ranks_words(lost)} waited until the connection broke")
     return "; ".join(parts)

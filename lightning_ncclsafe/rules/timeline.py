@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.activity import Activity, Kind, activity
+from lightning_ncclsafe.rules.transport import with_consequence
 from lightning_ncclsafe.rules.wording import numel
 
 # Only the recorder's recent past is compared: older entries have long been overwritten on ranks that ran ahead.
@@ -84,7 +85,7 @@ class Timeline:
 
     def __init__(self, job: JobFacts) -> None:
         self.job = job
-        self.facts: dict[int, RankFacts] = {facts.rank: facts for facts in job.ranks}
+        self.facts: dict[int, RankFacts] = {facts.rank: with_consequence(facts) for facts in job.ranks}
         self.silent: tuple[int, ...] = job.silent
         self.others_said: dict[frozenset[int], str] = {}
         """What is said of those that wait, by the ranks that are left out of it."""

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -56,12 +56,15 @@ def told(job: JobFacts) -> Verdict:
     return Verdict(incident=job.incident, answer=f"{len(job.ranks)} of {job.world_size}: {' '.join(job.missing)}")
 
 
-def hold_all(world_size: int, ranks: Iterable[int], make: Callable[[int], MemoryExchange]) -> dict[int, Verdict | None]:
+def hold_all(world_size: int, ranks: Sequence[int], make: Callable[[int], MemoryExchange]) -> dict[int, Verdict | None]:
     verdicts: dict[int, Verdict | None] = {}
+    # On a busy machine the first threads would else have given up on the last ones before these have begun.
+    all_have_published = threading.Barrier(len(ranks))
 
     def take_part(rank: int) -> None:
         part = part_of(make(rank), rank, world_size)
         part.publish(facts_of(rank))
+        all_have_published.wait(30)
         verdicts[rank] = part.hold(INCIDENT, told)
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in ranks]
@@ -82,8 +85,8 @@ def test_all_of_many_ranks_are_heard_and_hear() -> None:
 
 
 def test_where_rank_0_is_silent_the_others_do_not_read_one_anothers_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "ANSWER_S", 0.1)
-    monkeypatch.setattr(gathering, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.3)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 1.0)
     shared, asked = SharedMemory(), [dict[str, int]() for _ in range(40)]
     verdicts = hold_all(40, range(1, 40), lambda rank: CountedMemory(shared, asked[rank]))
     assert {verdict.answer for verdict in verdicts.values() if verdict} == {"39 of 40: "}

@@ -181,6 +181,19 @@ def test_the_line_of_a_process_that_gloo_has_ended_is_not_that_of_the_others() -
     assert summary.count("export") == 1
 
 
+def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() -> None:
+    """As recorded: what was too large was sent at once, and its sender is in backward when the connection breaks."""
+    scene = scenes.aborted_alone(GLOO)
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, user("gather", 147), ALL_REDUCE))
+    on = transport_error(GLOO.waiting(0, seq=62, world=2))
+    facts = replace(scene, ranks=(replace(on, stack=()),), witnessed=(words,))
+    assert found(facts) == {"mismatched-collective": LIKELY}
+    assert first(facts).ranks == (0, 1)
+    assert "while rank 0 had gone on to what follows" in first(facts).summary
+    segfault = replace(facts, witnessed=(replace(words, ended_by="SIGSEGV"),))
+    assert found(segfault) == {"dead-rank": CERTAIN}
+
+
 def _broken(rank: int, *stack: Frame) -> RankFacts:
     return raised(
         transport_error(gathers(rank, *stack)),
@@ -203,6 +216,53 @@ def test_a_process_that_gloo_has_ended_is_a_consequence_of_work_alone() -> None:
     assert found(killed) == {"dead-rank": CERTAIN}
     plain = job(_broken(0, FORWARD), world=2, witnessed=facts.witnessed)
     assert "rank-zero-only-work" not in found(plain)
+
+
+TIMED_OUT = "[gloo/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"
+
+
+def test_a_wait_that_was_given_up_does_not_tell_that_a_peer_is_dead() -> None:
+    """Rank 0 does not answer, on a host that nobody sees; its peers had a limit, and their connections were fine."""
+    lost = [transport_error(GLOO.waiting(n, seq=61)) for n in (1, 2, 3)]
+    assert found(job(*lost)) == {"dead-rank": LIKELY}
+    given_up = [raised(facts, "RuntimeError", TIMED_OUT, RUN, consequence=True) for facts in lost]
+    for ranks in (given_up, [given_up[0], *lost[1:]]):
+        rules = found(job(*ranks))
+        assert rules["frozen-rank"] is POSSIBLE
+        assert "dead-rank" not in rules
+    summary = next(item.summary for item in judge(job(*given_up)).findings if item.rule == "frozen-rank")
+    assert summary.endswith("while ranks 1-3 waited until the time was up.")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Rank 0 timed out: Ranks 2 failed to pass monitoredBarrier in 30000 ms",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=61, Timeout(ms)=600000) ran for 600971",
+    ],
+    ids=["monitored barrier", "watchdog"],
+)
+def test_an_error_about_late_peers_is_no_failure_of_its_rank(message: str) -> None:
+    """Both are plain RuntimeErrors, and the rank that raises has done all it had to."""
+    told = raised(NCCL.working(0, seq=60), "RuntimeError", message, RUN, user("training_step", 79))
+    slow = NCCL.working(2, user("load_shard", 12), seq=60, action=TRAINING_STEP)
+    rules = ranks_of(job(told, NCCL.waiting(1, seq=61), slow, NCCL.waiting(3, seq=61)))
+    assert rules["rank-behind"] == (2,)
+    assert "failed-rank" not in rules
+
+
+def test_what_a_back_end_says_of_the_ranks_own_call_is_its_failure() -> None:
+    """Two ranks were given one GPU: nobody waits for anybody."""
+    message = "NCCL error in: ProcessGroupNCCL.cpp, ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both"
+    lost = (raised(NCCL.working(n, seq=0), "DistBackendError", message, RUN, consequence=True) for n in range(4))
+    assert found(job(*lost)) == {"failed-rank": CERTAIN}
+
+
+def test_a_collective_that_has_ended_is_none_that_a_rank_is_in() -> None:
+    """Rank 0 works since; what it called last says nothing of the process that is gone."""
+    line = user("evaluate", 73)
+    facts = job(GLOO.working(0, line, seq=60, world=2), world=2, witnessed=(process(1, "gone"),))
+    assert found(facts) == {"dead-rank": CERTAIN}
 
 
 DONE = GLOO.finished(1, seq=60, batch=19, world=2)

@@ -20,7 +20,7 @@ from builders import (
 )
 
 from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.rules.expected import expected_for_s, is_compiling
+from lightning_ncclsafe.rules.expected import announced_for_s, expected_for_s, is_compiling
 
 STEP = user("training_step", 12)
 CONVERT = Frame(file=f"{SITE}/torch/_dynamo/convert_frame.py", line=1300, function="compile_inner")
@@ -126,3 +126,30 @@ def test_the_limit_and_an_exception_are_never_expected(kind: IncidentKind) -> No
 def test_nor_is_a_rank_that_raised_or_does_not_answer() -> None:
     assert expected_for_s(scene(raised(working(STEP, CONVERT), "ValueError", "x", STEP)), no_own_limits) == 0
     assert expected_for_s(scene(working(STEP, CONVERT), world=5), no_own_limits) == 0
+
+
+def paused(rank: int = 0) -> RankFacts:
+    facts = GLOO.working(rank, STEP, seq=39, action=TRAINING_STEP)
+    actions = (*facts.progress.actions, Action(name="pause:a debugger", for_s=20.0))
+    return replace(facts, progress=replace(facts.progress, actions=actions))
+
+
+def test_an_announced_pause_is_asked_about_a_minute_later() -> None:
+    assert announced_for_s(scene(paused())) == 60.0
+    assert announced_for_s(scene(working(STEP))) == 0.0
+
+
+def test_a_pause_lasts_no_longer_than_the_hard_limit() -> None:
+    facts = scene(paused())
+    assert announced_for_s(replace(facts, incident=replace(facts.incident, timeout_s=30.0, idle_s=23.0))) == 7.0
+    assert announced_for_s(replace(facts, incident=replace(facts.incident, kind=IncidentKind.TIMEOUT))) == 0.0
+
+
+def test_the_pause_of_one_rank_does_not_excuse_another() -> None:
+    other = GLOO.working(1, STEP, seq=39, action=TRAINING_STEP)
+    assert announced_for_s(job(paused(), other, *(GLOO.waiting(rank, seq=40) for rank in (2, 3)))) == 0.0
+    assert announced_for_s(job(paused(), *(GLOO.waiting(rank, seq=40) for rank in (1, 2)), world=4)) == 0.0, "silent"
+
+
+def test_ranks_that_wait_for_nobody_in_particular_are_in_no_pause() -> None:
+    assert announced_for_s(job(*(GLOO.waiting(rank, seq=40) for rank in range(4)))) == 0.0

@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.transport import has_given_up
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _DEAD = ("gone", "zombie")
@@ -55,7 +56,9 @@ def _presumed(view: Timeline) -> tuple[int, ...]:
     unseen = tuple(rank for rank in view.silent if rank not in view.witnesses)
     if any(host.answers is False and not {*host.ranks}.isdisjoint(unseen) for host in view.job.silent_hosts):
         return ()
-    broken = any(_has_lost_a_peer(facts) for facts in view.facts.values())
+    # Who has waited long enough gives up, and closes its connections.
+    given_up = any(map(has_given_up, view.facts.values()))
+    broken = not given_up and any(map(_has_lost_a_peer, view.facts.values()))
     return unseen if len(unseen) == 1 and broken and not view.raised else ()
 
 

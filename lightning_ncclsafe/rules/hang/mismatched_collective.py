@@ -86,9 +86,10 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
-    other, call = next(iter(sent.items()))
+    other = min(sent or view.facts)
     # Of two that differ nobody can say which is wrong; several that agree are right.
-    ranks = ended if len(sent) > len(ended) else tuple(sorted((*ended, *sent)))
+    ranks = ended if len(sent or view.facts) > len(ended) else tuple(sorted((*ended, *(sent or view.facts))))
+    was = f"was in {collective_words(sent[other])}" if sent else "had gone on to what follows"
     own, others = deepest_user_frame(view.witnesses[ended[0]].stack), called_at(view.facts[other])
     frame = own or others
     is_known = all(signal_of(view, rank) for rank in ended)
@@ -96,7 +97,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     text = (
         f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
         f"{f' {place_words(own)}' if own else ''}, as gloo ends one to which more is sent than it has room for, while "
-        f"{ranks_words([other])} was in {collective_words(call)}{f' {place_words(others)}' if others else ''}."
+        f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
     return Finding(
         rule="mismatched-collective",

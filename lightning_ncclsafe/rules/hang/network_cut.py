@@ -4,25 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import JobFacts, Phase
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.machine_facts import TriedAddress
 from lightning_ncclsafe.rules.places import hosts_of
 from lightning_ncclsafe.rules.sentences import batch_words, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.transport import has_given_up, lost_words
 from lightning_ncclsafe.rules.wording import collective_words, ranks_words, verb
 
-# As the kernel, gloo, NCCL's sockets and its InfiniBand transport say it.
-_LOST = re.compile(
-    r"Connection reset|Connection (?:was )?closed by|[Ss]ocket error|No route to host|Network is (?:unreachable|down)"
-    r"|Host is (?:unreachable|down)|Connection timed out|ncclRemoteError|remote process exited or there was a network"
-    r"|status=12|transport retry counter|NET/(?:IB|Socket)|ibv_\w+|Broken pipe|Software caused connection abort"
-)
-# A limit that is over closes connections as well, and is no fault of theirs.
-_LIMIT = re.compile(
-    r"Application timeout caused pair closure|collective operation timeout|Watchdog caught|Timed out waiting"
-    r"|[Ww]ait timeout after|monitored_?[Bb]arrier|[Ss]ocket [Tt]imeout|timed out after"
-)
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 _NO_ROUTE = re.compile(r"no route|unreachable|is down")
@@ -57,21 +47,15 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
         unreachable-host; a process that is gone, dead-rank.
     """
     view = timeline(job)
-    told = {rank: text for rank, facts in view.facts.items() if (text := _said(facts))}
+    told = {rank: text for rank, facts in view.facts.items() if (text := lost_words(facts))}
     where = hosts_of(job)
     # After ranks have called what cannot complete together, gloo closes connections by itself.
-    if not _all_alive(view) or any(map(_LIMIT.search, told.values())) or (told and view.lost_divergence):
+    if not _all_alive(view) or any(map(has_given_up, view.facts.values())) or (told and view.lost_divergence):
         return
     if told:
         yield _finding(view, told, where)
     elif cut := tuple(one for one in job.tried if one.answers is False):
         yield from _silently_cut(view, cut, where)
-
-
-def _said(facts: RankFacts) -> str:
-    exception = facts.exception
-    message = exception.message if exception is not None and exception.is_consequence else ""
-    return message if _LOST.search(message) or _LIMIT.search(message) else ""
 
 
 def _all_alive(view: Timeline) -> bool:
