@@ -218,6 +218,11 @@ def test_a_process_that_gloo_has_ended_is_a_consequence_of_work_alone() -> None:
     assert "rank-zero-only-work" not in found(plain)
 
 
+def test_a_process_that_is_gone_after_the_others_have_finished_may_have_finished_too() -> None:
+    done = (GLOO.finished(n, seq=60, batch=19) for n in range(3))
+    assert found(job(*done, witnessed=(process(3, "gone"),))) == {"dead-rank": POSSIBLE}
+
+
 TIMED_OUT = "[gloo/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"
 
 
@@ -256,6 +261,15 @@ def test_what_a_back_end_says_of_the_ranks_own_call_is_its_failure() -> None:
     message = "NCCL error in: ProcessGroupNCCL.cpp, ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both"
     lost = (raised(NCCL.working(n, seq=0), "DistBackendError", message, RUN, consequence=True) for n in range(4))
     assert found(job(*lost)) == {"failed-rank": CERTAIN}
+
+
+def test_a_dead_process_may_have_been_ended_by_gloo() -> None:
+    """In DDP's backward pass the main thread's stack does not say which collective it was."""
+    remedies = [
+        first(job(net.waiting(0, seq=61, world=2), world=2, witnessed=(process(1, "gone", ended_by=signal),))).remedy
+        for net, signal in ((GLOO, "SIGABRT"), (GLOO, "SIGKILL"), (NCCL, "SIGABRT"))
+    ]
+    assert ["op.preamble.length <= op.nbytes" in remedy for remedy in remedies] == [True, False, False]
 
 
 def test_a_collective_that_has_ended_is_none_that_a_rank_is_in() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.overruns import signal_of
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -14,6 +15,10 @@ _DEAD = ("gone", "zombie")
 _REMEDY = (
     "Look at the end of this rank's own output and at the kernel's log (dmesg) of its host for a signal, a "
     "segmentation fault or the out-of-memory killer."
+)
+_REMEDY_GLOO = (
+    ' "op.preamble.length <= op.nbytes" there is gloo, which ends a process that is sent more than it has room for: '
+    "then ranks have called different collectives, or other sizes."
 )
 _REMEDY_OOM = (
     "Need less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
@@ -42,7 +47,10 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     if seen and (alone := broken_off_alone(view)) is not None:
         seen = tuple(rank for rank in seen if rank not in alone.ended)
     if seen:
-        yield _finding(view, seen, Confidence.CERTAIN, "is gone", "are gone")
+        # Where the others have finished, it may have done so before it ended.
+        may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
+        confidence = Confidence.POSSIBLE if may_have_left else Confidence.CERTAIN
+        yield _finding(view, seen, confidence, "is gone", "are gone")
     elif presumed := _presumed(view):
         yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently")
 
@@ -79,7 +87,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
         summary=capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
         ranks=ranks,
         evidence=(*_evidence(view, ranks), *kills),
-        remedy=_REMEDY_OOM if kills else _REMEDY,
+        remedy=_REMEDY_OOM if kills else _REMEDY + (_REMEDY_GLOO if _may_be_gloos(view, ranks) else ""),
     )
 
 
@@ -90,6 +98,12 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} is {process.state}.")
         else:
             yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
+
+
+def _may_be_gloos(view: Timeline, ranks: tuple[int, ...]) -> bool:
+    """Whether gloo may have ended one of them: as far as is known it has ended itself, and the group is gloo's."""
+    ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
+    return ended and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:
