@@ -15,7 +15,8 @@ from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
 from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.preflight_table import render_preflight
-from lightning_ncclsafe.rules import PREFLIGHT_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 from lightning_ncclsafe.settings import OnProblem
 
 LOOK_S = 3.0

@@ -12,8 +12,8 @@ from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
-from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.rules.expected import announced_for_s, expected_for_s
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.settings import Limits
 
 _MOST_TOLD = 16

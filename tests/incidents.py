@@ -24,7 +24,10 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.preflight_facts import DirectoryFacts, PreflightFacts
 from lightning_ncclsafe.recorded_facts import RecordFacts
-from lightning_ncclsafe.rules import AGREEMENT_RULES, PREFLIGHT_RULES, RECORDED_RULES, judge
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 SITE = "/opt/conda/lib/python3.12/site-packages"
 S = 1_000_000_000

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text().split("## Adding a cause\n")[1]
-BLOCKS = [dedent(block) for block in re.findall(r"^ +```python\n(.*?)^ +```$", PAGE, re.M | re.S)]
+BLOCKS = [dedent(block) for block in re.findall(r"^ +```(?:python|text)\n(.*?)^ +```$", PAGE, re.M | re.S)]
 
 
 @pytest.mark.parametrize(

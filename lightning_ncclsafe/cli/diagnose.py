@@ -14,7 +14,9 @@ from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules import HANG_RULES, RECORDED_RULES, judge
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 _RULES = {
     IncidentKind.SUSPECT: HANG_RULES,

@@ -14,8 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ncclsafe import rules
-from lightning_ncclsafe.rules import Rule, name_of
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
+from lightning_ncclsafe.rules.rule import Rule, name_of
 
 _EXPLAIN = "what a cause means, and what to do about it"
 _DESCRIPTION = (
@@ -24,12 +27,13 @@ _DESCRIPTION = (
 )
 _NAME = "name of a cause, as reports have it: rank-zero-only-work; without one, all causes are listed"
 SECTIONS = ("Symptom", "Cause", "Remedy", "Cannot see")
-_KINDS = {
-    "HANG_RULES": "Why ranks wait",
-    "RECORDED_RULES": "What recordings show",
-    "AGREEMENT_RULES": "What ranks disagree about before they train",
-    "PREFLIGHT_RULES": "What is wrong with hosts before training",
+RULES: dict[str, tuple[Rule, ...]] = {
+    "Why ranks wait": HANG_RULES,
+    "What recordings show": RECORDED_RULES,
+    "What ranks disagree about before they train": AGREEMENT_RULES,
+    "What is wrong with hosts before training": PREFLIGHT_RULES,
 }
+"""The rules that there are, by what they are about."""
 _WIDEST = 100
 
 
@@ -47,7 +51,7 @@ def run(config: Namespace) -> int:
         return 0
     wanted = config.name.strip().lower().replace("_", "-")
     found: dict[Rule, list[str]] = {}
-    for kind, group in all_rules().items():
+    for kind, group in RULES.items():
         for rule in group:
             if name_of(rule) == wanted:
                 found.setdefault(rule, []).append(kind)
@@ -56,11 +60,6 @@ def run(config: Namespace) -> int:
         return 2
     _print((line for rule, kinds in found.items() for line in _explained(rule, kinds)), sys.stdout)
     return 0
-
-
-def all_rules() -> dict[str, tuple[Rule, ...]]:
-    """The rules that there are, by what they are about."""
-    return {words: getattr(rules, name) for name, words in _KINDS.items() if getattr(rules, name, ())}
 
 
 def explanation(rule: Rule) -> tuple[str, dict[str, str]]:
@@ -78,7 +77,7 @@ def explanation(rule: Rule) -> tuple[str, dict[str, str]]:
 
 
 def _list() -> Iterator[RenderableType]:
-    for kind, group in all_rules().items():
+    for kind, group in RULES.items():
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
@@ -104,7 +103,7 @@ def _explained(rule: Rule, kinds: Iterable[str]) -> Iterator[RenderableType]:
 
 
 def _unknown(given: str, wanted: str) -> str:
-    names = list(dict.fromkeys(name_of(rule) for group in all_rules().values() for rule in group))
+    names = list(dict.fromkeys(name_of(rule) for group in RULES.values() for rule in group))
     near = [name for name in names if wanted and wanted in name]
     near = list(dict.fromkeys([*near, *get_close_matches(wanted, names)]))[:5]
     hint = f"did you mean {', '.join(near)}?" if near else "ncclsafe explain lists all causes."

@@ -15,7 +15,8 @@ from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
 from lightning_ncclsafe.report.data_table import render_mismatch
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
-from lightning_ncclsafe.rules import AGREEMENT_RULES, judge
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.judging import judge
 
 # With these there is no going on: ranks would call different collectives next.
 _ALWAYS_RAISED = frozenset({"loader-count", "settings-disagreement"})

@@ -49,7 +49,8 @@ from lightning_ncclsafe.probes.loaders import loader_facts
 from lightning_ncclsafe.probes.random_state import random_states
 from lightning_ncclsafe.report.data_table import render_mismatch
 from lightning_ncclsafe.report.folder import write_report
-from lightning_ncclsafe.rules import AGREEMENT_RULES, judge
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.judging import judge
 
 ONE_RANK = Path(__file__).with_name("agreement_rank.py")
 SETUP_MS = 50.0

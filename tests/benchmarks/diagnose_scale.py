@@ -16,7 +16,8 @@ from typing import Any
 
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 BEGAN_NS = 1_790_000_000_000_000_000
 CULPRIT = 5

@@ -33,7 +33,7 @@ from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.gathering import Gathering
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.reporter import Verdict
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 SCENE = "slow step"
 LIMIT_S = 300.0

@@ -31,7 +31,9 @@ from lightning_ncclsafe.facts import Collective, Frame, Group, HostFacts, JobFac
 from lightning_ncclsafe.probes.flight_recorder import kept_per_group
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_short, render_text
-from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.rule import name_of
 from lightning_ncclsafe.rules.timeline import forget
 
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)

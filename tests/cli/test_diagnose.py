@@ -15,7 +15,7 @@ import pytest
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts import Collective, Group, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.report.json import read_report, report_json
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 Diagnose = Callable[..., tuple[int, str, str]]
 TIMED_OUT = (

@@ -1,15 +1,19 @@
 """``ncclsafe explain``: every rule can be explained, and a name that is nearly right finds what is meant."""
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
 from lightning_ncclsafe import rules
 from lightning_ncclsafe.cli import explain, main
-from lightning_ncclsafe.rules import Rule, name_of
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.rule import Rule, name_of
 
 Explained = Callable[[str], str]
-LISTED = [rule for name in dir(rules) if name.endswith("_RULES") for rule in getattr(rules, name)]
+KINDS = [import_module(f"{rules.__name__}.{kind.name}") for kind in iter_modules(rules.__path__) if kind.ispkg]
+LISTED = [rule for kind in KINDS for name in dir(kind) if name.endswith("_RULES") for rule in getattr(kind, name)]
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Explained:
 
 
 def test_no_kind_of_rule_is_forgotten() -> None:
-    told = [rule for group in explain.all_rules().values() for rule in group]
+    told = [rule for group in explain.RULES.values() for rule in group]
     assert len(told) == len(LISTED) and set(told) == set(LISTED)
 
 
@@ -55,7 +59,7 @@ def test_a_name_that_two_rules_have_is_explained_twice(explained: Explained) -> 
 
 
 def test_one_that_is_of_two_kinds_is_explained_once(monkeypatch: pytest.MonkeyPatch, explained: Explained) -> None:
-    monkeypatch.setattr(rules, "PREFLIGHT_RULES", rules.HANG_RULES)
+    monkeypatch.setitem(explain.RULES, "What is wrong with hosts before training", HANG_RULES)
     told = explained("slow-logger")
     assert told.startswith("slow-logger  why ranks wait; what is wrong with hosts before training\n")
     assert told.count("Symptom\n") == 1
@@ -65,7 +69,7 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[:2] == "  " and line[2:3] != " "] == [
-        name_of(rule) for group in explain.all_rules().values() for rule in group
+        name_of(rule) for group in explain.RULES.values() for rule in group
     ]
     assert "Why ranks wait" in lines
 

@@ -16,7 +16,7 @@ from truths import Case, Moment, Scenario
 from lightning_ncclsafe.codec import from_plain, to_plain
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 RECORDINGS = Path(__file__).with_name("recordings")
 

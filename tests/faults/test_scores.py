@@ -15,7 +15,8 @@ from truths import Case, Moment, Scenario
 
 from lightning_ncclsafe.codec import from_plain
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.rules import HANG_RULES, name_of
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.rule import name_of
 
 JOB = JobFacts(
     incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0),

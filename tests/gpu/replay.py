@@ -25,7 +25,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.findings import Finding
 from lightning_ncclsafe.probes import flight_recorder
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.timing.lateness import Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
 from lightning_ncclsafe.timing.windows import Clock, Window, joined

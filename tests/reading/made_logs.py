@@ -5,7 +5,8 @@ import io
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -9,7 +9,8 @@ from made_dumps import dump, entry, idle, waiting, write
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 DAY_NS = 86_400 * 1_000_000_000
 Made = dict[str, Any]

@@ -25,7 +25,8 @@ from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.unpickling import unpickled
 from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 SEEDS = 150
 LOGS = Path(__file__).with_name("logs")

@@ -10,7 +10,8 @@ from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.lines import parts
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE
 BANNER = "All distributed processes registered. Starting with {} processes\n"

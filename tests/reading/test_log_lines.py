@@ -16,7 +16,8 @@ from lightning_ncclsafe.findings import Confidence
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.lines import lines, taken_apart
 from lightning_ncclsafe.reading.logs import Log
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 LOGS = Path(__file__).with_name("logs")
 

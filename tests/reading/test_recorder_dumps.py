@@ -13,7 +13,8 @@ from lightning_ncclsafe.reading.dumps import from_pickle, rank_of
 from lightning_ncclsafe.reading.entries import parsed
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.evidence import Evidence
-from lightning_ncclsafe.rules import RECORDED_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 HERE = Path(__file__).parent
 

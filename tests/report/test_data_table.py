@@ -8,7 +8,8 @@ from lightning_ncclsafe.facts import Frame, Incident, IncidentKind, JobFacts, Ph
 from lightning_ncclsafe.findings import Diagnosis, Severity
 from lightning_ncclsafe.report.data_table import data_table, render_mismatch
 from lightning_ncclsafe.report.text import render_short, render_text
-from lightning_ncclsafe.rules import AGREEMENT_RULES, judge
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.judging import judge
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
 

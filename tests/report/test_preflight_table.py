@@ -20,7 +20,8 @@ from lightning_ncclsafe.preflight_facts import (
 from lightning_ncclsafe.report.json import read_report, report_json
 from lightning_ncclsafe.report.preflight_table import preflight_table, render_preflight, render_preflight_all
 from lightning_ncclsafe.report.text import render_short, render_text
-from lightning_ncclsafe.rules import PREFLIGHT_RULES, judge
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
 GB = 10**9

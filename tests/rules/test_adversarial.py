@@ -26,7 +26,8 @@ from scenes import rank_zero_evaluates, slow_step
 
 from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Severity
-from lightning_ncclsafe.rules import HANG_RULES, judge
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
 

@@ -11,7 +11,7 @@ from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, NEXT_DATA, RUN, TRAINING_
 from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import MachineFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.step_facts import StepFacts
 
 

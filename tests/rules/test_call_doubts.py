@@ -30,7 +30,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import GarbageFacts, MainThreadFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])

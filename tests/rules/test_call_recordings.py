@@ -10,7 +10,7 @@ import pytest
 from lightning_ncclsafe.codec import decode
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 FOLDER = Path(__file__).parent / "recordings"
 CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY

@@ -7,7 +7,7 @@ import scenes
 from builders import GLOO, NCCL, Backend
 
 from lightning_ncclsafe.facts import HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.memory import short_of_memory, swaps
 from lightning_ncclsafe.rules.storage import directories, directory_words
 

@@ -29,7 +29,7 @@ from lightning_ncclsafe.machine_facts import (
     TriedAddress,
 )
 from lightning_ncclsafe.preflight_facts import GpuFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
 
 GB = 1_000_000_000

@@ -21,7 +21,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import EndedProcess, MainThreadFacts, PressureFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 GB = 1_000_000_000
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE

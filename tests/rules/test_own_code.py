@@ -7,7 +7,7 @@ from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_CALLBACK, SITE, TRAINING_ST
 
 from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
 WAIT = Frame(file="/usr/lib/python3.12/threading.py", line=359, function="wait")

@@ -8,7 +8,7 @@ from builders import GLOO, NEXT, NEXT_DATA, job
 
 from lightning_ncclsafe.facts import JobFacts, Straggler
 from lightning_ncclsafe.findings import Evidence, Finding
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
 
 OPENED_NS = int(datetime(2026, 3, 4, 12, 30, 0, tzinfo=timezone.utc).timestamp() * 1e9)

@@ -6,7 +6,7 @@ from builders import GLOO, job
 from scenes import host_can_be_reached, host_is_cut_off, host_of_one_rank_is_cut_off
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
-from lightning_ncclsafe.rules import judge
+from lightning_ncclsafe.rules.judging import judge
 
 
 def places(facts: JobFacts) -> list[str]:

@@ -8,7 +8,9 @@ from scenes import SCENES as OTHER_SCENES
 from scenes import Scene
 
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.rules import HANG_RULES, judge, name_of
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.rule import name_of
 
 BACKENDS = (GLOO, NCCL)
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)

@@ -18,8 +18,8 @@ from builders import (
 )
 
 from lightning_ncclsafe.facts import Collective, Frame, JobFacts, ModelUnit, Phase, RankFacts, UnitKind
-from lightning_ncclsafe.rules import judge
 from lightning_ncclsafe.rules.activity import activity
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.meaning import meaning
 from lightning_ncclsafe.rules.units import matches, unit_words
 

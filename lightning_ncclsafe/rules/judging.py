@@ -1,0 +1,94 @@
+"""The judge: asks all rules, puts the most probable cause first, and leaves out what only follows from it."""
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.past_lateness import with_past_lateness
+from lightning_ncclsafe.rules.places import with_places
+from lightning_ncclsafe.rules.rule import Rule, name_of
+from lightning_ncclsafe.rules.timeline import forget
+from lightning_ncclsafe.rules.unknowns import unknowns
+
+# Causes that are read from an exception, so that it need not be told twice.
+_OF_EXCEPTIONS = (
+    "gpu-memory-exhausted",
+    "shm-exhausted",
+    "worker-died",
+    "exception-during-save",
+    "skipped-step",
+    "unused-parameters",
+    "timeout-misuse",
+    "diverged-collectives",
+)
+# What follows from a cause that is known by its own name; where that is only possible, both are told.
+_FOLLOWS_FROM = {
+    "diverged-collectives": (
+        "checkpoint-skipped-barrier",
+        "crossed-groups",
+        "diverged-log-keys",
+        "mismatched-collective",
+        "skipped-step",
+        "unused-parameters",
+    ),
+    "uneven-batches": ("skipped-step", "unused-parameters"),
+}
+
+_CONFIDENCES = tuple(Confidence)
+
+
+def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
+    """Asks every rule and puts the most probable cause first.
+
+    A rule that fails never hides the answers of the others: it is named in ``unanswered``.
+
+    Args:
+        job: The facts of all ranks that answered.
+        rules: The rules to ask.
+    """
+    findings: list[Finding] = []
+    failures: list[str] = []
+    for rule in rules:
+        try:
+            findings.extend(rule(job))
+        except Exception as error:  # a report with one cause less is better than none
+            failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
+    missing = unknowns(job)
+    forget()
+    told = with_places(with_past_lateness(_ordered(findings), job), job)
+    return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
+
+
+def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
+    kept = [finding for finding in findings if not _superseded(finding, findings)]
+    return tuple(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)))
+
+
+def _names_cause(finding: Finding, of: str) -> bool:
+    return finding.rule in _FOLLOWS_FROM[of] and _is_likely(finding)
+
+
+def _is_likely(finding: Finding) -> bool:
+    return finding.confidence is not Confidence.POSSIBLE
+
+
+def _superseded(finding: Finding, findings: list[Finding]) -> bool:
+    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out.
+
+    Nor is an exception, once it has been told what it says.
+    """
+    if finding.rule == "failed-rank":
+        told = {rank for other in findings if other.rule in _OF_EXCEPTIONS for rank in other.ranks}
+        return bool(finding.ranks) and told.issuperset(finding.ranks)
+    if finding.rule in _FOLLOWS_FROM:
+        return any(_names_cause(other, finding.rule) for other in findings)
+    if finding.rule == "dead-rank":
+        likely = (other for other in findings if other.rule == "mismatched-collective" and _is_likely(other))
+        return any(set(other.ranks) >= set(finding.ranks) for other in likely)
+    if finding.rule != "rank-behind":
+        return False
+    # Why ranks gave up waiting does not tell for whom they waited.
+    better = [other for other in findings if other.rule not in ("rank-behind", "timeout-misuse")]
+    if not better:
+        return False
+    covered = {rank for other in better for rank in other.ranks}
+    return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE
