@@ -407,13 +407,9 @@ class Guard:
             )
 
     def _end_frozen(self) -> None:
-        """All ranks of a host make sure of it, in case one of them comes too late; the lowest says so."""
+        """All ranks of a host do it, as with the first of them connections break and some may leave before that."""
         frozen = self._verdict.frozen if self._verdict is not None else ()
-        others = [card.rank for card in self._probe.peers if card.rank not in frozen]
-        is_lowest = self._place.rank <= min(others, default=self._place.rank)
-        end_frozen(
-            (card for card in self._probe.peers if card.rank in frozen), self._say if is_lowest else lambda _: None
-        )
+        end_frozen((card for card in self._probe.peers if card.rank in frozen), self._say)
 
     def _switch_off(self, error: Exception) -> None:
         self._off = True

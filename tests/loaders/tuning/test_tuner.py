@@ -43,7 +43,7 @@ class Stream(IterableDataset[int]):
 
 
 def until(is_so: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 45
     while not is_so():
         assert time.monotonic() < give_up
         time.sleep(0.005)
