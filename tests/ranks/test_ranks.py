@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -76,7 +77,9 @@ def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
 
 def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        all_reduce()
+        for _ in range(20):  # a training of a second, in which ranks get to know each other
+            all_reduce()
+            time.sleep(0.05)
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         all_reduce()
@@ -86,7 +89,8 @@ def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: 
     (diagnosis, *_) = ranks.diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("stopped-process", (0,))
     assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
-    assert ranks.exit_codes == [-signal.SIGKILL, EXIT_CODE, EXIT_CODE]
+    # When the first has ended rank 0, the wait of the other one's main thread may raise before it exits.
+    assert ranks.exit_codes[0] == -signal.SIGKILL and set(ranks.exit_codes[1:]) <= {1, EXIT_CODE}
     assert "rank 0 cannot end itself" in ranks.said
 
 
