@@ -131,7 +131,7 @@ def test_a_rank_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest
 
 def test_both_ranks_get_the_same_workers_and_every_sample_in_its_order(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(6))))
-    loaders = [DataLoader(Numbers(), batch_size=4, num_workers=0) for _ in range(2)]
+    loaders = [DataLoader(Numbers(40_000), batch_size=4, num_workers=0) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
     assert all(tunings)
     seen: list[list[int]] = [[], []]
