@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 from catalogue import CASES
 from networks import move_to
 from training import Here, quick_patience, rank_of_environment

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, rows
 from truths import Moment, fault, odd_one_out
 
-BOTH = ("SafeDDP", "SafeModelParallel")
+ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 START = {Moment.START: (2, 3)}
 UNEVEN = (5, 3, 4, 6)
 
@@ -61,7 +61,7 @@ def common(count: int, **keywords: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(values), **({"batch_size": BATCH_SIZE} | keywords))
 
 
-@fault("different-data", ranks=None, at={Moment.START: (2, 3, 4)}, has_line=False, has_phase=False, strategies=BOTH)
+@fault("different-data", ranks=None, at={Moment.START: (2, 3, 4)}, has_line=False, has_phase=False, strategies=ALL)
 def split_without_a_seed(here: Here) -> None:
     """Llama-recipes: the same number of texts on every rank, and not the same texts."""
     np.random.seed(here.rank)
@@ -70,7 +70,7 @@ def split_without_a_seed(here: Here) -> None:
     disagree(here, data=DataLoader(Subset(data, chosen), batch_size=BATCH_SIZE))
 
 
-@fault("unequal-samples", ranks=None, at=START, has_line=False, has_phase=False, strategies=BOTH)
+@fault("unequal-samples", ranks=None, at=START, has_line=False, has_phase=False, strategies=ALL)
 def packing_after_a_split(here: Here) -> None:
     """With it the lengths differ, too."""
     disagree(here, data=common(48 + 8 * here.rank))

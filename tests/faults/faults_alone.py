@@ -13,14 +13,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from training import FOR_LONG_S, Here, MeetingNet, Net
 from truths import Moment, fault
 
-BOTH = ("SafeDDP", "SafeModelParallel")
+ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 
 
 @fault(
     "rank-zero-only-work",
     ranks=(0,),
     at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3), Moment.EPOCH_END: (2, 4), Moment.VALIDATION: (2,)},
-    strategies=BOTH,
+    strategies=ALL,
 )
 def evaluation_on_rank_zero(here: Here) -> None:
     def evaluate(net: Net) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from training import BATCH_SIZE, BATCHES, FOR_LONG_S, Here, MeetingNet, rows
 from truths import Moment, fault
 
-BOTH = ("SafeDDP", "SafeModelParallel")
+ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 
 
 @fault(
@@ -22,7 +22,7 @@ BOTH = ("SafeDDP", "SafeModelParallel")
     ranks=(-1,),
     at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3, 4), Moment.VALIDATION: (2,)},
     has_phase=False,
-    strategies=BOTH,
+    strategies=ALL,
 )
 def storage_that_stops_without_workers(here: Here) -> None:
     def read() -> None:
@@ -32,7 +32,7 @@ def storage_that_stops_without_workers(here: Here) -> None:
     here.fit(net=MeetingNet(here), data=(rows(here), data) if here.case.moment is Moment.VALIDATION else data)
 
 
-@fault("data-stall", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_phase=False, strategies=BOTH)
+@fault("data-stall", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_phase=False, strategies=ALL)
 def storage_that_stops_with_workers(here: Here) -> None:
     def read() -> None:
         time.sleep(FOR_LONG_S)  # <- here

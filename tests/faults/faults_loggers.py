@@ -10,10 +10,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from training import FOR_LONG_S, Here, Net, rows
 from truths import Moment, fault
 
-BOTH = ("SafeDDP", "SafeModelParallel")
+ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 
 
-@fault("slow-logger", ranks=(0,), at={Moment.MIDDLE: (2, 3), Moment.FIRST_STEP: (2,)}, strategies=BOTH)
+@fault("slow-logger", ranks=(0,), at={Moment.MIDDLE: (2, 3), Moment.FIRST_STEP: (2,)}, strategies=ALL)
 def metrics_file_that_does_not_answer(here: Here) -> None:
     """The log directory's storage has stopped: the kernel blocks who writes there."""
     logger = stalled_csv(here)

@@ -8,9 +8,10 @@ from training import FOR_LONG_S, Here, Net, rows
 from truths import Moment, fault
 
 START = {Moment.START: (2, 3)}
+ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 
 
-@fault("late-at-init", ranks=(0,), at={Moment.START: (2, 3, 4)}, strategies=("SafeDDP", "SafeModelParallel"))
+@fault("late-at-init", ranks=(0,), at={Moment.START: (2, 3, 4)}, strategies=ALL)
 def data_expanded_in_setup(here: Here) -> None:
     """RecBole: every rank loads all of the data, and one of them is slow at it."""
 

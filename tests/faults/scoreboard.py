@@ -116,7 +116,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
-    parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel"], default="SafeDDP")
+    parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel", "SafeFSDP"], default="SafeDDP")
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")

@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from fsdp_on_cpu import let_fsdp_train_on_cpus
 from torch.utils.data import DataLoader, TensorDataset
 from truths import Case, Moment
 
-from lightning_ncclsafe import SafeDDP, SafeModelParallel
+from lightning_ncclsafe import SafeDDP, SafeFSDP, SafeModelParallel
 
 BATCHES = 6
 BATCH_SIZE = 4
@@ -34,7 +35,7 @@ class Here:
         folder: For what it leaves behind: reports, logs, checkpoints.
         suspect_after_s: After how long ranks are asked; None where the run shows that.
         timeout_s: The hard limit, seconds.
-        strategy_name: ``"SafeDDP"`` or ``"SafeModelParallel"``.
+        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"`` or ``"SafeModelParallel"``.
         num_nodes: Number of hosts.
     """
 
@@ -65,6 +66,9 @@ class Here:
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(data_parallel_size=self.world_size, tensor_parallel_size=1, **limits)
+        if self.strategy_name == "SafeFSDP":
+            let_fsdp_train_on_cpus()
+            return SafeFSDP(**limits)
         return SafeDDP(**limits)
 
     def trainer(self, *, strategy: Any = None, **more: Any) -> L.Trainer:
