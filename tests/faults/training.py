@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from fsdp_on_cpu import let_fsdp_train_on_cpus
 from torch.utils.data import DataLoader, TensorDataset
 from truths import Case, Moment
 
@@ -67,6 +66,8 @@ class Here:
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(data_parallel_size=self.world_size, tensor_parallel_size=1, **limits)
         if self.strategy_name == "SafeFSDP":
+            from fsdp_on_cpu import let_fsdp_train_on_cpus
+
             let_fsdp_train_on_cpus()
             return SafeFSDP(**limits)
         return SafeDDP(**limits)
