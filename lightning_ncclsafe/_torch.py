@@ -5,9 +5,12 @@ import io
 import json
 import os
 import pickle
+import queue
+import select
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset, dataloader
+from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import fetch, signal_handling, worker
 
 # torch._C._distributed_c10d is absent from builds without distributed support.
@@ -29,6 +32,11 @@ except ImportError:  # pragma: no cover - needs such a build
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Workers that wait for something end at once with SIGTERM, unless a handler of their own waits as well.
 _TERMINATES_S = 0.5
+# How often somebody who waits for a batch looks whether workers have ended (torch: every 5 s).
+_LOOK_S = 0.5
+_CUT_POLL_S = 0.05
+# What Python's own forkserver says of a process that somebody else has reaped.
+_UNKNOWN_EXIT_CODE = 255
 
 
 class GroupMembers(NamedTuple):
@@ -387,45 +395,269 @@ class WorkersSilent(Exception):
     """Workers have not given a batch in time."""
 
 
-class _Workers(dataloader._MultiProcessingDataLoaderIter):
-    """The worker processes of a loader, as torch's own iterator; one that was not fully made can be shut down too."""
+class WorkersEnded(RuntimeError):
+    """Worker processes of a loader have ended while batches were still due from them."""
 
-    looks_every_s = 5.0  # torch's MP_STATUS_CHECK_INTERVAL
+
+class _Ends:
+    """Knows which worker processes have ended, whoever has reaped them. Used by one thread.
+
+    ``Process.is_alive()`` does not know: a process that somebody else has waited for is alive to it for ever.
+
+    Attributes:
+        ended: Those that have ended, in words.
+    """
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self.ended: list[str] = []
+        self._count = len(processes)
+        self._pidfds = [_pidfd(process) for process in processes]
+        known = zip(processes, self._pidfds, strict=True)
+        self._running = {process.sentinel if pidfd is None else pidfd: process for process, pidfd in known}
+        self._fds = [*self._running]  # each becomes readable when its process ends
+        self._poll = _poll_of(self._fds)
+
+    def look(self, within_s: float = 0.0) -> bool:
+        """Waits for the next one to end, and returns whether any of them runs on."""
+        for fd, _ in self._poll.poll(max(0.0, within_s) * 1000):
+            self._poll.unregister(fd)
+            self.ended.append(self._settled(self._running.pop(fd)))
+        return bool(self._running)
+
+    def or_readable(self, fd: int) -> Callable[[float | None], bool]:
+        """A function, for one thread, that waits for one to end, or for the file descriptor.
+
+        It takes the most seconds to wait, and returns whether there is something to read.
+        """
+        poll = _poll_of([fd, *self._fds])
+
+        def wait(within_s: float | None) -> bool:
+            found = poll.poll(None if within_s is None else max(0.0, within_s) * 1000)
+            return any(each == fd for each, _ in found)
+
+        return wait
+
+    def _settled(self, process: Any) -> str:
+        code = process.exitcode
+        if code is None:
+            # Else multiprocessing would send its signals to whichever process has that number next.
+            process._popen.returncode = _UNKNOWN_EXIT_CODE
+        who = f"DataLoader worker (pid {process.pid})"
+        if code is None:
+            how = "exited unexpectedly. Its exit status is unknown, as something else in this process has reaped it"
+        elif code < 0:
+            how = f"is killed by signal: {signal.strsignal(-code) or -code}"
+        else:
+            how = f"exited unexpectedly with exit code {code}"
+        shm = " It is possible that its shared memory (/dev/shm) is full." if code == -signal.SIGBUS else ""
+        return f"{who} {how}. It was one of {self._count} workers.{shm}"
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to those that run."""
+        for fd, process in self._running.items():
+            with suppress(ProcessLookupError):
+                if fd in self._pidfds:
+                    signal.pidfd_send_signal(fd, number)
+                elif process.is_alive():
+                    os.kill(process.pid, number)
+
+    def close(self) -> None:
+        """They are not looked after any more."""
+        for pidfd in self._pidfds:
+            if pidfd is not None:
+                os.close(pidfd)
+
+
+def _poll_of(fds: Iterable[int]) -> select.poll:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return poll
+
+
+def _pidfd(process: Any) -> int | None:
+    """None where there is none, as on macOS, and of a process that has been reaped already: its sentinel tells."""
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _give_up_cut_messages(connection: Any, ends: _Ends) -> None:
+    """Has reading from a pipe end with ``queue.Empty`` where the process is dead that was writing to it.
+
+    A worker that is killed leaves what it was sending cut off, and its lock on the pipe locked: nothing follows, and
+    there is no end of file while this process has the pipe's other end open as well.
+    """
+    reader = connection.fileno()
+    is_readable = ends.or_readable(reader)
+    is_cut = False
+
+    def receive(size: int, read: Any = None) -> io.BytesIO:
+        nonlocal is_cut
+        received = io.BytesIO()
+        while (missing := size - received.tell()) > 0:
+            is_cut = is_cut or not is_readable(None)
+            if is_cut:
+                time.sleep(_CUT_POLL_S)  # torch's thread that pins memory asks again and again
+                raise queue.Empty
+            piece = os.read(reader, missing)
+            if not piece:
+                raise EOFError
+            received.write(piece)
+        return received
+
+    connection._recv = receive
+
+
+class _Workers(dataloader._MultiProcessingDataLoaderIter):
+    """The worker processes of a loader, as torch's own iterator; one that was not fully made can be shut down too.
+
+    A worker may end at any instant. Torch has the main thread raise from a signal handler then, in the midst of a
+    training step for example; where that does not come about, as somebody else has reaped the process, it waits for
+    ever. This one raises in ``next()`` and nowhere else, and takes no lock that a killed worker may hold.
+    """
+
     made_by = -1
     silent_from: float | None = None
     answers_s = 0.0
+    ends: _Ends | None = None
+    ended = ""
+    _wait: Callable[[float | None], bool] | None = None
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if first_iter:
+            signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]
+            self._worker_pids_set = False
+            self.ends = _Ends(self._workers)
+            pipe = self._worker_result_queue._reader  # type: ignore[attr-defined]
+            _give_up_cut_messages(pipe, self.ends)
+            if not self._pin_memory:  # else it is read by a thread of torch's
+                self._wait = self.ends.or_readable(pipe.fileno())
+        super()._reset(loader, first_iter)
+
+    def _next_data(self) -> Any:
+        if self.ended:  # torch would leave out what the dead worker has not made
+            raise WorkersEnded(self.ended)
+        return super()._next_data()  # type: ignore[no-untyped-call]
 
     def _try_get_data(self, timeout: float | None = None) -> Any:
-        timeout_s = self.looks_every_s if timeout is None else timeout
-        if self.silent_from is None:
-            return super()._try_get_data(timeout_s)  # type: ignore[no-untyped-call]
-        left_s = max(0.0, self.silent_from - time.monotonic())
-        found = super()._try_get_data(min(timeout_s, left_s))  # type: ignore[no-untyped-call]
-        if not found[0] and time.monotonic() >= self.silent_from:
-            raise WorkersSilent(f"no batch has come for {self.answers_s:.0f} s")
-        return found
+        until = time.monotonic() + (_LOOK_S if timeout is None else timeout)
+        while True:
+            now = time.monotonic()
+            waits_s = min(_LOOK_S, max(0.0, until - now))
+            if self.silent_from is not None:
+                waits_s = min(waits_s, max(0.0, self.silent_from - now))
+            if self._wait is not None:
+                self._wait(waits_s)
+                waits_s = 0.0
+            try:
+                found = super()._try_get_data(waits_s)  # type: ignore[no-untyped-call]
+            except Exception as error:
+                self._raise_if_ended(error)
+                raise
+            self._raise_if_ended(None)
+            if found[0]:
+                return found
+            now = time.monotonic()
+            if self.silent_from is not None and now >= self.silent_from:
+                raise WorkersSilent(f"no batch has come for {self.answers_s:.0f} s")
+            if now >= until:
+                return found
 
-    def _shutdown_workers(self) -> None:
+    def _raise_if_ended(self, error: Exception | None) -> None:
+        if self.ends is not None:
+            # Its connections break a moment before the process has ended.
+            self.ends.look(0.0 if error is None else _LOOK_S)
+            if self.ends.ended:
+                self.ended = " ".join(self.ends.ended)
+                raise WorkersEnded(self.ended) from error
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        # Torch's asks the event, too, whether the workers are done, and waits for the event's lock.
+        self._index_queues[worker_id].put(None)
+        self._workers_status[worker_id] = False
+
+    def _get_data(self) -> Any:
+        try:
+            return super()._get_data()  # type: ignore[no-untyped-call]
+        except WorkersEnded:
+            raise
+        except RuntimeError as error:
+            # Torch's thread that pins memory ends with what cannot be received from a dead worker.
+            self._raise_if_ended(error)
+            raise
+
+    def _shutdown_workers(self, *, at_once: bool = False) -> None:
+        # Not suppress(): this may run when the interpreter has taken the module's names away.
         try:
             # In a process that was forked meanwhile it would wait for workers that are not its own.
-            if self.made_by == os.getpid():
-                super()._shutdown_workers()
+            if self.made_by != os.getpid() or self._shutdown or _utils.python_exit_status in (True, None):
+                return
         except AttributeError:
-            # Not suppress(): this may run when the interpreter has taken the module's names away.
-            pass
+            return
+        self._shutdown = True
+        ends = self.ends or _Ends(self._workers)
+        is_clean = not at_once and ends.look() and not ends.ended
+        if not is_clean:
+            self._kill(ends)
+        self._end_pinning()
+        if is_clean:
+            self._ask_to_end()
+            self._await_end(ends, _utils.MP_STATUS_CHECK_INTERVAL)
+            self._kill(ends)
+        for process in self._workers:
+            process.join(0)
+        for index_queue in self._index_queues:
+            index_queue.cancel_join_thread()
+            index_queue.close()
+        ends.close()
+
+    def _kill(self, ends: _Ends) -> None:
+        for number, within_s in ((signal.SIGTERM, _TERMINATES_S), (signal.SIGKILL, _utils.MP_STATUS_CHECK_INTERVAL)):
+            if ends.look():
+                ends.send(number)
+                self._await_end(ends, within_s)
+
+    def _end_pinning(self) -> None:
+        thread = getattr(self, "_pin_memory_thread", None)
+        if thread is None:
+            return
+        self._pin_memory_thread_done_event.set()
+        pipe = self._worker_result_queue
+        # One that was killed while it was sending has locked the pipe for good; the thread looks every 5 s by itself.
+        if pipe._wlock.acquire(timeout=1):  # type: ignore[attr-defined]
+            pipe._wlock.release()  # type: ignore[attr-defined]
+            pipe.put((None, None))
+        thread.join(_utils.MP_STATUS_CHECK_INTERVAL + 1)
+        pipe.cancel_join_thread()
+        pipe.close()
+
+    def _ask_to_end(self) -> None:
+        # Event.set() takes a lock that a worker may hold when it is killed; nobody waits for this event.
+        self._workers_done_event._flag.release()  # type: ignore[attr-defined]
+        for index_queue in self._index_queues:
+            index_queue.put(None)
+
+    def _await_end(self, ends: _Ends, within_s: float) -> None:
+        until = time.monotonic() + within_s
+        while ends.look(until - time.monotonic()) and time.monotonic() < until:
+            if any(process.exitcode for process in self._workers):
+                until = min(until, time.monotonic() + _TERMINATES_S)  # the others may wait for a lock of the dead one
 
 
 # Profilers show it.
 _Workers.__name__ = dataloader._MultiProcessingDataLoaderIter.__name__
 
 
-def begin_loading(loader: Any, *, quiet: bool) -> Any:
-    """Begins an epoch of a loader as ``DataLoader.__iter__`` does.
+def begin_loading(loader: Any) -> Any:
+    """Begins an epoch of a loader as ``DataLoader.__iter__`` does, but that a worker that ends is always noticed.
+
+    Within half a second then, whoever has reaped it, ``next()`` raises :class:`WorkersEnded` on the thread that called
+    it; torch has the main thread raise wherever that is.
 
     Args:
         loader: The ``DataLoader``.
-        quiet: Whether a worker that dies makes only ``next()`` raise, within half a second. It makes the main thread
-            raise wherever that is, otherwise, in the midst of a training step for example.
     """
     if loader.num_workers == 0:
         return dataloader._SingleProcessDataLoaderIter(loader)
@@ -437,10 +669,6 @@ def begin_loading(loader: Any, *, quiet: bool) -> Any:
     except BaseException:
         iterator._shutdown_workers()
         raise
-    if quiet:
-        iterator.looks_every_s = 0.5
-        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
-        iterator._worker_pids_set = False
     return iterator
 
 
@@ -470,23 +698,10 @@ def end_loading(iterator: Any, *, at_once: bool = False) -> None:
 
     Args:
         iterator: It.
-        at_once: Whether they are not asked, as they would not answer: torch waits 5 s for each.
+        at_once: Whether they are not asked, as they would not answer: that is waited for, for 5 s.
     """
-    if not isinstance(iterator, _Workers):
-        return
-    if at_once:
-        _kill(iterator._workers)
-    iterator._shutdown_workers()
-
-
-def _kill(processes: Sequence[Any]) -> None:
-    for process in processes:
-        process.terminate()
-    until = time.monotonic() + _TERMINATES_S
-    for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
+    if isinstance(iterator, _Workers):
+        iterator._shutdown_workers(at_once=at_once)
 
 
 def worker_pids(iterator: Any) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class WorkerPool:
         self._is_in_order = bool(getattr(loader, "in_order", True))
         generator = loader.generator if seed is None else _torch.generator_from(seed)
         self._loader = _copy_of(loader, setting, gate, self.clock, generator)
-        self.iterator: Iterator[Any] = _torch.begin_loading(self._loader, quiet=is_extra)
+        self.iterator: Iterator[Any] = _torch.begin_loading(self._loader)
         self.pids = _torch.worker_pids(self.iterator)
         self.seed = _torch.base_seed_of(self.iterator)
 

@@ -602,10 +602,10 @@ def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkey
     next(epoch)
     begin = worker_pool._torch.begin_loading
 
-    def none(loader: Any, *, quiet: bool) -> Any:
+    def none(loader: Any) -> Any:
         if loader.num_workers:
             raise OSError(24, "Too many open files")
-        return begin(loader, quiet=quiet)
+        return begin(loader)
 
     monkeypatch.setattr(worker_pool._torch, "begin_loading", none)
     tuned.resize(1, 1)
