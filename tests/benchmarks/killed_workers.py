@@ -61,10 +61,12 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self.after_s, self.every, self.reaps = after_s, every, reaps
         self.killed_at: float | None = None
+        self.is_over = threading.Event()
         self._before = {child.pid for child in psutil.Process().children()}
 
     def run(self) -> None:
-        time.sleep(self.after_s)
+        if self.is_over.wait(self.after_s):
+            return
         workers = [child for child in psutil.Process().children() if child.pid not in self._before]
         random.shuffle(workers)
         for worker in workers if self.every else workers[:1]:
@@ -79,7 +81,7 @@ class Killer(threading.Thread):
 
 
 class Trial:
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, most_s: float) -> None:
         self.workers = random.randint(1, 4)
         self.is_users = random.random() < 0.3
         samples = Samples(random.choice([1, 1, 100_000]), random.choice([0.0, 0.001, 0.004]))
@@ -93,7 +95,6 @@ class Trial:
         )
         if not self.is_users:
             vars(self.loader)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context(method)
-        most_s = 0.3 if method == "fork" else 6.0 * self.workers
         self.killer = Killer(random.uniform(0, most_s), every=random.random() < 0.3, reaps=random.random() < 0.5)
         self.noticed_at: float | None = None
         self.step_s = random.choice([0.0, 0.0, 0.002])
@@ -119,6 +120,7 @@ class Trial:
             self._said(str(error))
             raised = str(error)
         tuned.close()
+        self.killer.is_over.set()
         self.killer.join()
         return self._verdict(seen, raised)
 
@@ -161,13 +163,14 @@ def main() -> int:
 def trials(method: str, count: int) -> int:
     """Runs them, prints a line about them, and returns how many went wrong."""
     verdicts: Counter[str] = Counter()
-    noticed_s, killed, wrong = [], 0, 0
+    noticed_s, killed, wrong, most_s = [], 0, 0, 1.0
     while killed < count:
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-        trial = Trial(method)
+        trial, began = Trial(method, most_s), time.monotonic()
         verdict = trial.run()
-        if trial.killer.killed_at is None:
-            continue  # it was over before
+        if trial.killer.killed_at is None:  # it was over before: about so long takes one that is not disturbed
+            most_s = time.monotonic() - began
+            continue
         killed += 1
         verdicts[verdict.partition(":")[0]] += 1
         if verdict.startswith("WRONG"):
