@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -83,20 +84,23 @@ def table(sessions: list[dict[str, str]]) -> str:
     for session in sessions:
         name, results = session["name"], RESULTS / f"{session['name']}.json"
         if session["result"] == "skipped":
-            rows.append(f"| {name} | not tried: no Python {SESSIONS[name][0]} here | | | | | |")
-        elif not results.exists():
-            rows.append(f"| {name} | not tried: its environment could not be set up, or the suite did not start | | | | | |")
+            cells = [f"not tried: no Python {SESSIONS[name][0]} here"]
+        elif results.exists():
+            cells = cells_of(json.loads(results.read_text()))
         else:
-            rows.append(f"| {name} | {row(json.loads(results.read_text()))} |")
+            cells = ["not tried: its environment could not be set up, or the suite did not start"]
+        rows.append(f"| {' | '.join([name, *cells, *[''] * (6 - len(cells))])} |")
     return "\n".join(rows)
 
 
-def row(results: dict[str, dict[str, str]]) -> str:
+def cells_of(results: dict[str, Any]) -> list[str]:
+    """Those of a session that ran: versions, and how many tests passed, failed and were skipped."""
     versions, counts = results["versions"], results["counts"]
     package = "lightning" if "lightning" in versions else "pytorch-lightning"
-    failed = f"{counts.get('failed', 0)}" + (f", and the run was ended: {results['lost']}" if results["lost"] else "")
-    cells = [versions["python"], versions["torch"], f"{package} {versions[package]}"]
-    return " | ".join([*cells, str(counts.get("passed", 0)), failed, str(counts.get("skipped", 0))])
+    passed, failed, skipped = (str(counts.get(outcome, 0)) for outcome in ("passed", "failed", "skipped"))
+    if results["lost"]:
+        failed += f"; the run was ended: {results['lost']}"
+    return [versions["python"], versions["torch"], f"{package} {versions[package]}", passed, failed, skipped]
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ class Asking:
         if session.testsfailed or session.config.option.collectonly:
             return None  # Errors of the collection: pytest's own says so.
         files: dict[str, list[pytest.Item]] = {}
-        for item in session.items:
-            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+        for each in session.items:
+            files.setdefault(each.nodeid.partition("::")[0], []).append(each)
         claimed = self._claimed(files)
         item = next(claimed, None)
         while item is not None:
@@ -169,25 +169,23 @@ class Process:
         with suppress(OSError):  # It has ended, which is_alive() tells.
             self.connection.sendall(f"{file}\n".encode())
 
-    def is_alive(self) -> bool:
-        """Lost if it has ended before its time."""
-        if (code := self._running.poll()) is None:
-            return True
-        self.heard()
-        if self.status is None:
+    def exit_code(self) -> int | None:
+        return self._running.poll()
+
+    def check(self, code: int | None) -> None:
+        """Lost if it is stuck, or has ended with this code before it came to its end.
+
+        Of one that is stuck, faulthandler adds the stacks of all threads to what it has written.
+        """
+        if code is not None and self.status is None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
             raise Lost(f"{self.place}: the process {how}")
-        return False
-
-    def check(self) -> None:
-        """Lost if it is stuck; then its log has the stacks of its threads, by faulthandler, where it can run at all."""
-        if self.asks or time.monotonic() < self._until:
-            return
-        for number in (signal.SIGABRT, signal.SIGCONT):
-            self._running.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            self._running.wait(STACKS_S)
-        raise Lost(f"{self.place}: stuck beyond its limit")
+        if code is None and not self.asks and time.monotonic() > self._until:
+            for number in (signal.SIGABRT, signal.SIGCONT):
+                self._running.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                self._running.wait(STACKS_S)
+            raise Lost(f"{self.place}: stuck beyond its limit")
 
     def text(self) -> str:
         """What it has written: of a run that came to its end, what follows the dots."""
@@ -205,7 +203,7 @@ class Suite:
         self.counts: Counter[str] = Counter()
         self.statuses: list[int] = []
         self._running = processes
-        self._tests: dict[str, int] | None = None  # Of each file, how many.
+        self._tests: dict[str, int] = {}  # Of each file, how many.
         self._files: list[str] = []
         self._counts_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._since: dict[str, float] = {}
@@ -222,40 +220,40 @@ class Suite:
             if time.monotonic() > until:
                 places = ", ".join(process.place for process in self._running)
                 raise Lost(f"{places}: the limit of the whole run is over")
+        if not any(self.statuses) and self.counts.total() != sum(self._tests.values()):
+            raise Lost("not all tests have run")
 
     def _hear(self, process: Process) -> None:
+        code = process.exit_code()  # Before it is heard: then nothing that it has said is missed.
+        for said in process.heard():
+            if "files" in said and not self._tests:
+                self._tests = said["files"]
+                self._files = sorted(said["files"], key=lambda file: file.startswith(ALONE))
+            if "done" in said:
+                self._count(said["done"], said["outcome"])
         try:
-            is_alive = process.is_alive()
-            for said in process.heard():
-                if "files" in said and self._tests is None:
-                    self._tests = said["files"]
-                    self._files = sorted(said["files"], key=lambda file: file.startswith(ALONE))
-                if "done" in said:
-                    self._count(said["done"], said["outcome"])
-            if is_alive:
-                return process.check()
+            process.check(code)
         except Lost:
             say(process.text())
             raise
-        self._running.remove(process)
-        self.statuses.append(process.status or 0)
-        if not process.is_last:  # It was to stop at a failure, or could not begin.
-            self._files.clear()
-        say(process.text())
+        if code is not None:
+            self._running.remove(process)
+            self.statuses.append(code)
+            if not process.is_last:  # It was to stop at a failure, or could not begin.
+                self._files.clear()
+            say(process.text())
 
     def _answer(self, process: Process) -> None:
-        others = [other for other in self._running if other is not process]
-        if self._files and not self._files[0].startswith(ALONE):
-            pass
-        elif any(not other.is_last for other in others) or not self._files:
-            return process.give("")
-        elif others:
-            return
+        if not self._files or self._files[0].startswith(ALONE):
+            others = [other for other in self._running if other is not process]
+            if not self._files or not all(other.is_last for other in others):
+                return process.give("")
+            if others:
+                return  # They still end: it waits.
         self._since[self._files[0]] = time.monotonic()
         process.give(self._files.pop(0))
 
     def _count(self, test: str, outcome: str) -> None:
-        assert self._tests is not None
         self.counts[outcome] += 1
         if outcome == "failed":
             say(f"failed: {test}")
@@ -323,8 +321,10 @@ def supervise(options: argparse.Namespace) -> int:
         while (left_s := until - time.monotonic()) > 0:
             signal.sigtimedwait([signal.SIGCHLD], left_s)
             if (code := reaped().get(runner)) is not None:
+                if code < 0:
+                    say(f"The run is ended: what hands out the files was ended by {signal.Signals(-code).name}.")
                 return abs(code)
-        print(f"The run is ended: it did not end itself {LAST_WORDS_S:.0f} s after its limit.", file=sys.stderr)
+        say(f"The run is ended: it did not end itself {LAST_WORDS_S:.0f} s after its limit.")
         return 1
     finally:
         sweep()
@@ -354,7 +354,9 @@ def sweep() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
     parser.add_argument("--processes", type=int, default=2)
