@@ -302,21 +302,29 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+def forked(options: argparse.Namespace) -> int:
+    """The process that runs the suite."""
+    if (runner := os.fork()) != 0:
+        return runner
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    try:
+        os._exit(run(options))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
 def supervise(options: argparse.Namespace) -> int:
     """Runs the suite in a fork, and ends what is left of it: all orphans come to this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     until = time.monotonic() + options.limit_s + LAST_WORDS_S
-    if (runner := os.fork()) == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        try:
-            os._exit(run(options))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+    runner = forked(options)
     try:
         while (left_s := until - time.monotonic()) > 0:
             signal.sigtimedwait([signal.SIGCHLD], left_s)
@@ -328,6 +336,13 @@ def supervise(options: argparse.Namespace) -> int:
         return 1
     finally:
         sweep()
+
+
+def stop(number: int, frame: object) -> None:
+    """Ends this process once: a second signal, which timeout(1) sends, must not end the sweep."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def reaped() -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,3 +200,13 @@ def test_at_the_first_failure_no_further_file_is_begun(tmp_path: Path) -> None:
 
 def test_without_tests_the_run_fails(tmp_path: Path) -> None:
     assert run(tmp_path).status == 5
+
+
+def test_told_to_end_twice_it_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import os, psutil, signal\ndef test_it():\n    watching = psutil.Process().parent().ppid()\n"
+        "    os.kill(watching, signal.SIGTERM)\n    os.kill(watching, signal.SIGTERM)\n    signal.pause()\n"
+    )
+    ended = run(tmp_path)
+    assert ended.status == 128 + signal.SIGTERM
+    assert ended.left == []
