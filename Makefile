@@ -1,5 +1,6 @@
 # make demo   train on two ranks, then let a training hang and print why
-# make test   lint, types, and the whole test suite
+# make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
+# make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
@@ -14,12 +15,14 @@ HANGS := rank0_evaluation unseeded_split slow_log_storage loader_stall late_rank
 HANG ?= rank0_evaluation
 STRATEGY ?= safe
 REPEAT ?= 1
+TESTS ?=
+SESSION ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test lint bench faults gpu install clean
+.PHONY: demo hangs test suite lint matrix bench faults gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -34,14 +37,23 @@ hangs: $(INSTALLED)
 		$(BIN)/python examples/hangs/$$hang.py --strategy $(STRATEGY) --root-dir runs/hangs/$$hang/$$run || true; \
 	done; done
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/trainers
-	$(BIN)/python -m pytest tests/trainers
+test: lint suite
+
+suite: $(INSTALLED)
+	$(BIN)/python tests/suite.py $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+
+# An interpreter that is not there is said, and fails only a SESSION that was named.
+matrix: $(INSTALLED)
+	@status=0; mkdir -p runs/matrix; rm -f runs/matrix/*.json; \
+	$(BIN)/nox --report runs/matrix/report.json $(if $(SESSION),--error-on-missing-interpreters --session $(SESSION)) \
+		-- $(TESTS) || status=1; \
+	$(BIN)/python noxfile.py; \
+	exit $$status
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/step_overhead.py
@@ -67,5 +79,5 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf runs build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf runs build dist .nox .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

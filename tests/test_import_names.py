@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from lightning_ncclsafe._lightning import CHOSEN, import_lightning, refuse_other
 OTHER_NAME = Path(__file__).with_name("other_name.py")
 # Stand for Lightning's two, in that order.
 NAMES = ("bolt.pytorch", "pytorch_bolt")
+needs_both = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="lightning is not installed, which meets the other"
+)
 
 
 @pytest.fixture
@@ -87,12 +91,14 @@ def trainer_of(module: str) -> Any:
     return type("Trainer", (type("Base", (), {"__module__": module}),), {})()
 
 
+@needs_both
 def test_here_it_is_lightning() -> None:
     assert CHOSEN == "lightning.pytorch"
     for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.callbacks", "pytorch_lightning_trainer.x"):
         refuse_other_trainer(CollectiveTimer(), trainer_of(module))
 
 
+@needs_both
 def test_the_other_trainer_is_refused_with_what_to_import() -> None:
     with pytest.raises(TypeError) as caught:
         CollectiveTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
@@ -104,6 +110,7 @@ def test_the_other_trainer_is_refused_with_what_to_import() -> None:
     )
 
 
+@needs_both
 def test_a_strategy_is_shown_to_all_but_the_other_trainer() -> None:
     asking = {"__name__": "pytorch_lightning.trainer.connectors.accelerator_connector", "strategy": SafeDDP()}
     with pytest.raises(TypeError, match=r"^SafeDDP is made for a Trainer of lightning\.pytorch, but"):
@@ -130,6 +137,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@needs_both
 def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -> None:
     seen = {name: outcome[name] for name in ("steps", "is_a_ddp_strategy", "registered", "name", "lightning")}
     assert seen == {
@@ -141,6 +149,7 @@ def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -
     }
 
 
+@needs_both
 def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str, Any]) -> None:
     said = "is made for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
     assert outcome["strategy_refused"].startswith(f"TypeError: SafeDDP {said}")

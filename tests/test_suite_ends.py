@@ -1,0 +1,212 @@
+"""``make test`` ends and names the test, whatever that one does to its process, its threads or its children."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from warm import Warm
+
+ROOT = Path(__file__).parents[1]
+# For what the suites below take until they end; the longest wait for a limit of 10 s.
+ENDS_S = 50
+AT_ONCE = 6
+FIRST = [("stops who watches",), ("hangs while it is imported",), ("never ends its thread",)]
+
+FOREVER = "threading.Event().wait()"
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+TEST = "test_culprit.py::test_it: "
+# What a file has beside its imports, and what the run says of it.
+CULPRITS = {
+    "hangs": (f"def test_it(): {FOREVER}", f"{TEST}the process ended with exit status 1"),
+    "exits": ("def test_it(): os._exit(3)", f"{TEST}the process ended with exit status 3"),
+    "exits as if all were well": ("def test_it(): os._exit(0)", f"{TEST}the process ended with exit status 0"),
+    "is killed": ("def test_it(): os.kill(os.getpid(), signal.SIGKILL)", f"{TEST}the process was ended by SIGKILL"),
+    "crashes": ("def test_it(): os.abort()", f"{TEST}the process was ended by SIGABRT"),
+    "kills its group": ("def test_it(): os.killpg(0, signal.SIGKILL)", f"{TEST}the process was ended by SIGKILL"),
+    "is stopped": ("def test_it(): os.kill(os.getpid(), signal.SIGSTOP)", f"{TEST}stuck beyond its limit"),
+    "fails and hangs in its teardown": (
+        f"@pytest.fixture\ndef what():\n    yield\n    {FOREVER}\ndef test_it(what): assert False",
+        f"{TEST}stuck beyond its limit",
+    ),
+    "hangs in a fixture": (
+        f"@pytest.fixture(scope='module', autouse=True)\ndef what(): {FOREVER}\ndef test_it(): pass",
+        f"{TEST}the process ended with exit status 1",
+    ),
+    "hangs in its module's teardown": (
+        f"@pytest.fixture(scope='module', autouse=True)\ndef what():\n    yield\n    {FOREVER}\ndef test_it(): pass",
+        f"{TEST}the process ended with exit status 1",
+    ),
+    "hangs, and its child": (
+        f"def test_it():\n    child = subprocess.Popen([sys.executable, '-c', {CHILD!r}], stdout=subprocess.PIPE,"
+        f" start_new_session=True)\n    child.stdout.readline()\n    {FOREVER}",
+        f"{TEST}the process ended with exit status 1",
+    ),
+    "hangs while it is imported": (FOREVER, "test_culprit.py: stuck beyond its limit"),
+    "never ends its thread": (
+        f"def test_it(): threading.Thread(target=lambda: {FOREVER}).start()",
+        "the end of the process: stuck beyond its limit",
+    ),
+    "has no limit": (
+        f"@pytest.mark.timeout(0)\ndef test_it(): {FOREVER}",
+        "test_culprit.py::test_it: the limit of the whole run is over",
+    ),
+    "stops who watches": (
+        f"@pytest.mark.timeout(0)\ndef test_it():\n    os.kill(os.getppid(), signal.SIGSTOP)\n    {FOREVER}",
+        "it did not end itself",
+    ),
+    "kills who watches": (
+        f"def test_it():\n    os.kill(os.getppid(), signal.SIGKILL)\n    {FOREVER}",
+        "what hands out the files was ended by SIGKILL",
+    ),
+}
+OPTIONS = {
+    "hangs while it is imported": ("--outside-tests-s", "10"),
+    "never ends its thread": ("--outside-tests-s", "10"),
+    "has no limit": ("--limit-s", "10"),
+    "stops who watches": ("--limit-s", "10"),
+}
+GOOD = "import pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_good(number): pass\n"
+
+
+class Ended(NamedTuple):
+    """A run: its exit status, None if it had to be killed; what it wrote; of what was left, the commands."""
+
+    status: int | None
+    text: str
+    left: list[list[str]]
+
+
+def below(folder: Path) -> Iterator[psutil.Process]:
+    """What runs, and was started by the suite of a folder: by a variable of its environment."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("SUITE_OF") == str(folder):
+                yield process
+
+
+def run(folder: Path, *options: str) -> Ended:
+    """Runs the suite of a folder as ``make test`` runs this one, but for the limits."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    command = [sys.executable, str(ROOT / "tests" / "suite.py"), *options, "--override-ini", "timeout=2", "."]
+    with (folder / "log").open("w") as log:
+        suite = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, "SUITE_OF": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            suite.wait(ENDS_S)
+    status, left = suite.poll(), []
+    for process in below(folder):
+        with suppress(psutil.Error):
+            left.append(process.cmdline())
+            process.kill()
+    suite.wait()
+    return Ended(status, (folder / "log").read_text(), left)
+
+
+def run_program(warm: Warm, folder: Path, culprit: str) -> Ended:
+    for name in "abcxyz":
+        (folder / f"test_{name}.py").write_text(GOOD)
+    source, _ = CULPRITS[culprit]
+    (folder / "test_culprit.py").write_text(f"import os, signal, subprocess, sys, threading, pytest\n{source}\n")
+    return run(folder, *OPTIONS.get(culprit, ()))
+
+
+@pytest.mark.parametrize("culprit", [pytest.param(culprit, marks=pytest.mark.program(culprit)) for culprit in CULPRITS])
+def test_the_run_ends_and_names_the_test(culprit: str, outcome: Ended) -> None:
+    assert outcome.status, outcome  # 0 is a run in which all was well, None one that did not end.
+    said = [line for line in outcome.text.splitlines() if line.startswith("The run is ended: ")]
+    assert len(said) == 1, outcome.text
+    assert CULPRITS[culprit][1] in said[0]
+    assert outcome.left == []
+
+
+@pytest.mark.program("is stopped")
+def test_of_a_stopped_process_the_line_is_shown(outcome: Ended) -> None:
+    assert 'test_culprit.py", line 2 in test_it' in outcome.text
+
+
+def test_each_test_runs_once(tmp_path: Path) -> None:
+    touch = "import pathlib\ndef test_it(): pathlib.Path(__file__ + '.ran').touch(exist_ok=False)\n"
+    names = {f"test_{number}.py" for number in range(20)}
+    for name in names:
+        (tmp_path / name).write_text(touch)
+    ended = run(tmp_path)
+    assert ended.status == 0, ended.text
+    assert ended.text.splitlines()[-1] == "20 passed, 0 failed, 0 skipped"
+    assert {path.stem for path in tmp_path.glob("*.ran")} == names
+
+
+def test_the_trainers_run_alone(tmp_path: Path) -> None:
+    times = (
+        "import pathlib, time, pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number):\n"
+        "    began = time.monotonic()\n    time.sleep(0.2)\n"
+        "    pathlib.Path(f'{__file__}.{number}.ran').write_text(f'{began} {time.monotonic()}')\n"
+    )
+    for folder in (tmp_path / "tests" / "others", tmp_path / "tests" / "trainers"):
+        folder.mkdir(parents=True)
+        for name in "abc":
+            (folder / f"test_{folder.name}_{name}.py").write_text(times)
+    ended = run(tmp_path)
+    assert ended.status == 0, ended.text
+    spans = {path: [float(at) for at in path.read_text().split()] for path in tmp_path.glob("tests/*/*.ran")}
+    others_end = max(end for path, (_, end) in spans.items() if path.parent.name == "others")
+    alone = sorted(span for path, span in spans.items() if path.parent.name == "trainers")
+    assert len(alone) == 9
+    began, ends = zip(*alone, strict=True)
+    assert all(before <= after for before, after in zip([others_end, *ends], began, strict=False))
+
+
+def test_what_fails_is_shown_and_the_rest_runs(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
+    (tmp_path / "test_b.py").write_text(GOOD)
+    (tmp_path / "test_c.py").write_text("import pytest\ndef test_not(): pytest.skip('not here')\n")
+    ended = run(tmp_path)
+    assert ended.status == 1
+    assert ended.text.splitlines()[-1] == "3 passed, 1 failed, 1 skipped"
+    assert "assert (6 * 7) == 43" in ended.text
+    assert "not here" in ended.text
+
+
+def test_what_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("import no_such_module\n")
+    (tmp_path / "test_b.py").write_text(GOOD)
+    ended = run(tmp_path)
+    assert ended.status == 2
+    assert "No module named 'no_such_module'" in ended.text
+
+
+def test_at_the_first_failure_no_further_file_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_bad(): assert False\n")
+    for number in range(10):
+        (tmp_path / f"test_b{number}.py").write_text("import time\ndef test_it(): time.sleep(0.5)\n")
+    ended = run(tmp_path, "--exitfirst")
+    assert ended.status == 1
+    assert int(ended.text.splitlines()[-1].split()[0]) < 10
+
+
+def test_without_tests_the_run_fails(tmp_path: Path) -> None:
+    assert run(tmp_path).status == 5
+
+
+def test_told_to_end_twice_it_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import os, psutil, signal\ndef test_it():\n    watching = psutil.Process().parent().ppid()\n"
+        "    os.kill(watching, signal.SIGTERM)\n    os.kill(watching, signal.SIGTERM)\n    signal.pause()\n"
+    )
+    ended = run(tmp_path)
+    assert ended.status == 128 + signal.SIGTERM
+    assert ended.left == []
