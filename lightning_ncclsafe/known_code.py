@@ -76,8 +76,7 @@ def _has(code: Code, file: str, function: str) -> bool:
 
 
 def _package(*names: str, before: str = "/") -> Package:
-    folders = "|".join(name.replace(".", "/") for name in names)
-    return Package(names=names, folder=f"{before}(?:{folders})/")
+    return Package(names=names, folder=f"{before}(?:{'|'.join(names)})/".replace(".", "/"))
 
 
 def _in(package: Package, *files: str, functions: str = "", but: str = "", versions: str = "") -> Code:
@@ -173,11 +172,12 @@ COMPILATION = (
     | _in(_TRITON, "compiler/*", "backends/*", "runtime/build.py")
     | _in(_package("numba"), "core/dispatcher.py", "core/compiler*")
 )
-TUNING = _in(
-    _TORCH,
-    "_inductor/runtime/*",
-    functions="precompile* _precompile* benchmark* autotune* coordinate_descent* _coordinate_descent*",
-) | _in(_TRITON, "runtime/autotuner.py", "runtime/jit.py", functions="autotune* benchmark* do_bench* _bench* warmup*")
+TUNING = (
+    _in(_TORCH, "_inductor/runtime/*", functions="precompile* _precompile* benchmark* autotune* coordinate_descent*")
+    | _in(_TRITON, "runtime/autotuner.py", functions="autotune* benchmark* do_bench* _bench* warmup*")
+    | _in(_TRITON, "runtime/jit.py", functions="warmup*")
+    | _in(_TRITON, "runtime/jit.py", functions="_do_compile", versions=">=3.5")
+)
 
 # Lightning
 TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")

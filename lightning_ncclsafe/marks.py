@@ -3,6 +3,7 @@
 So nobody has to know a function of ours by its file and its name, which change.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -36,7 +37,7 @@ def _as_written(file: str) -> str:
     return file.encode("ascii", "backslashreplace").decode()
 
 
-_FOLDER = _as_written(str(Path(__file__).parent))
+_FOLDER = _as_written(f"{Path(__file__).parent}{os.sep}")
 # By file and name, and then by lines: a file may have several functions of one name.
 _marked: dict[tuple[str, str], dict[range, Mark]] = defaultdict(dict)
 

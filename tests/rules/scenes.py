@@ -76,6 +76,14 @@ def rank_zero_evaluates_through_a_loader(net: Backend) -> JobFacts:
     return job(culprit, *(net.in_sigterm_broadcast(rank, seq=61, epoch=1, batch=0) for rank in (1, 2, 3)))
 
 
+def rank_zero_evaluates_before_it_presents_its_loaders(net: Backend) -> JobFacts:
+    """Rank 0 evaluates in a hook of its own; the others wait for it in the comparison of the loaders."""
+    culprit = net.working(0, user("on_train_epoch_end", 70), EVALUATE, seq=60, action=EPOCH_END, batch=23, last=True)
+    options = {"action": "agreement:train_dataloader", "epoch": 1, "batch": -1}
+    others = (net.rank(rank, *AGREEMENT_WAIT, seq=60, **options) for rank in (1, 2, 3))  # type: ignore[arg-type]
+    return job(culprit, *others)
+
+
 def decorated_callback(net: Backend) -> JobFacts:
     """@rank_zero_only on a callback's hook; no condition in sight."""
     stack = (RANK_ZERO, user("on_train_batch_end", 31))
@@ -333,6 +341,13 @@ SCENES = (
         "rank-zero-only-work",
         (0,),
         f"{USER_FILE}:12 in __getitem__",
+    ),
+    Scene(
+        "rank 0 evaluates before it presents its loaders",
+        rank_zero_evaluates_before_it_presents_its_loaders,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:73 in evaluate",
     ),
     Scene(
         "decorated callback", decorated_callback, "rank-zero-only-work", (0,), f"{USER_FILE}:31 in on_train_batch_end"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_WAIT, SITE, TRAINING_STEP, Backend, job, user
+from scenes import rank_zero_evaluates_before_it_presents_its_loaders
 
 from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
@@ -63,3 +64,12 @@ def test_code_of_others_that_ours_has_called_is_not_ours(net: Backend, inner: Fr
 @BACKENDS
 def test_a_rank_of_ours_that_nobody_waits_for_is_no_hang(net: Backend) -> None:
     assert judge(job(*(net.working(rank, *OWN_WAIT, seq=60) for rank in range(4)))).findings == ()
+
+
+@BACKENDS
+def test_ranks_that_wait_for_another_one_in_a_comparison_are_innocent(net: Backend) -> None:
+    """They stand in code of ours, where they wait for rank 0, which works alone."""
+    found = {
+        finding.rule: finding for finding in judge(rank_zero_evaluates_before_it_presents_its_loaders(net)).findings
+    }
+    assert (found["rank-zero-only-work"].ranks, "own-code" in found) == ((0,), False)
