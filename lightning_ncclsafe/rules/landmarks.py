@@ -15,7 +15,7 @@ class Landmark:
 
     Attributes:
         kind: Name of an :class:`~lightning_ncclsafe.rules.activity.Kind`.
-        call: The function.
+        call: The function, or for code of ours what it is for.
         weak: Whether it counts only with a collective outstanding and no user code below it, as its C++ code both
             computes and waits.
         exempt: Whether Lightning waits there without limit on purpose.
@@ -50,7 +50,11 @@ _BY_CODE = (
     (known_code.SAVE, _CHECKPOINT),
     (known_code.SAVING, _CHECKPOINT),
 )
-_BY_MARK = {Mark.STORE.value: _STORE, Mark.VOTE.value: _COLLECTIVE, Mark.LOGGER.value: _LOGGER}
+_BY_MARK = {
+    Mark.STORE.value: Landmark("STORE", call="an agreement of all ranks"),
+    Mark.VOTE.value: Landmark("COLLECTIVE", call="the vote on the next batch"),
+    Mark.LOGGER.value: _LOGGER,
+}
 
 # Reading a device's result in Python waits for everything queued on it, collectives included.
 _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
@@ -65,7 +69,7 @@ def landmark(frame: Frame) -> Landmark | None:
 def _landmark(file: str, function: str, mark: str) -> Landmark | None:
     by_code = (landmark for code, landmark in _BY_CODE if code.has(file, function))
     found = _BY_MARK.get(mark) if mark else next(by_code, None)
-    return replace(found, call=function) if found is not None else None
+    return replace(found, call=found.call or function) if found is not None else None
 
 
 def looks_like_device_sync(frame: Frame) -> bool:
