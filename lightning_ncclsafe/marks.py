@@ -68,6 +68,11 @@ def mark_at(file: str, line: int, function: str) -> str:
     return next(found, Mark.OWN).value
 
 
+def lacks_mark(file: str, mark: str) -> bool:
+    """Whether a frame is of this package, wherever that was, and was written before there were marks."""
+    return not mark and f"/{Path(__file__).parent.name}/" in file.replace("\\", "/")
+
+
 def _codes_of(owner: object) -> Iterator[CodeType]:
     for member in vars(owner).values() if isinstance(owner, type) else (owner,):
         function = getattr(member, "__func__", getattr(member, "fget", member))
