@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import fetch, signal_handling, worker
+
+from lightning_ncclsafe.marks import Mark, marked
 
 # torch._C._distributed_c10d is absent from builds without distributed support.
 try:
@@ -94,6 +97,7 @@ def own_store_connection(prefix: str) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, default.clone())
 
 
+@marked(Mark.STORE)
 def agents_store() -> Any:
     """A connection of our own to the store that torchrun's agent keeps, from before there is a process group.
 
@@ -123,6 +127,7 @@ def forget_groups(store: Any) -> None:
                 store.delete_key(key)
 
 
+@marked(Mark.STORE)
 def launched_store(host: str, port: int, rank: int, *, timeout_s: float = 30.0) -> Any:
     """The store of a job that has no process group, found by what its launcher has put into the environment.
 
@@ -194,6 +199,13 @@ def hosts_store(rank: int) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
 
 
+@marked(Mark.VOTE)
+def wait_for_vote(work: Any, tensor: Any) -> int:
+    """Waits for a vote, and gives the flags that any rank has set."""
+    work.wait()
+    return int(tensor.item())
+
+
 class VoteGroup:
     """A gloo process group of our own, on which ranks vote without waiting; made by all ranks at the same time.
 
@@ -230,11 +242,7 @@ class VoteGroup:
             self._works.popleft()
         self._works.append(work)
 
-        def wait_for_vote() -> int:
-            work.wait()
-            return int(tensor.item())
-
-        return wait_for_vote
+        return partial(wait_for_vote, work, tensor)
 
     def gather(self, *values: int) -> list[list[int]]:
         """The values of every rank, by rank. Waits."""

@@ -11,6 +11,7 @@ import psutil
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.probes.rank import Card
 
 EXIT_CODE = 124
@@ -102,6 +103,7 @@ def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int
             time.sleep(_POLL_S)
 
 
+@marked(Mark.STORE)
 def stay_until_all_finished(
     exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool], leave_behind: Callable[[], None]
 ) -> None:
@@ -133,6 +135,7 @@ def say_goodbye(exchange: Exchange, rank: int) -> None:
         exchange.set(f"left/{rank}", b"")
 
 
+@marked(Mark.STORE)
 def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks have said that they need the store no more."""
     others = {f"left/{other}" for other in range(world_size) if other != rank}

@@ -65,6 +65,8 @@ class Frame:
         user: Whether the file is the user's own code: neither the standard library, nor an installed package.
         rank_condition: The condition on the rank that encloses this line in the source, with its line number, e.g.
             ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
+        mark: What code of this package says of itself, see :class:`~lightning_ncclsafe.marks.Mark`; empty for that of
+            others, and where the frame was not taken by a probe.
     """
 
     file: str
@@ -73,6 +75,7 @@ class Frame:
     code: str = ""
     user: bool = False
     rank_condition: str = ""
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

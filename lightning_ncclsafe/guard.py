@@ -17,6 +17,7 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchErr
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.moments import LONG_S, Moment
 from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
@@ -137,6 +138,7 @@ class Guard:
             self._whereabouts.tell(exchange, own_address_towards(self._place.master_address, self._place.master_port))
         self._watchdog.wake()
 
+    @marked(Mark.STORE)
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised on this rank: the others are told, and the report written, before it leaves.
 
@@ -156,6 +158,7 @@ class Guard:
         self._main_thread_left.set()
         return self._timeout_error() if self._is_explained(is_consequence) else None
 
+    @marked(Mark.STORE)
     def finish(self) -> None:
         """The Trainer's function returned on this rank. Waits until it has on all, and stays to answer meanwhile.
 

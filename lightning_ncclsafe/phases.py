@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from functools import partial
+from inspect import unwrap
 from threading import get_ident
 from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
 from lightning_ncclsafe.facts import Action
+from lightning_ncclsafe.known_code import PROFILE, START_OF_NO_PROFILER, Code
+from lightning_ncclsafe.marks import Mark, marked
 
 SAVE = "save_checkpoint"
 """Lightning's name of the action in which the Trainer saves a checkpoint."""
@@ -125,14 +128,17 @@ def attached_trackers() -> "list[PhaseTracker]":
 
 def _is_lightnings_own(profiler: Any) -> bool:
     """Whether ``profile`` is that of Lightning's base class, and so just start, stop and nothing else."""
-    profile = type(profiler).profile
-    return f"{profile.__module__}.{profile.__qualname__}".endswith(".profilers.profiler.Profiler.profile")
+    return _is_in(PROFILE, type(profiler).profile)
 
 
 def _does_nothing(profiler: Any) -> bool:
     """Whether this is Lightning's default, whose start and stop are empty."""
-    start = type(profiler).start
-    return f"{start.__module__}.{start.__qualname__}".endswith(".profilers.base.PassThroughProfiler.start")
+    return _is_in(START_OF_NO_PROFILER, type(profiler).start)
+
+
+def _is_in(known: Code, function: Any) -> bool:
+    code = getattr(unwrap(function), "__code__", None)
+    return code is not None and known.has(code.co_filename, code.co_name)
 
 
 class _Listener:
@@ -149,6 +155,7 @@ class _Listener:
         self._second(action_name)
 
 
+@marked(Mark.LISTENER)
 class _Heard(ContextDecorator):
     """What ``Profiler.profile`` gives where the profiler does nothing: an action to the tracker, and no more.
 
@@ -171,6 +178,7 @@ class _Heard(ContextDecorator):
             self._tracker.failed(self._name, error)
 
 
+@marked(Mark.LISTENER)
 class _Profiled(_Heard):
     """The same where the profiler does something: without a generator both take less time than one with."""
 

@@ -12,6 +12,7 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.preflight_table import render_preflight
@@ -185,6 +186,7 @@ def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:
     return replace(known, **found)
 
 
+@marked(Mark.STORE)
 def _wait_for(exchange: Exchange, keys: list[str], wait_s: float) -> dict[str, bytes]:
     give_up, found = time.monotonic() + _CLOCK_S, dict[str, bytes]()
     while len(found) < len(keys) and time.monotonic() < give_up:

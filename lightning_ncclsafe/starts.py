@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.rules.wording import ranks_words
 
 _POLL_S = 0.02
@@ -22,6 +23,7 @@ _POLL_S = 0.02
 _POLLS_PER_S = 2000.0
 
 
+@marked(Mark.STORE)
 def agree_on_start(
     exchange: Exchange, *, rank: int, world_size: int, deadline_s: float, clear: Callable[[], None]
 ) -> str:

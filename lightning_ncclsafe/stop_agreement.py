@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 
 Position = tuple[int, int]
@@ -86,6 +87,7 @@ class StopAgreement:
             self._received_at = time.monotonic()
         return is_first
 
+    @marked(Mark.STORE)
     def may_pass(self, position: Position) -> bool:
         """Whether this rank begins its next batch; waits for the decision where one is due.
 

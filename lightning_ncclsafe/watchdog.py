@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
+from lightning_ncclsafe.marks import Mark, marked
+
 
 class Watchdog:
     """Calls ``tick(idle_s)`` at a steady pace from a thread of its own until it is stopped.
@@ -68,6 +70,7 @@ class Watchdog:
             self._stopped = True
             self._on_failure(error)
 
+    @marked(Mark.WATCH)
     def _run(self) -> None:
         while not self._stopped:
             self._awake.wait(self._poll_s)

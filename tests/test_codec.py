@@ -54,7 +54,15 @@ from lightning_ncclsafe.preflight_facts import (
 from lightning_ncclsafe.recorded_facts import RecordFacts
 from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
-FRAME = Frame(file="/home/me/train.py", line=42, function="step", code="go()", user=True, rank_condition="if rank == 0")
+FRAME = Frame(
+    file="/home/me/train.py",
+    line=42,
+    function="step",
+    code="go()",
+    user=True,
+    rank_condition="if rank == 0",
+    mark="own",
+)
 WORKER = ProcessFacts(
     pid=7,
     rank=3,

@@ -19,6 +19,7 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("data_facts", "logger_facts", "recorded_facts", "recorder_entries", "step_facts", "capacity_facts"),
+    ("known_code", "marks"),
     ("methods", "_torch", "_lightning"),
     ("preflight_facts",),
     ("machine_facts",),

@@ -8,8 +8,9 @@ from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.marks import lacks_mark
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
@@ -86,8 +87,14 @@ def _diagnoses(evidence: Evidence) -> Iterator[tuple[str, Diagnosis]]:
 def _judged_again(diagnosis: Diagnosis) -> Diagnosis:
     """A hang by today's rules; ranks that were compared before they trained were compared under settings of then."""
     rules = _RULES.get(diagnosis.job.incident.kind)
-    again = judge(diagnosis.job, rules) if rules is not None else diagnosis
+    again = judge(diagnosis.job, rules) if rules is not None and not _is_unmarked(diagnosis.job) else diagnosis
     return again if again.findings else diagnosis
+
+
+def _is_unmarked(job: JobFacts) -> bool:
+    """Whether a version has written this whose frames of ours do not say what they wait for: it knew that itself."""
+    stacks = [*(facts.stack for facts in job.ranks), *(process.stack for process in job.witnessed)]
+    return any(lacks_mark(frame.file, frame.mark) for stack in stacks for frame in stack)
 
 
 def _nothing(evidence: Evidence) -> int:

@@ -13,6 +13,7 @@ from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.collectives.tree import Told, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
@@ -110,6 +111,7 @@ class Timer:
             ready, self._ready = self._ready, {}
         return ready
 
+    @marked(Mark.STORE)
     def end(self) -> None:
         """Shares what is left, waits for what the others share, on rank 0, and ends the thread."""
         self._ending.set()

@@ -15,6 +15,7 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.findings import Finding
 from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.marks import Mark, marked
 
 T = TypeVar("T")
 
@@ -199,6 +200,7 @@ class Meeting:
     def _verdict_key(self, number: int) -> str:
         return f"{self._name}/verdict/{number}"
 
+    @marked(Mark.STORE)
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Asks again and again, ever more rarely."""
         give_up, poll_s = time.monotonic() + limit_s, _SHORTEST_POLL_S

@@ -18,6 +18,7 @@ from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.marks import Mark, marked
 
 LOG_METRICS = "log_metrics"
 
@@ -39,6 +40,7 @@ _NUMBERS = (bool, int, float)
 _PASSING = re.compile("connect|timeout|comm|network|unavailable|retr", re.IGNORECASE)
 
 
+@marked(Mark.LOGGER)
 class CallsBackend:
     """Takes a logger of any class off the training thread.
 

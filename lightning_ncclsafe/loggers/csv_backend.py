@@ -20,11 +20,13 @@ from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.marks import Mark, marked
 
 _ROW = "log_metrics"
 _HPARAMS = "hparams.yaml"
 
 
+@marked(Mark.LOGGER)
 class CSVBackend:
     """Takes a ``CSVLogger`` and its ``ExperimentWriter`` off the training thread.
 

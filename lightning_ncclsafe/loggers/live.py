@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.marks import Mark, marked
 
 if TYPE_CHECKING:
     from lightning_ncclsafe.loggers.offload import Offload
@@ -41,6 +42,7 @@ def set_unfinished(destination: str, ended: threading.Event) -> None:
     _unfinished[destination] = ended
 
 
+@marked(Mark.LOGGER)
 def drain_all(timeout_s: float) -> None:
     """Brings what all offloaded loggers of this process have accepted to storage, as far as that goes in the time.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.loggers.calls_backend import LOG_METRICS, CallsBackend, is_permanent
 from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.marks import Mark, marked
 
 # What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
 _MOST_METRICS = 1000
@@ -17,6 +18,7 @@ _LOG_METRIC = "experiment.log_metric"
 _LOG_PARAM = "experiment.log_param"
 
 
+@marked(Mark.LOGGER)
 class MLFlowBackend(CallsBackend):
     """Takes an ``MLFlowLogger`` and its client off the training thread."""
 

@@ -17,6 +17,7 @@ from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.summary import summary
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what came in at the last moment may take once everything else has been delivered.
@@ -25,6 +26,7 @@ _LAST_S = 1.0
 _LONG_S = 3600.0
 
 
+@marked(Mark.LOGGER)
 class Offload:
     """Takes a logger off the training thread, until it is finalized for the last time.
 

@@ -32,6 +32,7 @@ from lightning_ncclsafe.loggers.staging import leftovers, make_staging
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 from lightning_ncclsafe.loggers.wandb_backend import WandbBackend
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.reporter import say_on_stderr
 from lightning_ncclsafe.settings import OffloadSettings
 
@@ -39,6 +40,7 @@ from lightning_ncclsafe.settings import OffloadSettings
 _WITH_EXPERIMENT = (MLFlowLogger, WandbLogger, CometLogger)
 
 
+@marked(Mark.LOGGER)
 def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     """Puts an offload between a logger and its callers.
 

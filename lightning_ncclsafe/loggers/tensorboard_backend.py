@@ -26,6 +26,7 @@ from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaPro
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.marks import Mark, marked
 
 # Traced, or read from a file, when they are called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}
@@ -44,6 +45,7 @@ _KEPT = {"add_hparams"}
 _HPARAMS = "hparams.yaml"
 
 
+@marked(Mark.LOGGER)
 class TensorBoardBackend:
     """Takes a ``TensorBoardLogger`` and its ``SummaryWriter`` off the training thread.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend
 from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.marks import Mark, marked
 
 _LOG = "experiment._log"
 
 
+@marked(Mark.LOGGER)
 class WandbBackend(CallsBackend):
     """Takes a ``WandbLogger`` and its run off the training thread."""
 

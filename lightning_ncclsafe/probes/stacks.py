@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.marks import mark_at
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
@@ -36,7 +37,16 @@ def main_thread_stack() -> tuple[Frame, ...]:
 
     Only the deepest frame has its source line, which tells whether it waits; :func:`with_source` gives the others.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return thread_stack(threading.main_thread().ident or 0)
+
+
+def thread_stack(ident: int) -> tuple[Frame, ...]:
+    """The same of any thread of this process.
+
+    Args:
+        ident: Python's number of the thread.
+    """
+    frame = sys._current_frames().get(ident)
     inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
     deepest = tuple(replace(f, code=linecache.getline(f.file, f.line).strip()) for f in inner[:1])
     return (deepest + inner[1:])[::-1]
@@ -60,16 +70,18 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
     Reads source files, so it can be slow where they lie on storage that is.
     """
     return tuple(
-        Frame(
-            file=frame.file,
-            line=frame.line,
-            function=frame.function,
+        replace(
+            frame,
             code=linecache.getline(frame.file, frame.line).strip(),
-            user=frame.user,
             rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
         )
         for frame in stack
     )
+
+
+def seen_frame(file: str, line: int, function: str) -> Frame:
+    """A frame with what its place tells, as Python or faulthandler names it."""
+    return Frame(file=file, line=line, function=function, user=is_user_code(file), mark=mark_at(file, line, function))
 
 
 def is_user_code(file: str) -> bool:
@@ -127,7 +139,7 @@ def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def _frames(places: Iterable[tuple[str, int, str]]) -> tuple[Frame, ...]:
-    frames = [Frame(file=file, line=line, function=name, user=is_user_code(file)) for file, line, name in places]
+    frames = [seen_frame(*place) for place in places]
     if len(frames) > _MAX_FRAMES:
         frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
     return tuple(frames)

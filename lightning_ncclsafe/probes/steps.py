@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.known_code import LOGGED_VALUES, SEND_OR_RECV, Code
+from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
 from lightning_ncclsafe.probes.stacks import exception_facts, main_thread_stack, rank_condition
 from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
@@ -21,10 +23,6 @@ _MAX_NAMES = 8
 _MAX_KEYS = 64
 # Where Lightning keeps what was logged, by the loops that have it.
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
-# From here on the stack is the guard's own.
-_HEARD = "/lightning_ncclsafe/phases.py"
-_RESULT_FILE = "logger_connector/result.py"
-_C10D = "torch/distributed/distributed_c10d.py"
 _TO_PEER = {"send": "dst", "recv": "src"}
 # Lightning refuses a skipped step where there are several ranks, with this.
 _REFUSED = "Skipping the `training_step`"
@@ -109,7 +107,7 @@ class StepRecord:
 def _callers() -> list[Frame]:
     """Those of the save; the frame with the save itself is the first of the exception's."""
     stack = main_thread_stack()
-    heard = next((i for i, frame in enumerate(stack) if frame.file.replace("\\", "/").endswith(_HEARD)), 0)
+    heard = next((i for i, frame in enumerate(stack) if frame.mark == Mark.LISTENER), 0)
     return list(stack[: max(heard - 1, 0)])
 
 
@@ -181,22 +179,21 @@ def _synced(trainer: Any) -> Iterable[Any]:
                 yield meta
 
 
-def _main_frames(*files: str) -> Iterator[Any]:
-    """The main thread's frames in these files, innermost first."""
+def _main_frames(code: Code) -> Iterator[Any]:
+    """The main thread's frames in there, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     for inner, _ in traceback.walk_stack(frame):
-        if inner.f_code.co_filename.replace("\\", "/").endswith(files):
+        if code.has(inner.f_code.co_filename, inner.f_code.co_name):
             yield inner
 
 
 def _reducing() -> str:
     """The key that Lightning's frame on the main thread holds; nothing but that frame's own variables is looked at."""
-    metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in _main_frames(_RESULT_FILE))
+    metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in _main_frames(LOGGED_VALUES))
     return next((str(meta.name) for meta in metas if meta is not None), "")
 
 
 def _peer() -> int:
     """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
-    frames = (frame for frame in _main_frames(_C10D) if frame.f_code.co_name in _TO_PEER)
-    peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in frames)
+    peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in _main_frames(SEND_OR_RECV))
     return next((peer for peer in peers if isinstance(peer, int)), -1)

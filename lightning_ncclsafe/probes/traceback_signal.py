@@ -22,7 +22,7 @@ from typing import IO
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.machine_facts import COLLECTOR
-from lightning_ncclsafe.probes.stacks import is_user_code
+from lightning_ncclsafe.probes.stacks import seen_frame
 
 # What faulthandler says above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
@@ -186,9 +186,7 @@ def _frame(line: str) -> Frame | None:
     found = _FRAME.match(line)
     if found is None:
         return None
-    return Frame(
-        file=found["file"], line=int(found["line"]), function=found["function"], user=is_user_code(found["file"])
-    )
+    return seen_frame(found["file"], int(found["line"]), found["function"])
 
 
 def _read_answer(path: Path, before: int) -> str:

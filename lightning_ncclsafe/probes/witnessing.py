@@ -4,13 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.probes.growth import LEAST_S
 from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
 
 ANSWERING = ("running", "sleeping", "idle")
 """States in which a process can be asked for its stack."""
-
-_WATCHDOG = "/lightning_ncclsafe/watchdog.py"
 
 
 def needs_time(seen: ProcessFacts) -> bool:
@@ -39,5 +38,5 @@ def guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
 
 
 def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
-    depths = [depth for depth, frame in enumerate(stack) if frame.file.replace("\\", "/").endswith(_WATCHDOG)]
+    depths = [depth for depth, frame in enumerate(stack) if frame.mark == Mark.WATCH]
     return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None

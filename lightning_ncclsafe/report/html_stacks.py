@@ -164,15 +164,15 @@ def _runs(frames: tuple[Frame, ...], innermost: int) -> list[Run]:
 
 def _packages(frames: Sequence[Frame]) -> str:
     """Where they are from: ``"lightning, torch"``, the most frequent first."""
-    names = [_package(frame.file) for frame in frames]
+    names = [_package(frame) for frame in frames]
     ordered = sorted(set(names), key=lambda name: (-names.count(name), name))
     return ", ".join(ordered[:3]) + (", …" if len(ordered) > 3 else "")
 
 
-def _package(file: str) -> str:
-    path = file.replace("\\", "/")
+def _package(frame: Frame) -> str:
+    path = frame.file.replace("\\", "/")
     inside = path.rpartition(_PACKAGES)[2] if _PACKAGES in path else path
-    if "lightning_ncclsafe/" in path:
+    if frame.mark:
         return "lightning_ncclsafe"
     return inside.partition("/")[0] if _PACKAGES in path else "Python"
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_ncclsafe.facts import VOTE_GROUP, Action, Collective, Frame, Phase, RankFacts
+from lightning_ncclsafe.known_code import RANK_ZERO_ONLY
+from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
 
 AGREEMENT = "agreement:"
@@ -12,7 +14,6 @@ AGREEMENT = "agreement:"
 PAUSE = "pause:"
 """What the name of an action begins with for which a rank has announced that it will stand still; why follows."""
 
-_WAIT_FOR_VOTE = "wait_for_vote"
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
 
 
@@ -101,7 +102,7 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
     A vote on the next batch is on its way while the rank does something else; it counts where the rank waits for it.
     """
     votes = {group.name for group in facts.groups if group.description == VOTE_GROUP}
-    in_vote = any(frame.function == _WAIT_FOR_VOTE for frame in facts.stack)
+    in_vote = any(frame.mark == Mark.VOTE for frame in facts.stack)
     outstanding = (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
     return next((entry for entry in outstanding if (entry.group in votes) is in_vote), None)
 
@@ -190,10 +191,6 @@ def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
         if frame.user and frame.rank_condition:
             return frame.rank_condition, frame
     for index in range(len(outer) - 1, 0, -1):
-        if _is_rank_zero_wrapper(outer[index - 1]) and outer[index].user:
+        if RANK_ZERO_ONLY.has(outer[index - 1].file, outer[index - 1].function) and outer[index].user:
             return "@rank_zero_only", outer[index]
     return "", None
-
-
-def _is_rank_zero_wrapper(frame: Frame) -> bool:
-    return frame.function == "wrapped_fn" and frame.file.replace("\\", "/").endswith("/rank_zero.py")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
+from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
@@ -137,9 +138,8 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
     """
     inside = stack[trainer_start(stack) :]
     for frame in reversed(inside):
-        path = frame.file.replace("\\", "/")
-        if "/torch/distributed/fsdp/" in path or starts_trainer(frame):
+        if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
-        if frame.user or (landmark(frame) is None and "/torch/distributed/" not in path):
+        if frame.user or (landmark(frame) is None and not DISTRIBUTED.has(frame.file, frame.function)):
             return frame.file, frame.function, frame.line
     return None

@@ -1,27 +1,15 @@
 """Whether ranks wait for something of which it is known that it takes long, so that a standstill is no surprise yet."""
 
-import re
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.known_code import COMPILATION, TUNING
 from lightning_ncclsafe.moments import LONG_S, Moment, moment_of
 from lightning_ncclsafe.rules.activity import PAUSE, Kind
 from lightning_ncclsafe.rules.timeline import Timeline, forget, timeline
 
-# Files that torch.compile and Triton are in while they compile or tune. Those that are on the stack as well while
-# compiled code runs (eval_frame.py, output_code.py, Triton's launcher) are not among them.
-_COMPILES = re.compile(
-    r"/torch/_dynamo/(?:convert_frame|symbolic_convert|output_graph)\.py$"
-    r"|/torch/_functorch/_aot_autograd/graph_compile\.py$"
-    r"|/torch/_inductor/(?:compile_fx|graph|lowering|scheduler|async_compile|codecache|cpp_builder|select_algorithm"
-    r"|autotune_process|autotuning_process)\.py$"
-    r"|/torch/_inductor/(?:codegen|fx_passes|kernel|compile_worker)/"
-    r"|/triton/(?:compiler/|backends/|runtime/build\.py$)"
-    r"|/torch/utils/cpp_extension\.py$|/numba/core/(?:dispatcher|compiler)"
-)
 _ASKED_AGAIN_S = 60.0
-_TUNES = re.compile(r"/torch/_inductor/runtime/|/triton/runtime/(?:autotuner|jit)\.py$")
-_TUNING = re.compile(r"_?(?:precompile|benchmark|autotune|coordinate_descent|do_compile|do_bench|_bench|warmup).*")
+_COMPILES = COMPILATION | TUNING
 
 
 def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
@@ -80,11 +68,7 @@ def _is_alarming(job: JobFacts) -> bool:
 
 def is_compiling(stack: Iterable[Frame]) -> bool:
     """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
-    return any(_compiles("/" + frame.file.replace("\\", "/"), frame.function) for frame in stack)
-
-
-def _compiles(path: str, function: str) -> bool:
-    return bool(_COMPILES.search(path) or (_TUNES.search(path) and _TUNING.match(function)))
+    return any(_COMPILES.has(frame.file, frame.function) for frame in stack)
 
 
 def _awaited(line: Timeline) -> Iterable[int]:

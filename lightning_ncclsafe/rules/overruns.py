@@ -1,6 +1,7 @@
 """Processes that gloo has ended, as it does with one to which more is sent than it has room for."""
 
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts
+from lightning_ncclsafe.known_code import C10D, FSDP
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import numel
 
@@ -19,7 +20,7 @@ def aborted(view: Timeline) -> tuple[int, ...]:
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
     process = view.witnesses[rank]
     near = process.stack[-_NEAR:]
-    called = any(frame.file.replace("\\", "/").endswith("/torch/distributed/distributed_c10d.py") for frame in near)
+    called = any(C10D.has(frame.file, frame.function) for frame in near)
     on_gloo = any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
     return process.ended_by == "SIGABRT" and on_gloo and called and any(frame.user for frame in near)
 
@@ -49,7 +50,7 @@ def last_of_gloo(facts: RankFacts) -> Collective | None:
 
 def is_of_fsdp(facts: RankFacts) -> bool:
     """Whether FSDP has called what a rank waits in, or waited in until the connection broke."""
-    return any("/fsdp/" in frame.file.replace("\\", "/") for frame in _near(facts))
+    return any(FSDP.has(frame.file, frame.function) for frame in _near(facts))
 
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:

@@ -1,16 +1,16 @@
 """Ranks that run a model which is spread over all ranks (FSDP, DTensors) while the others do something else."""
 
-import re
 from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame, RankFacts, UnitKind
+from lightning_ncclsafe.known_code import DTENSOR, FSDP
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame
 from lightning_ncclsafe.rules.overruns import aborted
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.units import unit_of
 
 _SPREAD = (UnitKind.FSDP_UNIT, UnitKind.PARAMETER)
-_CODE = re.compile(r"/torch/distributed/(?:fsdp|tensor)/")
+_CODE = FSDP | DTENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,6 @@ def _runs_spread(stack: tuple[Frame, ...]) -> bool:
     for frame in reversed(stack):
         if frame.user:
             return False
-        if _CODE.search(frame.file.replace("\\", "/")):
+        if _CODE.has(frame.file, frame.function):
             return True
     return False

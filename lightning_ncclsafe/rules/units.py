@@ -4,7 +4,9 @@ import math
 import re
 from collections.abc import Iterable
 from enum import Enum
+from functools import lru_cache
 
+from lightning_ncclsafe import known_code
 from lightning_ncclsafe.facts import Collective, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.rules.wording import size_words
 
@@ -23,12 +25,12 @@ class Part(str, Enum):
     UNKNOWN = ""
 
 
-# Part of the file's path, the function's full name, and what both say. The deepest frame that says something counts.
-_BY_FRAME = (
-    (r"distributed/checkpoint/|_state_dict_utils\.py|_optim_utils\.py", "", Part.CHECKPOINT),
-    (r"torch/autograd/graph\.py", "_engine_run_backward", Part.BACKWARD),
-    (r"distributed/fsdp/", "_?(?:pre|post)_backward(?:_hook|_final_callback)?", Part.BACKWARD),
-    (r"distributed/fsdp/", "_?(?:root_)?pre_forward|forward", Part.FORWARD),
+# The deepest frame that says something counts.
+_BY_CODE = (
+    (known_code.STATE_GATHERING, Part.CHECKPOINT),
+    (known_code.BACKWARD, Part.BACKWARD),
+    (known_code.FSDP_BACKWARD, Part.BACKWARD),
+    (known_code.FSDP_FORWARD, Part.FORWARD),
 )
 _BY_ACTION = (
     ("save_checkpoint", Part.CHECKPOINT),
@@ -110,13 +112,15 @@ def _part(call: Collective, facts: RankFacts) -> Part:
     if call.backend.startswith("nccl") and len(outstanding) > 1:
         return Part.UNKNOWN
     for frame in reversed(facts.stack):
-        for path, function, part in _BY_FRAME:
-            if re.search(path, frame.file.replace("\\", "/")) and (
-                not function or re.fullmatch(function, frame.function)
-            ):
-                return part
+        if (part := _part_of(frame.file, frame.function)) is not None:
+            return part
     names = (action.name for action in reversed(facts.progress.actions))
     return next((part for name in names for ending, part in _BY_ACTION if name.endswith(ending)), Part.UNKNOWN)
+
+
+@lru_cache(maxsize=16_384)
+def _part_of(file: str, function: str) -> Part | None:
+    return next((part for code, part in _BY_CODE if code.has(file, function)), None)
 
 
 def _named(unit: ModelUnit) -> str:

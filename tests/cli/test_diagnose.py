@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.cli import main
-from lightning_ncclsafe.facts import Collective, Group, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    Group,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    Phase,
+    Progress,
+    RankFacts,
+)
 from lightning_ncclsafe.report.json import read_report, report_json
 from lightning_ncclsafe.rules.judging import judge
 
@@ -213,3 +223,14 @@ def test_a_report_of_compared_ranks_is_told_as_it_was() -> None:
     from lightning_ncclsafe.cli.diagnose import _judged_again
 
     assert _judged_again(replace(saved, job=job)).findings == saved.findings
+
+
+@pytest.mark.parametrize(("mark", "is_judged"), [("", False), ("own", True)])
+def test_a_report_from_before_frames_of_ours_said_what_they_are_is_told_as_it_was(mark: str, is_judged: bool) -> None:
+    from lightning_ncclsafe.cli.diagnose import _judged_again
+
+    ours = Frame(file="/venv/site-packages/lightning_ncclsafe/a.py", line=1, function="f", mark=mark)
+    saved = read_report(report())
+    job = replace(saved.job, ranks=tuple(replace(facts, stack=(ours,)) for facts in saved.job.ranks))
+    was = replace(saved, job=job, findings=saved.findings[:1] * 2)
+    assert (_judged_again(was).findings != was.findings) is is_judged

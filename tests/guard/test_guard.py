@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from standing import seen
 from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 
 from lightning_ncclsafe import guard as guard_module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
-from lightning_ncclsafe.facts import Incident, IncidentKind
+from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.rounds import Round, RoundLog
+from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.settings import Limits
 
 
@@ -335,3 +337,21 @@ def test_a_report_folder_that_cannot_be_written_costs_the_folder_only(
     assert "train.py:42" in job.said[0]
     (report,) = tmp_path.glob("ncclsafe-*/*/report.json")
     assert job.said[0].endswith(f"report: {report.parent} (nothing could be written to {job.folder})")
+
+
+@pytest.mark.parametrize("name", ["failed", "finish"])
+def test_a_main_thread_that_its_guard_keeps_waits_for_the_others(name: str, make_job: Callable[..., Job]) -> None:
+    """Until a report about its exception is there, or until all have finished."""
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start(without=0)
+    guard = job.guards[0]  # its watch is off: nobody asks, and nobody answers
+    calls = {"failed": lambda: guard.failed(ValueError("x")), "finish": guard.finish}
+
+    def release() -> None:
+        guard._exception_is_told.set()
+        guard._off = True
+
+    stack = seen(calls[name], getattr(Guard, name), release)
+    facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack)
+    assert activity(facts).waits_for_peers

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from standing import in_agreement
 from thread_ranks import COMPILE, Job, wait_on_all_but
 
 from lightning_ncclsafe import guard as guard_module
@@ -204,3 +205,17 @@ def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still(make
     guard._take_part(Round(incident=guard._incident(IncidentKind.SUSPECT, 5.0)), 5.0)
     assert guard._recovery(0.1) is None
     assert guard._recovery(0.2) is not None
+
+
+def test_ranks_that_wait_in_code_of_ours_are_suspected_and_timed_out(make_job: Callable[..., Job]) -> None:
+    """In the comparison of their loaders, for rank 0: nothing is outstanding in the recorder."""
+    job = make_job(learned=False, timeout_s=2.0, on_timeout="report")
+    for probe in job.probes[1:]:
+        probe.stands_in = in_agreement()
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("rank-zero-only-work", [0])  # type: ignore[index]
+    assert "own-code" not in {finding["rule"] for finding in report["findings"]}  # type: ignore[attr-defined]
+    job.wait_for(lambda: len(job.said) == 2)
+    assert [report["job"]["incident"]["kind"] for report in job.reports()] == ["timeout"]  # type: ignore[index,call-overload]

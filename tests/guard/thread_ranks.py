@@ -46,6 +46,7 @@ class HandMadeProbe:
         self.broken: Exception | None = None
         self.compiles = False
         self.awaits_preparation = False
+        self.stands_in: tuple[Frame, ...] = ()
 
     def position(self) -> object:
         return self.batch, self.waits
@@ -69,6 +70,8 @@ class HandMadeProbe:
         )
 
     def _stack(self) -> tuple[Frame, ...]:
+        if self.stands_in:
+            return self.stands_in
         if self.waits:
             return (PREPARED,) if self.awaits_preparation else (BROADCAST,)
         return (EVALUATE, *([COMPILE] if self.compiles else []))

@@ -3,28 +3,17 @@
 import os
 
 import pytest
+from standing import in_agreement, of_guard
 
 from lightning_ncclsafe.facts import Frame, ProcessFacts
 from lightning_ncclsafe.probes.growth import LEAST_S
 from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.witnessing import guard_rests, with_shares
 
-PACKAGE = "/venv/lib/python3.12/site-packages/lightning_ncclsafe"
-
-
-def stack(*places: str) -> tuple[Frame, ...]:
-    """Outermost first, as ``"watchdog.py:_run"``; what is not ours is Python's."""
-    pairs = [place.split(":") for place in places]
-    return tuple(
-        Frame(file=f"{PACKAGE}/{file}" if "_" in function else f"/usr/lib/python3.12/{file}", line=1, function=function)
-        for file, function in pairs
-    )
-
-
 MAIN = (Frame(file="/home/me/train.py", line=9, function="training_step", user=True),)
-RESTS = stack("threading.py:run", "watchdog.py:_run", "threading.py:wait", "threading.py:wait")
-LOOKS = stack("threading.py:run", "watchdog.py:_run", "guard.py:_tick", "threading.py:wait")
-OTHER = stack("threading.py:run", "queue.py:get", "threading.py:wait")
+RESTS = of_guard(in_tick=False)
+LOOKS = of_guard(in_tick=True)
+OTHER = in_agreement()
 
 
 @pytest.mark.parametrize(

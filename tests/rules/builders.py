@@ -6,6 +6,8 @@ says "started"; NCCL has several collectives outstanding while the main thread r
 
 from dataclasses import dataclass, replace
 
+from standing import in_agreement, in_offload, in_preflight
+
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
@@ -39,10 +41,10 @@ TRY_GET = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1290, functi
 FETCH = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=54, function="fetch")
 TENSORBOARD = Frame(file=f"{SITE}/lightning/pytorch/loggers/tensorboard.py", line=215, function="save")
 SUMMARY_WRITER = Frame(file=f"{SITE}/torch/utils/tensorboard/writer.py", line=1200, function="flush")
-OWN_CALLBACK = Frame(
-    file=f"{SITE}/lightning_ncclsafe/callbacks/collective_timer.py", line=61, function="on_train_batch_end"
-)
-OFFLOAD_PUT = Frame(file=f"{SITE}/lightning_ncclsafe/loggers/offload.py", line=106, function="put")
+# As the probe has seen them.
+OWN_WAIT = in_preflight()
+OFFLOAD_PUT = in_offload()
+AGREEMENT_WAIT = in_agreement()
 FLUSH = Frame(
     file=f"{SITE}/tensorboard/summary/writer/event_file_writer.py",
     line=120,
@@ -54,9 +56,6 @@ TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="sa
 CHECKPOINT_IO = Frame(file=f"{SITE}/lightning/fabric/plugins/io/torch_io.py", line=60, function="save_checkpoint")
 INFINITE = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=428, function="__exit__")
 
-AGREEMENT_WAIT = Frame(
-    file=f"{SITE}/lightning_ncclsafe/loaders/agreement.py", line=220, function="_wait_until", code="time.sleep(poll_s)"
-)
 
 GRADIENTS = ((25_557,),)
 ONE = ((1,),)

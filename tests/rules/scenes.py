@@ -14,7 +14,7 @@ from builders import (
     NEXT,
     NEXT_DATA,
     OFFLOAD_PUT,
-    OWN_CALLBACK,
+    OWN_WAIT,
     RANK_ZERO,
     SUMMARY_WRITER,
     TENSORBOARD,
@@ -44,6 +44,7 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.rules.wording import location_of
 
 EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
 
@@ -73,6 +74,14 @@ def rank_zero_evaluates_through_a_loader(net: Backend) -> JobFacts:
     stack = (user("on_train_epoch_end", 70), EVALUATE, NEXT_DATA, FETCH, user("__getitem__", 12))
     culprit = net.working(0, *stack, seq=60, action=EPOCH_END, batch=23, last=True)
     return job(culprit, *(net.in_sigterm_broadcast(rank, seq=61, epoch=1, batch=0) for rank in (1, 2, 3)))
+
+
+def rank_zero_evaluates_before_it_presents_its_loaders(net: Backend) -> JobFacts:
+    """Rank 0 evaluates in a hook of its own; the others wait for it in the comparison of the loaders."""
+    culprit = net.working(0, user("on_train_epoch_end", 70), EVALUATE, seq=60, action=EPOCH_END, batch=23, last=True)
+    options = {"action": "agreement:train_dataloader", "epoch": 1, "batch": -1}
+    others = (net.rank(rank, *AGREEMENT_WAIT, seq=60, **options) for rank in (1, 2, 3))  # type: ignore[arg-type]
+    return job(culprit, *others)
 
 
 def decorated_callback(net: Backend) -> JobFacts:
@@ -110,7 +119,7 @@ def one_rank_skips_validation(net: Backend) -> JobFacts:
     """Rank 2 has no validation loader; it has gone on to the next barrier, the others wait for its loader."""
     options = {"phase": Phase.INIT, "batch": -1}
     presenting = (
-        net.rank(rank, AGREEMENT_WAIT, seq=6, action="agreement:val_dataloader", **options)  # type: ignore[arg-type]
+        net.rank(rank, *AGREEMENT_WAIT, seq=6, action="agreement:val_dataloader", **options)  # type: ignore[arg-type]
         for rank in (0, 1, 3)
     )
     return job(*presenting, net.in_barrier(2, "train_dataloader()", seq=7, **options))
@@ -120,7 +129,7 @@ def one_rank_estimates_steps(net: Backend) -> JobFacts:
     """Rank 0 alone asks Lightning how many steps there will be, for which Lightning makes the training's loader."""
     options = {"phase": Phase.INIT, "batch": -1}
     line = user("configure_optimizers", 33, code="steps = self.trainer.estimated_stepping_batches")
-    alone = net.rank(0, line, AGREEMENT_WAIT, seq=6, action="agreement:train_dataloader", **options)  # type: ignore[arg-type]
+    alone = net.rank(0, line, *AGREEMENT_WAIT, seq=6, action="agreement:train_dataloader", **options)  # type: ignore[arg-type]
     return job(alone, *(net.in_barrier(rank, "run-stage", seq=7, **options) for rank in (1, 2, 3)))
 
 
@@ -174,7 +183,7 @@ def logger_flushes(net: Backend) -> JobFacts:
 
 def offloaded_logger_blocks(net: Backend) -> JobFacts:
     """The same with LoggerOffload(overflow="block"), whose limits are used up: its threads wait for the storage."""
-    culprit = net.working(0, OFFLOAD_PUT, seq=60, idle=9)
+    culprit = net.working(0, *OFFLOAD_PUT, seq=60, idle=9)
     offloaded = LoggerFacts(
         logger="TensorBoardLogger", path="/mnt/logs", staged_bytes=1_073_000_000, writing_s=41.0, waited_s=9.0
     )
@@ -300,7 +309,7 @@ def link_is_broken(net: Backend) -> JobFacts:
 
 def own_callback_hangs(net: Backend) -> JobFacts:
     """A fault of this package: its own callback does not return on rank 2."""
-    culprit = net.working(2, OWN_CALLBACK, seq=60, action="[Callback]CollectiveTimer.on_train_batch_end")
+    culprit = net.working(2, *OWN_WAIT, seq=60, action="[Callback]CollectiveTimer.on_train_batch_end")
     return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
 
 
@@ -332,6 +341,13 @@ SCENES = (
         "rank-zero-only-work",
         (0,),
         f"{USER_FILE}:12 in __getitem__",
+    ),
+    Scene(
+        "rank 0 evaluates before it presents its loaders",
+        rank_zero_evaluates_before_it_presents_its_loaders,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:73 in evaluate",
     ),
     Scene(
         "decorated callback", decorated_callback, "rank-zero-only-work", (0,), f"{USER_FILE}:31 in on_train_batch_end"
@@ -404,7 +420,7 @@ SCENES = (
     Scene("host of one rank is cut off", host_of_one_rank_is_cut_off, "unreachable-host", (3,)),
     Scene("host can be reached", host_can_be_reached, "frozen-rank", (2, 3)),
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
-    Scene("own callback hangs", own_callback_hangs, "own-code", (2,), f"{OWN_CALLBACK.file}:61 in on_train_batch_end"),
+    Scene("own callback hangs", own_callback_hangs, "own-code", (2,), location_of(OWN_WAIT[1])),
     Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
     Scene("waits at a breakpoint", waits_at_a_breakpoint, "at-breakpoint", (2,), f"{USER_FILE}:40 in training_step"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),

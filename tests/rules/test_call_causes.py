@@ -11,6 +11,7 @@ from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, NEXT_DATA, RUN, TRAINING_
 from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import MachineFacts
+from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.step_facts import StepFacts
 
@@ -256,7 +257,7 @@ def test_reading_a_checkpoint_is_not_saving_one() -> None:
     assert list(found(job(*(GLOO.waiting(n, seq=61) for n in range(3)), culprit))) == ["failed-rank"]
 
 
-VOTE = Frame(file="/venv/lightning_ncclsafe/_torch.py", line=240, function="wait_for_vote")
+VOTE = Frame(file="/venv/ours.py", line=240, function="wait", mark=Mark.VOTE.value)
 
 
 def _in_group(name: str, description: str, timeout_ms: int) -> JobFacts:

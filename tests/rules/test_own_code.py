@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_CALLBACK, SITE, TRAINING_STEP, Backend, job, user
+from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_WAIT, SITE, TRAINING_STEP, Backend, job, user
+from scenes import rank_zero_evaluates_before_it_presents_its_loaders
 
 from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.preflight import Preflight
 from lightning_ncclsafe.rules.judging import judge
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
-WAIT = Frame(file="/usr/lib/python3.12/threading.py", line=359, function="wait")
-PREFLIGHT = Frame(file=f"{SITE}/lightning_ncclsafe/preflight.py", line=90, function="compare")
-PRESENTING = Frame(file=f"{SITE}/lightning_ncclsafe/loaders/presenting.py", line=120, function="prepared")
 INIT = {"phase": Phase.INIT, "batch": -1}
 
 
@@ -22,16 +21,16 @@ def first(facts: JobFacts) -> Finding:
 
 @BACKENDS
 def test_a_callback_of_ours_is_named(net: Backend) -> None:
-    held = net.working(2, OWN_CALLBACK, WAIT, seq=60, action="[Callback]CollectiveTimer.on_train_batch_end")
+    held = net.working(2, *OWN_WAIT, seq=60, action="[Callback]CollectiveTimer.on_train_batch_end")
     finding = first(job(*(held if rank == 2 else net.waiting(rank, seq=61) for rank in range(4))))
     assert (finding.rule, finding.ranks, finding.confidence) == ("own-code", (2,), Confidence.CERTAIN)
-    assert finding.location.endswith("lightning_ncclsafe/callbacks/collective_timer.py:61 in on_train_batch_end")
+    assert finding.location.endswith(f" in {Preflight.wait.__name__}")
     assert "in CollectiveTimer.on_train_batch_end, batch 11" in finding.summary
 
 
 @BACKENDS
 def test_what_is_ours_before_the_first_batch_comes_before_that_a_rank_is_late(net: Backend) -> None:
-    held = net.working(0, PREFLIGHT, WAIT, seq=1, action="preflight", **INIT)
+    held = net.working(0, *OWN_WAIT, seq=1, action="preflight", **INIT)
     found = judge(job(held, *(net.in_barrier(rank, "post_setup", seq=2, **INIT) for rank in (1, 2, 3)))).findings
     assert [finding.rule for finding in found] == ["own-code", "late-at-init"]
 
@@ -42,7 +41,7 @@ def given_up(facts: RankFacts) -> RankFacts:
 
 @BACKENDS
 def test_a_rank_that_all_others_have_left_in_a_comparison_is_named_and_not_they(net: Backend) -> None:
-    alone = net.rank(1, AGREEMENT_WAIT, seq=6, action="agreement:train_dataloader", **INIT)  # type: ignore[arg-type]
+    alone = net.rank(1, *AGREEMENT_WAIT, seq=6, action="agreement:train_dataloader", **INIT)  # type: ignore[arg-type]
     others = (given_up(net.in_barrier(rank, "run-stage", seq=7, **INIT)) for rank in (0, 2, 3))
     found = judge(job(*others, alone)).findings
     assert found[0].rule == "own-code"
@@ -57,11 +56,20 @@ def test_a_rank_that_all_others_have_left_in_a_comparison_is_named_and_not_they(
     ids=["user", "library"],
 )
 def test_code_of_others_that_ours_has_called_is_not_ours(net: Backend, inner: Frame) -> None:
-    held = net.working(2, PRESENTING, inner, seq=60, action=TRAINING_STEP)
+    held = net.working(2, OWN_WAIT[0], inner, seq=60, action=TRAINING_STEP)
     found = judge(job(*(held if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))).findings
     assert "own-code" not in {finding.rule for finding in found}
 
 
 @BACKENDS
 def test_a_rank_of_ours_that_nobody_waits_for_is_no_hang(net: Backend) -> None:
-    assert judge(job(*(net.working(rank, OWN_CALLBACK, WAIT, seq=60) for rank in range(4)))).findings == ()
+    assert judge(job(*(net.working(rank, *OWN_WAIT, seq=60) for rank in range(4)))).findings == ()
+
+
+@BACKENDS
+def test_ranks_that_wait_for_another_one_in_a_comparison_are_innocent(net: Backend) -> None:
+    """They stand in code of ours, where they wait for rank 0, which works alone."""
+    found = {
+        finding.rule: finding for finding in judge(rank_zero_evaluates_before_it_presents_its_loaders(net)).findings
+    }
+    assert (found["rank-zero-only-work"].ranks, "own-code" in found) == ((0,), False)

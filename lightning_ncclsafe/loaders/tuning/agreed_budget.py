@@ -10,6 +10,7 @@ from lightning_ncclsafe import codec
 from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of
+from lightning_ncclsafe.marks import Mark, marked
 
 BUDGET_S = 10.0
 """How long ranks have to say what their hosts have, once the process group is there."""
@@ -18,6 +19,7 @@ _POLL_S = 0.02
 _BUDGET = "tuning/budget"
 
 
+@marked(Mark.STORE)
 def agree_on_budget(
     exchange: Exchange, own: Capacity, *, rank: int, world_size: int, over: threading.Event
 ) -> Budget | None:

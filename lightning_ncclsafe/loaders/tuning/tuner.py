@@ -26,6 +26,7 @@ from lightning_ncclsafe.loaders.tuning.forkable import forks
 from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
 from lightning_ncclsafe.loaders.tuning.pools import unsafe
 from lightning_ncclsafe.loaders.tuning.room import Room
+from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.probes.cgroups import ControlGroups
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TunerSettings
@@ -103,7 +104,7 @@ class Tuner:
             For each loader what makes its iterators, or None to leave it alone.
         """
         self.release(stage)
-        if not self._has_budget.wait(2 * BUDGET_S) or self._over.is_set():
+        if not self._await_budget() or self._over.is_set():
             return [None] * len(loaders)
         names = [stage if len(loaders) == 1 else f"{stage}[{index}]" for index in range(len(loaders))]
         self._name_excess(stage, loaders)
@@ -134,6 +135,10 @@ class Tuner:
             self._deciding.close()
         while self._fitted:
             self.release(_stage_of([*self._fitted][-1]))
+
+    @marked(Mark.STORE)
+    def _await_budget(self) -> bool:
+        return self._has_budget.wait(2 * BUDGET_S)
 
     def _take(self, name: str, loader: Any, *, group: str) -> Tuning | None:
         kind = kind_of(loader, self._settings)
@@ -194,6 +199,7 @@ class Tuner:
     def _setting_of(self, name: str) -> Setting | None:
         return next((setting for setting in self._decision.settings if setting.loader == name), None)
 
+    @marked(Mark.STORE)
     def _setting_of_epoch(self, name: str) -> Setting | None:
         """For data whose number of batches depends on it: what all ranks have in this epoch of a loader.
 

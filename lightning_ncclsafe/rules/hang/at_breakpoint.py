@@ -5,11 +5,10 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.known_code import DEBUGGERS
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
-
-_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugger.py", "/pudb/", "/debugpy/", "/pydevd")
 
 
 def at_breakpoint(job: JobFacts) -> Iterable[Finding]:
@@ -52,4 +51,4 @@ def _stands_in_debugger(stack: tuple[Frame, ...]) -> bool:
 
 
 def _is_debugger(frame: Frame) -> bool:
-    return not frame.user and any(name in frame.file for name in _DEBUGGERS)
+    return not frame.user and DEBUGGERS.has(frame.file, frame.function)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.known_code import ALL_OF_TORCH, PROCESSES
 from lightning_ncclsafe.machine_facts import MainThreadFacts
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame
 from lightning_ncclsafe.rules.memory import swaps, waits_for_memory
@@ -25,7 +26,7 @@ _ON_FILES = re.compile(
     r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
     r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
-_OF_PROCESSES = re.compile(r"/(?:multiprocessing/|concurrent/|subprocess\.py$|selectors\.py$|torch/)")
+_OF_PROCESSES = PROCESSES | ALL_OF_TORCH
 _REMEDY = (
     "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does not "
     "answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
@@ -117,7 +118,7 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
         return None
     waits = wait_of(thread.wait_channel)
     # The pipe below a queue is no file of the user's.
-    is_queue = frame is not None and _OF_PROCESSES.search(frame.file.replace("\\", "/"))
+    is_queue = frame is not None and _OF_PROCESSES.has(frame.file, frame.function)
     if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
         return Confidence.LIKELY
     # Where the kernel does not say, the line alone tells; a socket or a lock has a name of its own.

@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.known_code import LOGGED_VALUES
 from lightning_ncclsafe.rules.divergences import call_evidence, calls_location, where_evidence
 from lightning_ncclsafe.rules.positions import ended_first, positions
 from lightning_ncclsafe.rules.sentences import others_wait, severity
@@ -13,7 +14,6 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, condition_words, joined, ranks_words, verb
 from lightning_ncclsafe.step_facts import LoggedKey
 
-_RESULT_FILE = "logger_connector/result.py"
 _LISTED = 8
 _REMEDY = (
     "Log the same keys with sync_dist=True on all ranks, in the same order: a value that a rank does not have as 0 or "
@@ -71,11 +71,7 @@ class _Odd:
 
 def _reduces(facts: RankFacts) -> bool:
     """Whether a rank is in the reduction of a logged value, in Lightning's code."""
-    return any(_in_result(frame) for frame in facts.stack)
-
-
-def _in_result(frame: Frame) -> bool:
-    return frame.file.replace("\\", "/").endswith(_RESULT_FILE)
+    return any(LOGGED_VALUES.has(frame.file, frame.function) for frame in facts.stack)
 
 
 def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:

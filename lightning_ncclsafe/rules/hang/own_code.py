@@ -17,7 +17,6 @@ from lightning_ncclsafe.rules.sentences import (
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
-_OURS = "/lightning_ncclsafe/"
 _INSTALLED = ("site-packages/", "dist-packages/")
 _LISTED = 8
 _REMEDY = (
@@ -60,10 +59,9 @@ def _is_held(view: Timeline, rank: int) -> bool:
 def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The deepest frame of this package, where below it there is nothing but Python's own library."""
     for frame in reversed(stack):
-        path = frame.file.replace("\\", "/")
-        if _OURS in path and not frame.user:
+        if frame.mark:
             return frame
-        if frame.user or any(part in path for part in _INSTALLED):
+        if frame.user or any(part in frame.file.replace("\\", "/") for part in _INSTALLED):
             return None
     return None
 

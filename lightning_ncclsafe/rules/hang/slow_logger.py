@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.known_code import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
@@ -16,13 +18,8 @@ _REMEDY = (
     "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
 )
 # Whose methods these files hold: what a user calls, above what a library does to get it done.
-_OWNERS = {
-    "/torch/utils/tensorboard/writer.py": "SummaryWriter",
-    "/tensorboardX/writer.py": "SummaryWriter",
-    "/wandb/sdk/wandb_run.py": "wandb.Run",
-    "/mlflow/tracking/client.py": "MlflowClient",
-    "/lightning_ncclsafe/loggers/offload.py": "LoggerOffload",
-}
+_OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_CLIENT, "MlflowClient"))
+_OFFLOAD = "LoggerOffload"
 
 
 def slow_logger(job: JobFacts) -> Iterable[Finding]:
@@ -83,11 +80,15 @@ def _spent(facts: RankFacts) -> Iterator[Evidence]:
 def _call(facts: RankFacts) -> str:
     """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if there is none that we know."""
     for frame in facts.stack:
-        path = "/" + frame.file.replace("\\", "/")
-        owner = next((owner for file, owner in _OWNERS.items() if path.endswith(file)), "")
-        if owner:
+        if owner := _owner(frame):
             return f"{owner}.{frame.function}"
     return ""
+
+
+def _owner(frame: Frame) -> str:
+    if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
+        return _OFFLOAD
+    return next((owner for code, owner in _OWNERS if code.has(frame.file, frame.function)), "")
 
 
 def _offload_words(logger: LoggerFacts) -> str:

@@ -5,8 +5,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.known_code import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
 from lightning_ncclsafe.machine_facts import EndedProcess
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
@@ -21,14 +22,9 @@ _DIED = re.compile(
     r"|process pool was terminated abruptly"
 )
 # Where a process waits for what another one sends it.
-_WAITS = re.compile(
-    r"/multiprocessing/(?:queues|connection|pool|popen_fork|synchronize|managers)\.py$|/queue\.py$"
-    r"|/concurrent/futures/|/torch/utils/data/dataloader\.py$"
-)
+_WAITS = WAITS_FOR_PROCESSES | DATALOADER
 # What a rank gets in place of a batch whose maker dies while it hands it over, and where.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
-_HANDS_OVER = re.compile(r"/torch/multiprocessing/reductions\.py$|/multiprocessing/resource_sharer\.py$")
-_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _KILLS = ("SIGKILL", "Killed")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
@@ -90,8 +86,11 @@ def _breaks_off(facts: RankFacts) -> bool:
     exception = facts.exception
     if exception is None or exception.type not in _BROKEN:
         return False
-    files = [frame.file.replace("\\", "/") for frame in exception.stack]
-    return any(map(_HANDS_OVER.search, files)) and any(map(_LOADER.search, files))
+    return _is_in(HANDING_OVER, exception.stack) and _is_in(DATALOADER, exception.stack)
+
+
+def _is_in(code: Code, stack: Iterable[Frame]) -> bool:
+    return any(code.has(frame.file, frame.function) for frame in stack)
 
 
 def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
@@ -102,14 +101,13 @@ def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
 
 
 def _waits_for_a_process(facts: RankFacts) -> bool:
-    return any(_WAITS.search(frame.file.replace("\\", "/")) for frame in facts.stack[-4:])
+    return _is_in(_WAITS, facts.stack[-4:])
 
 
 def _waits_for_its_own(facts: RankFacts) -> bool:
     """Whether it waits for a process of the user's; torch's loader looks after its own, and raises once one is dead."""
     inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    in_loader = any(_LOADER.search(frame.file.replace("\\", "/")) for frame in inner)
-    return _waits_for_a_process(facts) and not in_loader
+    return _waits_for_a_process(facts) and not _is_in(DATALOADER, inner)
 
 
 def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confidence) -> Finding:

@@ -1,0 +1,139 @@
+"""Everything that is known of torch, Lightning and others by name exists in what is installed, in these versions."""
+
+import ast
+import re
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from lightning_ncclsafe import known_code
+from lightning_ncclsafe.known_code import Code, Package, Place, glob
+
+TABLE = {name: code for name, code in vars(known_code).items() if isinstance(code, Code)}
+PLACES = list(dict.fromkeys(place for code in TABLE.values() for place in code.places))
+# Whose code must be there, under one of its names.
+NEEDED = ("torch", "lightning")
+
+
+def folder_of(name: str) -> Path | None:
+    """Where a package is installed; Python's own library has no name."""
+    if not name:
+        return Path(sysconfig.get_path("stdlib"))
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError:  # of what it is a part of
+        return None
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def version_of(name: str) -> str:
+    distribution = {"lightning_fabric": "lightning-fabric", "pytorch_lightning": "pytorch-lightning"}
+    try:
+        return version(distribution.get(name, name.partition(".")[0]))
+    except PackageNotFoundError:  # a part of another distribution
+        return version("pytorch-lightning")
+
+
+@cache
+def files_of(folder: Path) -> tuple[str, ...]:
+    return tuple(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+
+
+@cache
+def functions_of(file: Path) -> frozenset[str]:
+    tree = ast.parse(file.read_bytes())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def missing(place: Place, folder: Path) -> list[str]:
+    """What of a place is not there: its file, or names of functions that no such file has."""
+    files = [folder / file for file in files_of(folder) if re.fullmatch(glob(place.file), file)]
+    if not files:
+        return [place.file]
+    found = {name for file in files for name in functions_of(file)} if place.functions or place.but else set()
+    return [name for name in (*place.functions, *place.but) if not any(re.fullmatch(glob(name), one) for one in found)]
+
+
+def resolved() -> Iterator[tuple[Place, str]]:
+    for place in PLACES:
+        yield from ((place, name) for name in place.package.names or ("",))
+
+
+def words(place: Place, name: str) -> str:
+    return " ".join([name or "python", place.file, *place.functions, *(f"but {other}" for other in place.but)])
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        pytest.param(*one, id=" ".join([one[1] or "python", one[0].file, *one[0].functions, *one[0].but]))
+        for one in resolved()
+    ],
+)
+def test_what_is_known_is_there(place: Place, name: str) -> None:
+    folder = folder_of(name)
+    if folder is None:
+        pytest.skip(f"{name} is not installed")
+    absent = missing(place, folder)
+    if not place.versions or SpecifierSet(place.versions, prereleases=True).contains(version_of(name)):
+        assert absent == []
+    else:
+        assert absent, f"{name} {version_of(name)} has it, too: {place.versions} is not so"
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_torch_and_lightning_are_among_what_is_looked_at(name: str) -> None:
+    names = [known for place in PLACES for known in place.package.names if name in known]
+    assert any(folder_of(known) is not None for known in names)
+
+
+def test_what_is_not_there_is_found() -> None:
+    torch = known_code.COLLECTIVES.places[0].package
+    folder = folder_of("torch")
+    assert folder is not None
+    c10d = "distributed/distributed_c10d.py"
+    assert missing(Place(package=torch, file="distributed/no_such.py"), folder) == ["distributed/no_such.py"]
+    assert missing(Place(package=torch, file=c10d, functions=("new_*", "no_such_*")), folder) == ["no_such_*"]
+    assert missing(Place(package=torch, file=c10d, functions=("new_group",), but=("nowhere",)), folder) == ["nowhere"]
+
+
+SITE = "/venv/lib/python3.12/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("code", "file", "function", "is_in"),
+    [
+        (known_code.TRAINER_RUN, f"{SITE}/lightning/pytorch/trainer/trainer.py", "_run", True),
+        (known_code.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run", True),
+        (known_code.TRAINER_RUN, "C:\\venv\\Lib\\pytorch_lightning\\trainer\\trainer.py", "_run", True),
+        (known_code.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run_stage", False),
+        (known_code.TRAINER_RUN, f"{SITE}/my_pytorch_lightning/trainer/trainer.py", "_run", False),
+        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_saver.py", "save", True),
+        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_loader.py", "load", False),
+        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/planner.py", "_load_state_dict", False),
+        (known_code.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "_new_group_with_tag", True),
+        (known_code.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "broadcast", False),
+        (known_code.LOG_WRITERS, f"{SITE}/wandb/sdk/lib/mailbox.py", "wait", True),
+        (known_code.LOG_WRITERS, "/home/me/wandb/agents.py", "wait", False),
+        (known_code.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/queue.py", "get", True),
+        (known_code.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/my_queue.py", "get", False),
+        (known_code.DEBUGGERS, "/opt/pycharm/helpers/pydev/pydevd_file_utils.py", "f", True),
+        (known_code.DEBUGGERS, f"{SITE}/IPython/core/debugger.py", "cmdloop", True),
+    ],
+)
+def test_a_frame_is_found_by_the_end_of_its_path(code: Code, file: str, function: str, is_in: bool) -> None:
+    assert code.has(file, function) is is_in
+
+
+def test_a_star_is_the_only_sign_with_a_meaning() -> None:
+    package = Package(names=("one",), folder="/one/")
+    place = Place(package=package, file="a.b+c.py", functions=("f*",))
+    assert place.has("/one/a.b+c.py", "f1")
+    assert not place.has("/one/aXb+c.py", "f1")
+    assert not place.has("/one/a.b+c.py", "g")
