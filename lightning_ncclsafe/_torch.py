@@ -33,6 +33,8 @@ except ImportError:  # pragma: no cover - needs such a build
 # NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
 # writes to the general one. Both are asked, so that a job with gloo and NCCL groups is seen whole.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+# Whose collectives each of them is known to keep.
+_RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
 # Workers that wait for something end at once with SIGTERM, unless a handler of their own waits as well.
 _TERMINATES_S = 0.5
 # How often somebody who waits for a batch looks whether workers have ended (torch: every 5 s).
@@ -61,6 +63,54 @@ def recorder_dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
         dump: Callable[[bool, bool], bytes] | None = getattr(_c10d, name, None)
         if dump is not None:
             yield json.loads(dump(collectives, False))
+
+
+class GroupCalls(NamedTuple):
+    """What a process group says of itself, whether or not there is a recorder.
+
+    Attributes:
+        name: Its unique name.
+        backends: Names of its back ends: ``("gloo",)``.
+        called: How many collectives this process has called in it; None where its back end does not count them.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    called: int | None
+
+
+def group_calls() -> list[GroupCalls]:
+    """What the groups of this process count themselves, which no setting turns off. Takes some microseconds."""
+    return [GroupCalls(group.group_name, _backends(group), _count(group)) for group in _groups_here()]
+
+
+def _backends(group: Any) -> tuple[str, ...]:
+    try:
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    except (KeyError, ValueError):  # it has just been destroyed
+        return ()
+    return tuple(dict.fromkeys(part.rpartition(":")[2] for part in config.split(",")))
+
+
+def _count(group: Any) -> int | None:
+    with suppress(RuntimeError):  # its back end does not count
+        return int(group._get_sequence_number_for_group())
+    return None
+
+
+def counts() -> tuple[int | None, ...]:
+    """How many collectives this process has called in each of its groups; takes less than a microsecond a group."""
+    return tuple(map(_count, _groups_here()))
+
+
+def recorder_is_known(backend: str) -> bool:
+    """Whether it is known which of PyTorch's recorders keeps a back end's collectives."""
+    return backend in _RECORDER_OF
+
+
+def recorder_can_be_read(backend: str) -> bool:
+    """Whether this build of torch can dump the recorder of a back end that is known."""
+    return hasattr(_c10d, _RECORDER_OF[backend])
 
 
 def process_groups() -> list[GroupMembers]:
@@ -297,6 +347,9 @@ def _load_plain(data: bytes) -> Any:
             gc.enable()
 
 
+DEFAULT_RECORDER_SIZE = 2000
+"""Entries that a Flight Recorder keeps by default from torch 2.11 on. Before that it is off by default."""
+
 # The second is the older name.
 _RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
@@ -311,9 +364,9 @@ def recorder_size(default: int) -> int:
 
 @contextmanager
 def recorder_of_size(default: int) -> Iterator[None]:
-    """A recorder that is made meanwhile keeps so many entries, unless the user has said how many.
+    """What is made meanwhile finds this size of the recorder in the environment, unless the user has said how many.
 
-    It is made with the first process group of the process, and takes its size from the environment then.
+    Both the recorders and NCCL's process groups look there.
     """
     if any(name in os.environ for name in _RECORDER_SIZES):
         yield
@@ -323,6 +376,17 @@ def recorder_of_size(default: int) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_RECORDER_SIZES[0], None)
+
+
+def make_recorders(default: int) -> None:
+    """Makes the Flight Recorders of this process, where there are none yet, unless the user has said how many entries.
+
+    A recorder is made at its first use and keeps the size that the environment says then, off or on: asking it for a
+    dump is a use, and so is a process group's first collective.
+    """
+    with recorder_of_size(default):
+        for _ in recorder_dumps(collectives=False):
+            pass
 
 
 def time_collectives_on_device() -> int:

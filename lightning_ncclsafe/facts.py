@@ -136,6 +136,38 @@ class Group:
     last_completed: int = 0
 
 
+class NotRecorded(str, Enum):
+    """Why nothing is known of the collectives of a group."""
+
+    NO_ENTRY = "no-entry"
+    """The recorder of its back end can be read, and has no entry of the group although collectives were called."""
+    NO_DUMP = "no-dump"
+    """This build of PyTorch has no function that dumps the recorder of its back end."""
+    UNKNOWN_BACKEND = "unknown-back-end"
+    """It is not known where its back end records, if it does."""
+    LOST = "lost"
+    """The recorder has entries, and those of the group have been overwritten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedGroup:
+    """A process group of a rank of whose collectives nothing is known; it is not among the rank's groups.
+
+    Attributes:
+        name: Name of the group.
+        why: Why nothing is known.
+        description: The group's description.
+        backend: Names of its back ends, ``"gloo"``, ``"gloo,xccl"``.
+        calls: How many collectives the rank has called in it, by the group's own count; -1 where it has none.
+    """
+
+    name: str
+    why: NotRecorded
+    description: str = ""
+    backend: str = ""
+    calls: int = -1
+
+
 class UnitKind(str, Enum):
     """What of a model is sent in one collective."""
 
@@ -368,7 +400,8 @@ class RankFacts:
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
         progress: How far its Trainer has come.
         stack: Main thread's Python stack, outermost frame first; of the exception's traceback nothing is in here.
-        groups: Process groups this rank belongs to.
+        groups: Process groups this rank belongs to, as far as a recorder tells of them, or they were not used yet.
+        unrecorded: Process groups this rank has used, and of whose collectives nothing is known.
         collectives: The recorder's last entries, oldest first; all that have not completed are among them.
         units: What of the model the outstanding ones of these send, as far as their sizes tell.
         host_facts: Memory, swap and cores.
@@ -398,6 +431,7 @@ class RankFacts:
     taken_ns: int = 0
     stack: tuple[Frame, ...] = ()
     groups: tuple[Group, ...] = ()
+    unrecorded: tuple[UnrecordedGroup, ...] = ()
     collectives: tuple[Collective, ...] = ()
     units: tuple[ModelUnit, ...] = ()
     host_facts: HostFacts = field(default_factory=HostFacts)

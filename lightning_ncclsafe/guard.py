@@ -15,7 +15,7 @@ from lightning_ncclsafe import _torch, codec
 from lightning_ncclsafe.ending import end_frozen, end_run, say_goodbye, stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, NotRecorded, Phase, RankFacts
 from lightning_ncclsafe.gathering import Gathering, report_deadline_s
 from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.moments import LONG_S, Moment
@@ -29,6 +29,7 @@ from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_ow
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.rules.expected import is_compiling
+from lightning_ncclsafe.rules.unknowns import not_recorded
 from lightning_ncclsafe.settings import Limits
 from lightning_ncclsafe.starts import launch_words
 from lightning_ncclsafe.watchdog import Watchdog
@@ -137,6 +138,15 @@ class Guard:
             exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
             self._whereabouts.tell(exchange, own_address_towards(self._place.master_address, self._place.master_port))
         self._watchdog.wake()
+
+    def set_up(self) -> None:
+        """All ranks have met in the process groups: of what no recorder tells now, none will. One rank says so."""
+        rank, exchange = self._place.rank, self._next_exchange or self._exchange
+        groups = self._probe.glance(0.0).unrecorded
+        said = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
+        mine = str(rank).encode()
+        if said and self._place.world_size > 1 and exchange.set_if_absent("unrecorded", mine) == mine:
+            self._say(" ".join(said))
 
     @marked(Mark.STORE)
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:

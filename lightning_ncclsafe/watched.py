@@ -9,7 +9,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,13 +121,14 @@ class WatchedCall:
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
+        # Before the guard looks: to look at a recorder makes it, and fixes its size.
+        self._unharmed(lambda: _torch.make_recorders(self._recorder_size()))
         self._unharmed(lambda: self._begin(strategy))
 
     def recorder(self) -> AbstractContextManager[None]:
-        """Around the creation of the process group: the Flight Recorder gets the size that a timer wants."""
+        """Around the creation of the process group, which looks for the Flight Recorder's size, too."""
         self._unharmed(self._name_start)
-        timed = _settings_of(self._trainer, TimerSettings) is not None
-        return _torch.recorder_of_size(RECORDER_SIZE) if timed else nullcontext()
+        return _torch.recorder_of_size(self._recorder_size())
 
     def connect(self, strategy: Any) -> None:
         """Goes over to the job's store, which exists now, and says that the guard is on."""
@@ -141,6 +142,7 @@ class WatchedCall:
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
         self._group_timeouts.start()
+        self._unharmed(lambda: self._guard.set_up() if self._guard is not None else None)
 
     def prepared(self, loader: Any) -> Any:
         """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
@@ -185,6 +187,10 @@ class WatchedCall:
         if timer is not None:
             self._unharmed(timer.detach)
         self._leaving(lambda guard: guard.close())
+
+    def _recorder_size(self) -> int:
+        timed = _settings_of(self._trainer, TimerSettings) is not None
+        return RECORDER_SIZE if timed else _torch.DEFAULT_RECORDER_SIZE
 
     def _begin(self, strategy: Any) -> None:
         # As the strategy is about to do: some environments do not know the rank by themselves.

@@ -1,12 +1,12 @@
 """Collectives and groups as PyTorch's Flight Recorder has recorded them on this rank."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.recorder_entries import Entry, has_ended, without_parts
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
@@ -15,29 +15,37 @@ KEPT_PER_GROUP = 48
 _ALL_KEPT_RANKS = 1024
 _LEAST_KEPT = 8
 
-Position = tuple[tuple[str, str, str], ...]
+Position = tuple[object, ...]
 Names = dict[str, tuple[str, str]]
 
 
 def position() -> Position:
     """Where each group of this rank stands, comparable for equality only: it changes when a collective is called,
-    starts or completes. Takes about 0.05 ms."""
-    return tuple(
+    starts or completes; where nothing is recorded, when one is called. Takes about 0.05 ms."""
+    statuses = tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
         for dump in _torch.recorder_dumps(collectives=False)
         for group, status in dump.get("pg_status", {}).items()
     )
+    return *_torch.counts(), *statuses
 
 
 class FlightRecorder:
-    """Reads the recorders of this process, and remembers the names of groups whose entries they have since lost."""
+    """Reads the recorders of this process, and remembers the names of groups whose entries they have since lost.
+
+    Attributes:
+        unrecorded: Groups that were used and of which the recorders told nothing when they were last read.
+    """
 
     def __init__(self) -> None:
         self._names: list[Names] = []
+        self.unrecorded: tuple[UnrecordedGroup, ...] = ()
 
     def read(self) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
         """The groups of this rank, and the last entries of each, oldest first; all outstanding ones are among them."""
         members = {group.name: group for group in _torch.process_groups()}
+        # Before the dumps: what is called meanwhile is recorded, too.
+        calls = _torch.group_calls()
         groups: dict[str, Group] = {}
         collectives: list[Collective] = []
         for index, dump in enumerate(_torch.recorder_dumps(collectives=True)):
@@ -48,8 +56,37 @@ class FlightRecorder:
             collectives += found_collectives
         kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
         known = [_with_members(group, members.get(name)) for name, group in groups.items()]
+        others = [call for call in calls if call.name not in groups and call.called != 0]
+        recorded = {collective.backend for collective in collectives}
+        gaps = {call.name: _why_not_recorded(call, recorded) for call in others}
+        self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
         unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
-        return (*known, *(group for group in unused if group.name not in groups)), tuple(_newest(collectives, kept))
+        return (
+            (*known, *(group for group in unused if group.name not in groups and group.name not in gaps)),
+            tuple(_newest(collectives, kept)),
+        )
+
+
+def _why_not_recorded(call: _torch.GroupCalls, recorded: Set[str]) -> NotRecorded:
+    """Why the recorders tell nothing of a group that was used, or of which nobody can say whether it was."""
+    known = [backend for backend in call.backends if _torch.recorder_is_known(backend)]
+    if not known:
+        return NotRecorded.UNKNOWN_BACKEND
+    if not all(map(_torch.recorder_can_be_read, known)):
+        return NotRecorded.NO_DUMP
+    return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
+
+
+def _unrecorded(
+    call: _torch.GroupCalls, why: NotRecorded, members: Mapping[str, _torch.GroupMembers]
+) -> UnrecordedGroup:
+    return UnrecordedGroup(
+        name=call.name,
+        why=why,
+        description=members[call.name].description if call.name in members else "",
+        backend=",".join(call.backends),
+        calls=-1 if call.called is None else call.called,
+    )
 
 
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:

@@ -14,6 +14,7 @@ import psutil
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
 from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.machine_facts import MachineFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
@@ -151,6 +152,7 @@ class RankProbe:
         """What can be had at once from memory: stack, actions, groups and collectives. Takes some milliseconds."""
         missing: list[str] = []
         groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
+        unrecorded = self._recorder.unrecorded
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -160,7 +162,10 @@ class RankProbe:
             progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
             stack=stacks.main_thread_stack(),
             groups=groups,
+            unrecorded=unrecorded,
             collectives=collectives,
+            # There, whether the main thread computes or waits is all that tells the one from the other.
+            machine=self._machine.read(idle_s) if unrecorded else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,
             missing=tuple(missing),

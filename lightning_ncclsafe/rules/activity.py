@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_ncclsafe.facts import VOTE_GROUP, Action, Collective, Frame, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUP, Action, Collective, Frame, NotRecorded, Phase, RankFacts
 from lightning_ncclsafe.known_code import RANK_ZERO_ONLY
 from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
@@ -14,6 +14,8 @@ AGREEMENT = "agreement:"
 PAUSE = "pause:"
 """What the name of an action begins with for which a rank has announced that it will stand still; why follows."""
 
+# Share of the time in which a main thread runs, or waits for a core, that does not wait for others.
+_COMPUTES = 0.2
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
 
 
@@ -157,7 +159,7 @@ def _kind(facts: RankFacts, mark: Landmark | None, collective: Collective | None
     if facts.progress.phase is Phase.FINISHED:
         return Kind.FINISHED, ""
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
-    if mark is not None and not (mark.weak and collective is None):
+    if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
         named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
         return Kind[mark.kind], named
     return _kind_without_landmark(facts, action, collective)
@@ -170,12 +172,25 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.STORE, action
     if collective is not None and _blocked_by(collective, facts.stack):
         return Kind.COLLECTIVE, collective.op
+    # A wait of Python's own has frames of its library below.
+    if collective is None and facts.stack and ".wait(" in facts.stack[-1].code and _may_wait_unseen(facts):
+        return Kind.COLLECTIVE, "wait"
     if action.endswith("_dataloader_next"):
         return Kind.LOADER, ""
     if action == "save_checkpoint":
         return Kind.CHECKPOINT, ""
     inside = facts.stack[trainer_start(facts.stack) :]
     return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
+
+
+def _may_wait_unseen(facts: RankFacts) -> bool:
+    """Whether it may wait in a collective of which no recorder tells: the main thread then hardly runs."""
+    if not any(group.why is not NotRecorded.LOST for group in facts.unrecorded):
+        return False
+    thread = facts.machine.main_thread
+    if thread is None or thread.ran_s is None:
+        return True
+    return thread.ran_s + (thread.queued_s or 0.0) < _COMPUTES * thread.over_s
 
 
 def _blocked_by(collective: Collective, stack: tuple[Frame, ...]) -> bool:

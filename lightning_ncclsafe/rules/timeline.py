@@ -122,13 +122,16 @@ class Timeline:
         members = known or tuple(range(self.job.world_size))
         enqueued = {rank: group.last_enqueued for rank, group in by_rank.items()}
         for rank in members:
-            if rank not in enqueued and rank in self.facts and not self.waits(rank):
+            if rank not in enqueued and rank in self.facts and not self.waits(rank) and not self._is_dark(rank, name):
                 enqueued[rank] = 0
         for rank, group in by_rank.items():
             # The recorder's ring may have lost the entry, its counters have not.
             if rank not in oldest and group.last_enqueued > max(group.last_completed, 0) and self._lost(rank, name):
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
+
+    def _is_dark(self, rank: int, name: str) -> bool:
+        return any(group.name == name for group in self.facts[rank].unrecorded)
 
     def _lost(self, rank: int, name: str) -> bool:
         return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)

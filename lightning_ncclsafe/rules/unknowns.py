@@ -1,12 +1,59 @@
 """What the facts cannot tell, so that a report does not claim more than it knows."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.rules.recorded.unknowns import recorded_unknowns
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+
+_BY_STACKS = "who is behind is judged by stacks alone"
+_REASONS = {
+    NotRecorded.NO_ENTRY: (
+        "{ranks} called {calls} with {backend}, and the Flight Recorder has no entry: {by_stacks}. Set "
+        "TORCH_FR_BUFFER_SIZE=2000 before the program starts: it is 0, or the recorder was made before the guard."
+    ),
+    NotRecorded.NO_DUMP: (
+        "{ranks} called {calls} with {backend}, and this build of PyTorch cannot dump their recorder: {by_stacks}. "
+        "Install a build that can, as those of pytorch.org from 2.8 on."
+    ),
+    NotRecorded.UNKNOWN_BACKEND: (
+        "{ranks} called {calls} with {backend}, whose recorder is not known: {by_stacks}. Those of gloo and NCCL are."
+    ),
+    NotRecorded.LOST: (
+        "{ranks} called {calls} in {group} of which the Flight Recorder has no entry left: set TORCH_FR_BUFFER_SIZE "
+        "higher to keep more."
+    ),
+}
+
+
+def not_recorded(by_rank: Mapping[int, Iterable[UnrecordedGroup]]) -> Iterator[str]:
+    """What was seen of collectives of which no recorder tells, what follows and what to do: a sentence or two each.
+
+    Args:
+        by_rank: The groups of each rank.
+    """
+    alike: dict[tuple[NotRecorded, str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for rank, groups in sorted(by_rank.items()):
+        for group in groups:
+            name = group_words(group.name) if group.why is NotRecorded.LOST else ""
+            alike[group.why, group.backend, name][rank] += max(group.calls, 0)
+    for (why, backend, name), calls in alike.items():
+        yield _REASONS[why].format(
+            ranks=capitalised(ranks_words([*calls])),
+            calls=_calls_words(min(calls.values()), max(calls.values())),
+            backend=backend or "?",
+            group=name,
+            by_stacks=_BY_STACKS,
+        )
+
+
+def _calls_words(fewest: int, most: int) -> str:
+    if most == 0:  # they are not counted
+        return "collectives"
+    numbers = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    return f"{numbers} {'collective' if most == 1 else 'collectives'}"
 
 
 def unknowns(job: JobFacts) -> tuple[str, ...]:
@@ -35,10 +82,11 @@ def _silence(view: Timeline) -> Iterator[str]:
 
 
 def _recorder(view: Timeline) -> Iterator[str]:
-    without = tuple(sorted(rank for rank, facts in view.facts.items() if not facts.groups))
+    without = tuple(sorted(rank for rank, facts in view.facts.items() if not (facts.groups or facts.unrecorded)))
     if without and len(view.facts) + len(view.silent) > 1:
         names = capitalised(ranks_words(without))
-        yield f"{names} gave no Flight Recorder data: who is behind is judged by stacks alone."
+        yield f"{names} gave no Flight Recorder data: {_BY_STACKS}."
+    yield from not_recorded({rank: facts.unrecorded for rank, facts in view.facts.items()})
     lost = [rank for rank in view.facts if _has_lost(view, rank)]
     if lost:
         yield (
