@@ -1,5 +1,6 @@
 """Programs of tests, which run while one another waits: started when the first of their outcomes is asked for."""
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,12 @@ AT_ONCE = 4
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "program(*arguments): the program whose outcome the test is given")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before torch 2.11 the first test that looks at a recorder would make it, off, for all others and their forks."""
+    if (torch_part := sys.modules.get("lightning_ncclsafe._torch")) is not None:
+        torch_part.make_recorders(torch_part.DEFAULT_RECORDER_SIZE)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from lightning_ncclsafe.facts import (
     IncidentKind,
     JobFacts,
     ModelUnit,
+    NotRecorded,
     Phase,
     ProcessFacts,
     Progress,
@@ -31,6 +32,7 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
     Straggler,
     UnitKind,
+    UnrecordedGroup,
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.machine_facts import (
@@ -222,6 +224,10 @@ RANK = RankFacts(
     groups=(
         Group(name="1", description="tp", ranks=(0, 3), last_enqueued=61, last_started=60, last_completed=59),
         Group(name="2", description="dp", ranks=(1,), last_enqueued=1, last_started=0, last_completed=1),
+    ),
+    unrecorded=(
+        UnrecordedGroup(name="3", why=NotRecorded.NO_DUMP, description="pp", backend="gloo", calls=12),
+        UnrecordedGroup(name="4", why=NotRecorded.LOST, description="cp", backend="nccl", calls=3),
     ),
     collectives=(
         Collective(

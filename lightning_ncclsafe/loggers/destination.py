@@ -146,7 +146,7 @@ class RemoteDestination:
         if self._tries_append:
             try:
                 self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
-                with self._fs.open(self._name(file), "ab") as opened:
+                with self._open(file) as opened:
                     opened.write(data)
                 return
             except (NotImplementedError, ValueError):
@@ -157,6 +157,12 @@ class RemoteDestination:
             number += 1
         self._numbers[file] = number
         self._fs.pipe_file(self._name(f"{file}.{number}"), data)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return self._fs.open(self._name(file), "ab")
+        except FileNotFoundError:  # some append only to what is there, as fsspec's memory did until 2025
+            return self._fs.open(self._name(file), "wb")
 
     def read(self, file: str, start: int = 0) -> bytes:
         """The bytes of a file from ``start`` on; none where there is no file."""

@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distribution, version
+from pathlib import Path
 
 from lightning_ncclsafe.probes.absent import or_none
 
@@ -16,6 +17,7 @@ _NAMES = re.compile(
     r"CUDA_(LAUNCH_BLOCKING|VISIBLE_DEVICES|DEVICE_ORDER)|(OMP|MKL)_NUM_THREADS|PYTORCH_(\w+_)?ALLOC_CONF"
 )
 _MOST_CHARACTERS = 200
+_BUILT = "torch/version.py"
 # What each is installed as; the first that is.
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
@@ -51,7 +53,14 @@ def _of_torch() -> dict[str, str]:
 def _of_packages() -> dict[str, str]:
     """As torch tells them: of CUDA the first two numbers."""
     cuda = ".".join(_installed(*_CUDA).split(".")[:2])
-    return {"torch": _installed("torch"), "cuda": cuda, "nccl": _installed(*_NCCL)}
+    return {"torch": or_none(_built) or "", "cuda": cuda, "nccl": _installed(*_NCCL)}
+
+
+def _built() -> str:
+    """Torch's version with its build, ``"2.14.1+cu130"``: packages of the public registry are named without that."""
+    installed = distribution("torch")
+    found = re.search(r"^__version__ = ['\"](.+)['\"]", Path(str(installed.locate_file(_BUILT))).read_text(), re.M)
+    return found[1] if found is not None else installed.version
 
 
 def _installed(*names: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, NotRecorded, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.activity import Activity, Kind, activity
 from lightning_ncclsafe.rules.transport import with_consequence
 from lightning_ncclsafe.rules.wording import numel
@@ -130,8 +130,12 @@ class Timeline:
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
 
-    def _is_dark(self, rank: int, name: str) -> bool:
-        return any(group.name == name for group in self.facts[rank].unrecorded)
+    def _is_dark(self, rank: int, name: str | None = None) -> bool:
+        """Whether no recorder tells what the rank has called, in any group or that of this name."""
+        unrecorded = self.facts[rank].unrecorded
+        if name is None:
+            return any(group.why is not NotRecorded.LOST for group in unrecorded)
+        return any(group.name == name for group in unrecorded)
 
     def _lost(self, rank: int, name: str) -> bool:
         return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)
@@ -181,7 +185,7 @@ class Timeline:
             return lagging
         # Without a recorder, at the store or after a transport error only the stacks tell.
         unexplained = any(self.activities[rank].collective is None for rank in self.waiting)
-        return self._free(self.facts) if unexplained else ()
+        return self._free(self.facts if unexplained else filter(self._is_dark, self.facts))
 
     def _free(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(rank for rank in ranks if not self.waits(rank) and self.facts[rank].exception is None))

@@ -345,7 +345,8 @@ def test_the_recorder_of_a_real_group(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=50, env=environment, check=True
     )
-    calls, told = done.stdout.splitlines()
+    # Before them stands what torch 2.8 says of gloo's connections.
+    calls, told = done.stdout.splitlines()[-2:]
     assert calls == str(
         [
             ("default_pg", "all_reduce", 1, 40),

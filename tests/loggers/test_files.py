@@ -447,6 +447,26 @@ class WithoutAppend(MemoryFileSystem):  # type: ignore[misc]
             raise TimeoutError("no answer")
 
 
+class OnlyToWhatIsThere(MemoryFileSystem):  # type: ignore[misc]
+    """As fsspec's memory was until 2025."""
+
+    protocol = "onlytowhatisthere"
+
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        if mode == "ab" and not self.exists(path):
+            raise FileNotFoundError(path)
+        return super()._open(path, mode, *args, **kwargs)
+
+
+def test_what_appends_only_to_what_is_there_is_given_a_file_first(memory: str) -> None:
+    fsspec.register_implementation("onlytowhatisthere", OnlyToWhatIsThere, clobber=True)
+    destination = RemoteDestination("onlytowhatisthere://logs/version_0")
+    destination.append("events", b"a")
+    destination.append("events", b"b")
+    assert len(MemoryFileSystem.store) == 1
+    assert destination.read("events") == b"ab"
+
+
 @pytest.fixture
 def without_append(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
     fsspec.register_implementation("withoutappend", WithoutAppend, clobber=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes import flight_recorder
 
 # As torch 2.13 writes it (`_dump_fr_trace_json`), with 2 ranks, the second all_reduce outstanding.
@@ -135,3 +135,54 @@ def test_the_more_ranks_the_fewer_entries_of_each_are_told_and_all_outstanding_o
     kept = flight_recorder._newest([*ended, *outstanding], 8)
     assert kept == outstanding
     assert [call.seq for call in flight_recorder._newest(ended, 8)] == [*range(52, 60)]
+
+
+# What is read of a group that has been used, or not, by what there is to read.
+READ = [
+    ("gloo", 4, [GLOO], None),
+    ("gloo", 0, [{"version": "2.9"}], None),
+    ("gloo", 4, [{"version": "2.9"}], NotRecorded.NO_ENTRY),
+    ("gloo", 4, [], NotRecorded.NO_DUMP),
+    ("ucc", 4, [GLOO | {"entries": [], "pg_status": {}}], NotRecorded.UNKNOWN_BACKEND),
+    ("ucc", None, [], NotRecorded.UNKNOWN_BACKEND),
+]
+
+
+@pytest.mark.parametrize(("backend", "called", "dumps", "why"), READ)
+def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
+    backend: str, called: int | None, dumps: list[Any], why: NotRecorded | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.GroupMembers("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(_torch, "group_calls", lambda: [_torch.GroupCalls("0", (backend,), called)])
+    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter(dumps))
+    if not dumps:
+        monkeypatch.delattr(_torch._c10d, _torch._RECORDER_OF["gloo"])
+    recorder = flight_recorder.FlightRecorder()
+    groups, _ = recorder.read()
+    assert [group.name for group in groups] == ([] if why else ["0"])
+    told = UnrecordedGroup(
+        name="0", why=why or NotRecorded.LOST, description="default_pg", backend=backend, calls=called or -1
+    )
+    assert recorder.unrecorded == ((told,) if why else ())
+
+
+def test_a_group_of_which_the_ring_has_no_entry_left_is_not_one_that_was_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    members = [_torch.GroupMembers("0", "default_pg", (0, 1)), _torch.GroupMembers("1", "tp", (0, 1))]
+    monkeypatch.setattr(_torch, "process_groups", lambda: members)
+    calls = [_torch.GroupCalls("0", ("gloo",), 4), _torch.GroupCalls("1", ("gloo",), 2)]
+    monkeypatch.setattr(_torch, "group_calls", lambda: calls)
+    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([GLOO]))
+    recorder = flight_recorder.FlightRecorder()
+    assert [group.name for group in recorder.read()[0]] == ["0"]
+    assert [(group.name, group.why) for group in recorder.unrecorded] == [("1", NotRecorded.LOST)]
+
+
+def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
+    monkeypatch.setattr(_torch, "counts", lambda: (3, None))
+    before = flight_recorder.position()
+    assert flight_recorder.position() == before
+    monkeypatch.setattr(_torch, "counts", lambda: (4, None))
+    assert flight_recorder.position() != before

@@ -187,6 +187,7 @@ def test_versions_by_packages_are_those_that_torch_tells(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         settings_seen, "version", {"nvidia-nccl-cu12": "2.27.3", "nvidia-cuda-runtime-cu12": "12.8.90"}.__getitem__
     )
+    monkeypatch.setattr(settings_seen, "distribution", {}.__getitem__)
     versions = settings_seen.versions_seen()
     assert (versions.pop("nccl"), versions.pop("cuda"), list(versions)) == ("2.27.3", "12.8", ["python"])
 

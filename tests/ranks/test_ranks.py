@@ -9,11 +9,15 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import all_reduce, run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.ending import EXIT_CODE
+from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.guarded_launchers import TELL_S
 
 HERE = Path(__file__).name
@@ -220,3 +224,49 @@ def test_ranks_that_meet_and_finish_leave_nothing(tmp_path: Path) -> None:
     assert ranks.exit_codes == [0, 0, 0]
     assert ranks.said == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["said-0", "said-1", "said-2"]
+
+
+@pytest.mark.parametrize("build", ["off", "without a dump"])
+def test_a_run_ends_at_its_limit_where_no_recorder_tells_anything(
+    build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a backward pass the stack alone does not tell a wait for others."""
+    if build == "off":
+        monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
+    for name in _torch._RECORDERS if build == "without a dump" else ():
+        monkeypatch.delattr(_torch._c10d, name, raising=False)
+
+    def body(rank: int) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(3, 1))
+        model(torch.ones(3)).backward()
+        if rank == 0:
+            work_for_long()
+        model(torch.ones(3)).backward()
+
+    ranks = run_ranks(2, body, tmp_path)
+    diagnosis = ranks.diagnoses[-1]
+    assert diagnosis.job.incident.kind is IncidentKind.TIMEOUT
+    assert diagnosis.findings[0].ranks == (0,)
+    assert f"{HERE}:{line_of('working')} in work_for_long" in diagnosis.findings[0].location
+    assert ranks.exit_codes[1] == EXIT_CODE
+    said = {"off": "has no entry", "without a dump": "cannot dump"}[build]
+    assert sum(said in sentence for sentence in diagnosis.unanswered) == 1
+
+
+def test_a_rank_that_calls_again_and_again_within_one_hook_is_not_taken_for_one_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is recorded, and Lightning says nothing of what goes on in a hook."""
+    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
+
+    def body(rank: int) -> None:
+        until = time.monotonic() + 3
+        going = torch.ones(1)
+        while going.item():
+            if rank == 0:
+                threading.Event().wait(0.05)
+                going.fill_(time.monotonic() < until)
+            dist.broadcast(going, 0)
+
+    ranks = run_ranks(2, body, tmp_path, timeout_s=2.0, patience_s=10)
+    assert (ranks.diagnoses, ranks.exit_codes) == ([], [0, 0])

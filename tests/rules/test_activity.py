@@ -27,7 +27,8 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Frame, Phase, RankFacts
+from lightning_ncclsafe.facts import Frame, NotRecorded, Phase, RankFacts, UnrecordedGroup
+from lightning_ncclsafe.machine_facts import MachineFacts, MainThreadFacts
 from lightning_ncclsafe.rules.activity import Kind, activity, hook_words
 from lightning_ncclsafe.rules.meaning import meaning
 
@@ -156,3 +157,34 @@ def test_meanings() -> None:
 def test_an_older_outstanding_collective_is_not_given_the_present_lines_meaning() -> None:
     """NCCL: the main thread hangs in the SIGTERM broadcast's .item(), because an earlier all_reduce does not end."""
     assert means(NCCL.rank(0, SIGTERM_ITEM, seq=5, outstanding=1, op="all_reduce")) == ""
+
+
+UNRECORDED = UnrecordedGroup(name="0", why=NotRecorded.NO_ENTRY, backend="gloo", calls=12)
+SLEEPS, COMPUTES = MainThreadFacts(over_s=10, ran_s=0.1), MainThreadFacts(over_s=10, ran_s=2.0, queued_s=3.0)
+HANDLE = user("training_step", 40, code="work.wait()")
+
+
+@pytest.mark.parametrize(
+    ("stack", "why", "thread", "waits"),
+    [
+        ((MAIN, RUN, ENGINE), NotRecorded.NO_ENTRY, SLEEPS, True),
+        ((MAIN, RUN, ENGINE), NotRecorded.NO_ENTRY, None, True),
+        ((MAIN, RUN, ENGINE), NotRecorded.NO_ENTRY, COMPUTES, False),
+        ((MAIN, RUN, ENGINE), NotRecorded.LOST, SLEEPS, False),
+        ((MAIN, RUN, ENGINE), None, SLEEPS, False),
+        ((MAIN, RUN, ENGINE, STEP), NotRecorded.NO_ENTRY, SLEEPS, False),
+        ((MAIN, RUN, HANDLE), NotRecorded.UNKNOWN_BACKEND, SLEEPS, True),
+        ((MAIN, RUN, HANDLE), None, SLEEPS, False),
+    ],
+)
+def test_where_nothing_is_recorded_a_main_thread_that_sleeps_in_a_backward_pass_waits(
+    stack: tuple[Frame, ...], why: NotRecorded | None, thread: MainThreadFacts | None, waits: bool
+) -> None:
+    facts = replace(
+        GLOO.rank(0, *stack, seq=0),
+        groups=(),
+        collectives=(),
+        unrecorded=() if why is None else (replace(UNRECORDED, why=why),),
+        machine=MachineFacts(main_thread=thread),
+    )
+    assert activity(facts).waits_for_peers is waits

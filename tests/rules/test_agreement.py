@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import cleandoc
 
 import pytest
 from presented_builders import (
@@ -620,8 +621,8 @@ def test_every_rule_has_a_scene() -> None:
 
 @pytest.mark.parametrize("rule", AGREEMENT_RULES, ids=name_of)
 def test_rules_explain_themselves(rule: object) -> None:
-    text = rule.__doc__ or ""
-    assert all(f"\n    {section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+    text = cleandoc(rule.__doc__ or "")
+    assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
 
 
 SILENT = {

@@ -1,5 +1,7 @@
 """Every canonical scene, on both back ends, must put its own cause first: the rules are told apart here."""
 
+from inspect import cleandoc
+
 import pytest
 from builders import GLOO, NCCL, Backend
 from call_scenes import CALL_SCENES
@@ -50,8 +52,8 @@ def test_every_rule_has_a_scene() -> None:
 
 @pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)
 def test_rules_explain_themselves(rule: object) -> None:
-    text = rule.__doc__ or ""
-    assert all(f"\n    {section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+    text = cleandoc(rule.__doc__ or "")
+    assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
 
 
 @pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)

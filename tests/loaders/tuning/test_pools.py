@@ -485,6 +485,7 @@ def test_an_epoch_is_read_on_after_the_end_of_tuning() -> None:
     assert tuned.workers == 0
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # of newer releases of torch
 def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
     lines = Lines()
     loader: Loader = DataLoader(Unpicklable(), batch_size=2)
@@ -493,8 +494,7 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
     epoch = tuned.begin()
     seen = plain(next(epoch))
     tuned.resize(2, 2)
-    with pytest.warns(UserWarning, match="pickle"):
-        seen += plain(next(epoch))
+    seen += plain(next(epoch))
     assert seen + [item for batch in epoch for item in plain(batch)] == list(range(23))
     assert len(lines) == 1
     assert "2 worker processes have failed" in lines[0] and "goes on with no worker processes" in lines[0]

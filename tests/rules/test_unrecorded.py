@@ -1,0 +1,50 @@
+"""Ranks of whose collectives no recorder tells: what is said of them, and what is not concluded."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import BARRIER, GLOO, MAIN, RUN, job, user
+
+from lightning_ncclsafe.facts import NotRecorded, UnrecordedGroup
+from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.unknowns import not_recorded, unknowns
+
+
+def unrecorded(why: NotRecorded, *calls: int, backend: str = "gloo", name: str = "0") -> dict[int, Any]:
+    return {
+        rank: [UnrecordedGroup(name=name, why=why, backend=backend, calls=count)] for rank, count in enumerate(calls)
+    }
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        (
+            unrecorded(NotRecorded.NO_ENTRY, 12),
+            "Rank 0 called 12 collectives with gloo, and the Flight Recorder has",
+        ),
+        (unrecorded(NotRecorded.NO_ENTRY, 12, 12), "Ranks 0-1 called 12 collectives with gloo, and"),
+        (unrecorded(NotRecorded.NO_ENTRY, 1200, 1), "Ranks 0-1 called 1 to 1,200 collectives with gloo, and"),
+        (unrecorded(NotRecorded.NO_DUMP, 1), "Rank 0 called 1 collective with gloo, and this build of PyTorch cannot"),
+        (unrecorded(NotRecorded.UNKNOWN_BACKEND, -1, backend="ucc"), "Rank 0 called collectives with ucc, whose rec"),
+        (unrecorded(NotRecorded.LOST, 3, name="tp"), "Rank 0 called 3 collectives in group 'tp' of which the Flight"),
+    ],
+)
+def test_collectives_of_which_no_recorder_tells_are_said_in_one_sentence(by_rank: dict[int, Any], said: str) -> None:
+    (sentence,) = not_recorded(by_rank)
+    assert sentence.startswith(said)
+
+
+def test_a_rank_of_which_no_recorder_tells_is_not_one_that_has_called_nothing() -> None:
+    """It works, and as far as anybody knows it has called all that the others have."""
+    waiting = GLOO.rank(0, MAIN, RUN, BARRIER, seq=5, outstanding=1, world=2)
+    working = replace(GLOO.rank(1, MAIN, RUN, user("training_step", 40), seq=5, world=2), groups=(), collectives=())
+    dark = replace(working, unrecorded=(*unrecorded(NotRecorded.NO_ENTRY, 5)[0],))
+    (group,) = timeline(job(waiting, dark, world=2)).groups
+    assert (group.enqueued, group.behind) == ({0: 5}, ())
+    (said,) = (text for text in unknowns(job(waiting, dark, world=2)) if "Flight Recorder" in text)
+    assert said.startswith("Rank 1 called 5 collectives")
+    # One that is recorded, and has not been in the group, is.
+    assert timeline(job(waiting, working, world=2)).groups[0].behind == (1,)
+    assert timeline(job(waiting, dark, world=2)).stragglers == (1,)
