@@ -135,6 +135,15 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_json": no_check,  # the end of a dump's name
 }
 OF_LIGHTNING: dict[str, Callable[[], object]] = {
+    "_Launcher": takes(f"{CHOSEN}.strategies.launchers.launcher", "_Launcher.launch", None, no_check),
+    "_SubprocessScriptLauncher": takes(
+        f"{CHOSEN}.strategies.launchers", "_SubprocessScriptLauncher.launch", None, no_check
+    ),
+    "_MultiProcessingLauncher": takes(
+        f"{CHOSEN}.strategies.launchers", "_MultiProcessingLauncher.launch", None, no_check
+    ),
+    "_signal_connector": said_in(f"{CHOSEN}.trainer.trainer", "_signal_connector"),
+    "_registered_strategies": said_in(f"{CHOSEN}.trainer.connectors.accelerator_connector", "_registered_strategies"),
     "_configure_launcher": takes(f"{CHOSEN}.strategies", "ParallelStrategy._configure_launcher", None),
     "_terminate_all": said_in(
         "lightning.fabric.strategies.launchers.subprocess_script"
