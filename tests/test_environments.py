@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ncclsafe import SafeDDP
 from lightning_ncclsafe.watched import _meeting_place, _place
@@ -62,6 +63,7 @@ def environ(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     given = request.node.callspec.params["variables"]
     (tmp_path / "hosts").write_text("launch\nother\nother\nhere\nhere\n")
     monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # strategies set it, for all of the process
     for name, value in (MASTER | {"LSB_DJOB_RANKFILE": str(tmp_path / "hosts")} | given).items():
         monkeypatch.setenv(name, value)
 

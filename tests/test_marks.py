@@ -235,7 +235,9 @@ ITSELF = "a thread or a process of this rank"
 ASIDE = "on a thread of ours, which no rank's facts show"
 LOGGER = "below a logger's mark"
 NOT_FOR_RANKS = {
-    "_torch._kill": ITSELF,
+    "_torch._Workers._end_pinning": ITSELF,
+    "_torch._Workers._shutdown_workers": ITSELF,
+    "_torch._give_up_cut_messages.receive": ITSELF,
     "cli.preflight._compare_all": ITSELF,
     "collectives.clock_follower.Follower._answer": ASIDE,
     "collectives.clock_reference.Reference._answer": ASIDE,

@@ -6,6 +6,7 @@ CUDA builds import without a GPU, so that NCCL's are checked there, too.
 import ast
 import importlib
 import inspect
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -89,6 +90,7 @@ OF_TORCH: dict[str, Callable[[], object]] = {
             "_base_seed",
             "_data_queue",
             "_get_iterator",
+            "_pin_memory_thread",
             "_rcvd_idx",
             "_task_info",
             "_tasks_outstanding",
@@ -98,6 +100,7 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     },
     "_MultiProcessingDataLoaderIter": takes(LOADERS, "_MultiProcessingDataLoaderIter", None),
     "_SingleProcessDataLoaderIter": takes(LOADERS, "_SingleProcessDataLoaderIter", None),
+    "_utils": lambda: importlib.import_module(LOADERS)._utils.python_exit_status,
     "_shutdown_workers": takes(LOADERS, "_MultiProcessingDataLoaderIter._shutdown_workers", None),
     "_try_get_data": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_get_data", None, 1.0),
     "_remove_worker_pids": lambda: importlib.import_module(f"{LOADERS}")._utils.signal_handling._remove_worker_pids,
@@ -176,8 +179,16 @@ OF_OTHERS: dict[str, Callable[[], object]] = {
     "_get_file_writer": said_in("torch.utils.tensorboard.writer", "_get_file_writer"),
     "_file_name": said_in("tensorboard.summary.writer.event_file_writer", "_file_name"),
 }
-ALL = OF_TORCH | OF_LIGHTNING | OF_OTHERS
-# Python's own.
+# Of Python's multiprocessing.
+OF_MULTIPROCESSING: dict[str, Callable[[], object]] = {
+    "_flag": lambda: multiprocessing.Event()._flag.release,  # type: ignore[attr-defined]
+    "_popen": said_in("multiprocessing.process", "_popen"),
+    "_reader": lambda: multiprocessing.Queue()._reader.fileno(),  # type: ignore[attr-defined]
+    "_recv": takes("multiprocessing.connection", "Connection._recv", None, 1, None),
+    "_wlock": lambda: multiprocessing.Queue()._wlock.acquire(timeout=1),  # type: ignore[attr-defined]
+}
+ALL = OF_TORCH | OF_LIGHTNING | OF_OTHERS | OF_MULTIPROCESSING
+# Python's own that are documented.
 _OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_closed", "_fields", "_replace"}
 
 
@@ -230,7 +241,7 @@ def ours(paths: list[Path]) -> set[str]:
 
 def test_every_private_name_that_is_used_is_listed() -> None:
     (torch_part,) = HERE.glob("_torch.py")
-    listed = {name for name in OF_TORCH if name not in ("_dump_fr_trace", "_dump_nccl_trace")}
+    listed = {*OF_TORCH, *OF_MULTIPROCESSING} - {"_dump_fr_trace", "_dump_nccl_trace"}
     assert used_in(torch_part) - ours([torch_part]) - listed == set()
     others = [path for path in HERE.rglob("*.py") if path != torch_part]
     assert set().union(*map(used_in, others)) - ours([*others, torch_part]) - ALL.keys() == set()

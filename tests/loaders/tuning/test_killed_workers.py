@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -100,7 +101,11 @@ def reaped_by_nobody(worker: psutil.Process) -> None:
 
 
 def reaped_by_another_thread(worker: psutil.Process) -> None:
-    threading.Thread(target=os.waitpid, args=(worker.pid, 0)).start()
+    def reap() -> None:
+        with suppress(ChildProcessError):  # the loader has been faster
+            os.waitpid(worker.pid, 0)
+
+    threading.Thread(target=reap).start()
 
 
 REAPERS = [reaped_by_psutil, reaped_by_waitpid, reaped_by_nobody, reaped_by_another_thread]
