@@ -4,9 +4,9 @@ import csv
 import gzip
 import json
 import math
-import statistics
 import re
 import stat
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from warm import Warm
+from warm import Warm, ranks_of
 
 from lightning_ncclsafe import _torch
 
@@ -16,9 +16,8 @@ LIMIT_S = 100
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 FIT = Path(__file__).with_name("recorder_fit.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 NEW, OLD = _torch._RECORDER_SIZES
-FIRST = [("torchrun", "popen"), ("torchrun", "none"), ("python", "spawn")]
+FIRST = [("lightning", "spawn"), ("lightning", "popen")]
 
 
 class Outcome(NamedTuple):
@@ -30,20 +29,32 @@ class Outcome(NamedTuple):
 
 
 def run_program(warm: Warm, folder: Path, launcher: str, start_method: str, *variables: str) -> Outcome:
-    argv = [*(TORCHRUN if launcher == "torchrun" else []), str(FIT), str(folder), start_method]
-    env = {"OMP_NUM_THREADS": "1", **dict(variable.split("=") for variable in variables)}
-    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=[env])
-    assert codes == [0], output
+    added = {"OMP_NUM_THREADS": "1", **dict(variable.split("=") for variable in variables)}
+    envs = [added | rank for rank in {"lightning": [{}], "torchrun": torchrun(), "slurm": slurm()}[launcher]]
+    codes, output = warm.run([str(FIT), str(folder), start_method], folder, timeout_s=LIMIT_S, envs=envs)
+    assert set(codes) == {0}, output
     ranks = [json.loads((folder / f"rank-{rank}").read_text()) for rank in (0, 1)]
     said = [line for line in output.splitlines() if line.startswith("[ncclsafe] ")]
     return Outcome([recorded for recorded, _ in ranks], [sizes for _, sizes in ranks], said)
+
+
+def torchrun() -> list[dict[str, str]]:
+    """What its agent gives to ranks."""
+    job = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "4711"}
+    return [job | rank | {"RANK": rank["LOCAL_RANK"]} for rank in ranks_of(2)]
+
+
+def slurm() -> list[dict[str, str]]:
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"SLURM_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_PORT": ranks_of(1)[0]["MASTER_PORT"]}
+    return [job | {"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank}"} for rank in range(2)]
 
 
 @pytest.mark.parametrize(
     "launched",
     [
         pytest.param(by, marks=pytest.mark.program(*by), id=" ".join(by))
-        for by in [("python", "popen"), ("python", "spawn"), ("python", "fork"), *FIRST[:2]]
+        for by in [*FIRST, ("lightning", "fork"), ("torchrun", "popen"), ("torchrun", "none"), ("slurm", "popen")]
     ],
 )
 def test_the_recorder_is_on_with_every_launcher(launched: Any, outcome: Outcome) -> None:
@@ -52,13 +63,13 @@ def test_the_recorder_is_on_with_every_launcher(launched: Any, outcome: Outcome)
     assert not [line for line in outcome.said if "Flight Recorder" in line]
 
 
-@pytest.mark.program("python", "fork", f"{OLD}=5")
+@pytest.mark.program("lightning", "fork", f"{OLD}=5")
 def test_a_user_s_own_size_is_kept_in_the_old_spelling(outcome: Outcome) -> None:
     assert outcome.recorded == [5, 5]
     assert all(sizes[OLD] == "5" for sizes in outcome.sizes)
 
 
-@pytest.mark.program("python", "fork", f"{NEW}=0")
+@pytest.mark.program("lightning", "fork", f"{NEW}=0")
 def test_a_recorder_that_is_off_is_said_by_one_rank_in_one_line(outcome: Outcome) -> None:
     assert outcome.recorded == [0, 0]
     (line,) = (line for line in outcome.said if "Flight Recorder" in line)
