@@ -35,6 +35,9 @@ except ImportError:  # pragma: no cover - needs such a build
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Whose collectives each of them is known to keep.
 _RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
+GLOO_TIMEOUT_CHANGES = torch.__version__ >= "2.13"
+"""Whether gloo's groups keep to a timeout that is set later: not in torch 2.8 (pytorch#165422), and in 2.13 they do."""
+
 # Workers that wait for something end at once with SIGTERM, unless a handler of their own waits as well.
 _TERMINATES_S = 0.5
 # How often somebody who waits for a batch looks whether workers have ended (torch: every 5 s).

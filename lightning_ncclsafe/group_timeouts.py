@@ -53,8 +53,9 @@ class GroupTimeouts:
         self._may_begin_phase: dict[str, bool] = {}
         # What each group had when it was first seen, by its name.
         self._before_s: dict[str, float] = {}
-        as_made = {limits.timeout_s + BACKSTOP_S, limits.limit_s(Phase.INIT.value) + BACKSTOP_S}
-        self._nobodys_s = {round(timeout_s, 3) for timeout_s in as_made} | DEFAULT_TIMEOUTS_S
+        as_made = (limits.timeout_s, limits.limit_s(Phase.INIT.value), limits.longest_s)
+        self._as_made_s = {round(timeout_s + BACKSTOP_S, 3) for timeout_s in as_made}
+        self._nobodys_s = self._as_made_s | DEFAULT_TIMEOUTS_S
 
     def listen(self, action_name: str) -> None:
         """The innermost action is another one; see :attr:`~lightning_ncclsafe.phases.PhaseTracker.listeners`."""
@@ -108,10 +109,10 @@ class GroupTimeouts:
 
     def _restore(self) -> None:
         self._phase, self._has_set = "", False
-        made_with_s, own_s = self._limits.limit_s(Phase.INIT.value) + BACKSTOP_S, self._limits.timeout_s + BACKSTOP_S
+        own_s = self._limits.timeout_s + BACKSTOP_S
         for group in self._groups():
             before_s = self._before_s.get(group.name, group.timeout_s)
-            group.set_timeout(own_s if abs(before_s - made_with_s) < 0.0005 else before_s)
+            group.set_timeout(own_s if round(before_s, 3) in self._as_made_s else before_s)
 
     def _groups(self) -> list[_torch.TimedGroup]:
         groups = [group for group in _torch.timed_groups() if group.description != VOTE_GROUP]

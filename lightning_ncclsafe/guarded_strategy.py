@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import (
     STEP_OUTPUT,
     CombinedLoader,
@@ -102,7 +103,9 @@ class GuardedStrategy(ParallelStrategy):
             return
         watched.begin(self)
         timeout = self._timeout
-        self._timeout = timedelta(seconds=self._limits.limit_s("init") + BACKSTOP_S)
+        # The guard keeps to the limit of each phase; a back end that cannot change its own must not end one early.
+        limit_s = self._limits.limit_s("init") if _torch.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
+        self._timeout = timedelta(seconds=limit_s + BACKSTOP_S)
         try:
             with watched.tracker.action("init_process_group"), watched.recorder():
                 super().setup_environment()

@@ -12,7 +12,7 @@ import jsonargparse
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ncclsafe import PhaseTimeouts, SafeDDP
+from lightning_ncclsafe import PhaseTimeouts, SafeDDP, _torch
 from lightning_ncclsafe.facts import Collective, Phase
 from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.patience import Patience, limits_words
@@ -129,11 +129,15 @@ def test_the_first_line_names_the_limits() -> None:
     assert limits_words(limits(1800, 30)) == "asks why after 30 s without progress, aborts after 1800 s"
 
 
-def test_the_process_group_is_created_with_the_limit_of_init(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("changes", "limit_s"), [(True, 300), (False, 1800)])
+def test_the_process_group_is_created_with_the_limit_of_init_where_that_can_be_changed(
+    changes: bool, limit_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "GLOO_TIMEOUT_CHANGES", changes)
     seen: list[timedelta | None] = []
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: seen.append(strategy._timeout))
     strategy = SafeDDP(phase_timeouts=EXAMPLE)
     own, strategy._watched = strategy._timeout, MagicMock()
     strategy.setup_environment()
-    assert seen == [timedelta(seconds=300 + BACKSTOP_S)]
+    assert seen == [timedelta(seconds=limit_s + BACKSTOP_S)]
     assert strategy._timeout == own

@@ -97,7 +97,7 @@ def run_ranks(
     return Ranks(
         exit_codes=[process.exitcode for process in processes],
         diagnoses=[read_report(path.read_bytes()) for path in reports],
-        said="".join(path.read_text() for path in sorted(folder.glob("said-*"))),
+        said="".join(_without_gloos(path.read_text()) for path in sorted(folder.glob("said-*"))),
     )
 
 
@@ -148,6 +148,11 @@ def _join(rank: int, pipes: Pipes, timeout: timedelta, hosts_store: bool) -> Non
     else:
         store = dist.TCPStore("127.0.0.1", pipes[rank][0].recv(), is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(pipes), timeout=timeout)
+
+
+def _without_gloos(text: str) -> str:
+    """Without what gloo itself prints when a group is made, before torch 2.9."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
 
 def can_end(process: multiprocessing.process.BaseProcess) -> bool:

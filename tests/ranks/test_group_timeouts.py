@@ -75,6 +75,7 @@ def test_groups_have_the_timeout_of_the_phase_and_in_the_end_the_one_they_had(tm
     run(tmp_path, body)
 
 
+@pytest.mark.skipif(not _torch.GLOO_TIMEOUT_CHANGES, reason="gloo of this torch keeps the timeout of the group's start")
 def test_a_collective_fails_at_the_limit_of_the_phase_in_which_it_was_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,13 +140,14 @@ def test_without_limits_of_phases_the_groups_of_a_mesh_get_the_strategys_own(tmp
         phases = Followed(check_limits(None, 30, "abort"))
         phases.start()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        # That of all ranks is the one that is there already.
         alone, everybody = mesh.get_all_groups()
-        assert (timeout_s(alone), timeout_s(everybody)) == (1800, 45)
+        # That of all ranks is the one that is there already, in newer releases of torch.
+        before = timeout_s(everybody)
+        assert timeout_s(alone) == 1800 and before in (45, 1800)
         phases.start()
         assert [timeout_s(group) for group in (alone, everybody, own, votes)] == [45, 45, 3600, 1800]
         phases.restore()
-        assert [timeout_s(group) for group in (alone, everybody, own, votes)] == [1800, 45, 3600, 1800]
+        assert [timeout_s(group) for group in (alone, everybody, own, votes)] == [1800, before, 3600, 1800]
 
     run(tmp_path, body)
 
