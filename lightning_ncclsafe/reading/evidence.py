@@ -17,10 +17,12 @@ from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.reading.values import whole
 from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"
+_RANK_IN_NAME = re.compile(r"(?<![a-z0-9])rank[-_.]?(\d{1,6})(?![a-z0-9])")
 _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
@@ -71,8 +73,8 @@ class Evidence:
 
     def job(self) -> JobFacts | None:
         """The job that dumps and logs tell of; None where they tell of none."""
-        said = self.log.said()
-        if not self.dumps and not said and not self.log.unnamed:
+        said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
+        if not (self.dumps or said or self.log.unnamed or log.statements or unread):
             return None
         left_out = apart(self.dumps)
         return job_of(
@@ -80,8 +82,9 @@ class Evidence:
             said,
             self.log.world_size,
             unnamed=self.log.unnamed,
-            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks),
+            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks, *unread),
             outdated=left_out.older,
+            log=log,
         )
 
     def _of_two(self) -> Iterator[str]:
@@ -164,8 +167,12 @@ def _is_expected(source: Source) -> bool:
 
 
 def _rank_in_name(path: str) -> int | None:
-    """A log's name says which rank it is of where it has the word in it."""
-    return rank_of(path) if "rank" in os.path.basename(path).lower() else None
+    """The rank in a log's name, where the word and the number stand by themselves: ``rank_3.log``, not ``8ranks.log``.
+
+    Names also tell what a log is about: what its lines say counts, and this only where they say nothing.
+    """
+    found = _RANK_IN_NAME.search(os.path.basename(path).lower())
+    return whole(found[1]) if found else None
 
 
 def _attempt_in_name(path: str) -> int:

@@ -1,10 +1,11 @@
 """Python's tracebacks in a log, line by line, also where those of several ranks are mixed."""
 
 import re
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
 from lightning_ncclsafe.reading.frames import frame, stack
-from lightning_ncclsafe.reading.values import whole
+from lightning_ncclsafe.reading.values import ranks, whole
 
 _MOST_FRAMES = 120
 _LONGEST_MESSAGE = 2000
@@ -23,9 +24,75 @@ _CONSEQUENCE_TYPES = re.compile(
 )
 _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
-    r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout"
+    r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout|wait timeout after|waiting for (?:clients|key)"
+    r"|Caught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
     r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)"
 )
+
+
+_CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
+_CHAIN = re.compile(
+    r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
+)
+_NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")
+_ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?P<message>.{0,4000}))$")
+# What says enough without a traceback, whoever says it.
+_OF_DEVICES = re.compile(r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker")
+_TWICE = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)")
+_VERSIONS = re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)")
+_OF_NCCL = re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'")
+_XID = re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})")
+
+
+class Alone(NamedTuple):
+    """An error that a line tells without a traceback; the ranks that it names itself."""
+
+    exception: ExceptionFacts
+    ranks: tuple[int, ...] = ()
+
+
+def alone(text: str, *, is_of_rank: bool) -> Alone | None:
+    """The error that this line tells, without a traceback.
+
+    Args:
+        text: The line.
+        is_of_rank: Whether it is known which rank says it, as of what torch prints of an exception.
+    """
+    if found := _TWICE.search(text):
+        message = f"ranks {found[1]} and {found[2]} are both on CUDA device {found[3]}"
+        return Alone(ExceptionFacts(type="Duplicate GPU", message=message), ranks([found[1], found[2]]))
+    if found := _VERSIONS.search(text):
+        message = f"rank {found[1]} has {found[2]}, rank {found[3]} has {found[4]}"
+        return Alone(ExceptionFacts(type="Mismatched NCCL version", message=message), ranks([found[1], found[3]]))
+    if found := _OF_NCCL.search(text):
+        return Alone(ExceptionFacts(type="CUDA error", message=found[1]))
+    if found := _XID.search(text):
+        return Alone(ExceptionFacts(type=f"Xid {found[2]}", message=f"{found[3].strip()} ({found[1]})"))
+    found = _ALONE.match(text)
+    message = (found["message"] or "") if found else ""
+    if found is None or not (is_of_rank or _OF_DEVICES.search(message)):
+        return None
+    return Alone(_exception(found["type"], message, []))
+
+
+def is_chain(text: str) -> bool:
+    """Whether the next traceback only tells what became of the exception above."""
+    return _CHAIN.search(text) is not None
+
+
+def begins_cut(text: str) -> bool:
+    """Whether this is a line of a traceback's, of which the first line is not there."""
+    return _CUT.match(text) is not None
+
+
+def _exception(type_: str, message: str, frames: list[Frame]) -> ExceptionFacts:
+    message = message[:_LONGEST_MESSAGE].strip()
+    return ExceptionFacts(
+        type=type_.rpartition(".")[2],
+        message=message,
+        stack=stack(frames),
+        is_consequence=is_consequence(type_, message),
+    )
 
 
 def is_consequence(type_: str, message: str) -> bool:
@@ -50,8 +117,10 @@ class Traceback:
         exception: What it says, once it has ended; None where it was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_head: bool = True) -> None:
+        """Begins to read one; what has no first line is one only if its last names an exception."""
         self.exception: ExceptionFacts | None = None
+        self._has_head = has_head
         self._frames: list[Frame] = []
         self._lines = 0
 
@@ -72,10 +141,5 @@ class Traceback:
         found = _ENDS.match(text)
         if found is None or not self._frames:
             return
-        type_, message = found["type"], (found["message"] or "")[:_LONGEST_MESSAGE].strip()
-        self.exception = ExceptionFacts(
-            type=type_.rpartition(".")[2],
-            message=message,
-            stack=stack(self._frames),
-            is_consequence=is_consequence(type_, message),
-        )
+        if self._has_head or _NAMES.search(found["type"]):
+            self.exception = _exception(found["type"], found["message"] or "", self._frames)

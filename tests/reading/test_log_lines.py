@@ -56,7 +56,7 @@ def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], co
 
 
 def test_every_excerpt_is_a_case() -> None:
-    assert {case[0] for case in CASES} == {path.stem for path in LOGS.iterdir()}
+    assert {case[0] for case in CASES} == {path.stem for path in LOGS.glob("*.log")}
 
 
 PREFIXES = {

@@ -33,7 +33,7 @@ KINDS = {
     "worker-died": "rank-raised",
     "all-joined": "all-joined-none-finished",
     "watchdog-stuck": "watchdog-stuck",
-    "unreachable-peer": "network",
+    "network-cut": "network",
 }
 
 

@@ -6,7 +6,9 @@ from itertools import combinations
 
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import StatementKind
 from lightning_ncclsafe.rules.recorded.ended import gone, misled
+from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
 from lightning_ncclsafe.rules.wording import (
@@ -95,6 +97,30 @@ def split_finding(view: Timeline, split: Divergence, *, rule: str, why: str, rem
         evidence=(*_evidence(view, different), *one_element(call for call, _ in different)),
         remedy=remedy,
     )
+
+
+def stated_finding(job: JobFacts, kind: StatementKind, *, rule: str, why: str, remedy: str) -> Iterator[Finding]:
+    """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
+
+    Args:
+        job: The job.
+        kind: The statements that are meant.
+        rule: Name of the cause.
+        why: What follows from it, the end of a sentence.
+        remedy: What to do.
+    """
+    found = stated(job, kind)
+    if found and split_of(job) is None and not gone(timeline(job)):
+        yield Finding(
+            rule=rule,
+            severity=Severity.ERROR,
+            # Two ranks were compared: which of them is like the others is not said.
+            confidence=Confidence.LIKELY,
+            summary=capitalised(f"{next(details_of(found), 'a check of collectives has failed')}: {why}."),
+            ranks=said_of_all(found[:1]),
+            evidence=lines_of(found),
+            remedy=remedy,
+        )
 
 
 def _is_certain(view: Timeline, split: Divergence) -> bool:
