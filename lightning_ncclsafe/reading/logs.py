@@ -183,7 +183,7 @@ class Log:
         self._bar(line.text)
         if "NCCL" in text or "arrier" in text or "collective" in text or "watchdog" in text:
             is_read |= self._collective(rank, line, text)
-        if not is_read:
+        if not is_read and not self._broken:
             self.unread.add(text)
 
     def _remark(self, remark: str) -> None:
@@ -419,8 +419,8 @@ class _Unread:
         """One sentence, or none."""
         if self._count:
             shown = "; ".join(f'"{line}"' for line in self._lines.values())
-            lines_ = "1 line looks" if self._count == 1 else f"{self._count:,} lines look"
-            yield f"{lines_} as if something had failed, in a form that is not read, such as: {shown}."
+            what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
+            yield f"{what} of a form that is not read, such as: {shown}."
 
 
 def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:

@@ -111,7 +111,8 @@ def is_broken(text: str) -> bool:
 def timed_out(text: str) -> TimedOut | None:
     """The collective that this line says has timed out."""
     work = _WORK.search(text)
-    if work is None or (_SEQ.search(work["body"]) is None and "OpType=" not in work["body"]):
+    # Before torch 1.13 collectives had no number; a number of which the end is missing is none.
+    if work is None or not (_SEQ.search(work["body"]) or work["body"].startswith("OpType=")):
         return None
     body = work["body"]
     shape = _SHAPE.search(body)

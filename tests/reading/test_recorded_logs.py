@@ -77,7 +77,7 @@ def is_sure(finding: Finding) -> bool:
 
 
 if __name__ == "__main__":
-    for folder in ("recorded", "threads"):
+    for folder in ("recorded", "threads", "held"):
         scores = [(truth, score(folder, truth)) for truth in truths(folder)]
         for truth, one in scores:
             if not one.ranks:
