@@ -12,8 +12,10 @@ _EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
 _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Za-z ]+)")
 _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated with code (-?\d+)")
 _ENDINGS = (
-    (re.compile(r"Received (?:15|Signals\.SIGTERM) death signal|SignalException: Process \d+ got signal: 15"),
-     "A launcher was told to end (SIGTERM): by a scheduler, or by whoever has stopped the job."),
+    (
+        re.compile(r"Received (?:15|Signals\.SIGTERM) death signal|SignalException: Process \d+ got signal: 15"),
+        "A launcher was told to end (SIGTERM): by a scheduler, or by whoever has stopped the job.",
+    ),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO TIME LIMIT"), "SLURM ended the job because its time was up."),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
     (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM says that a node has failed."),

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, NamedTuple
 
 from lightning_ncclsafe.reading.values import MOST_RANKS
@@ -20,15 +20,15 @@ _TELLING = (
     b"WorkNCCL",
     b"atchdog ",
     b"[PG ",
-    b"Stack trace of the failed",
     b"onitoredBarrier",
+    b"ncclUniqueId",
     b"join",
-    b"lagging ranks",
+    b"ranks",
+    b"Culprit rank",
+    b"ismatch",
     b"Traceback (most",
     b"Error",
-    b"Exception",
-    b"exception",
-    b"CUDA error",
+    b"xception",
     b"exitcode",
     b"local_rank: ",
     b"return code",
@@ -36,8 +36,8 @@ _TELLING = (
     b"terminated with ",
     b"exited on signal",
     b" died",
-    b"closing signal",
-    b"Child process with PID",
+    b"death signal",
+    b"Worker exit type",
     b"Root Cause (",
     b"  host ",
     b"srun: error",
@@ -49,26 +49,18 @@ _TELLING = (
     b"WORLD_SIZE",
     b"Num processes",
     b"MEMBER: ",
-    b"nranks ",
     b"Starting with ",
     b"store",
     b"keys: ",
-    b"waitForInput",
     b"timed out",
-    b"CollectiveFingerPrint",
-    b"ismatch",
     b"NCCL WARN",
     b"Duplicate GPU",
-    b"Last error",
+    b"Cuda failure",
     b"Connection ",
-    b"Broken pipe",
+    b"roken pipe",
     b"Got completion",
     b"NVRM",
-    b"launched up to operation",
-    b"-- GPU ",
     b"communicator data",
-    b"missing ranks",
-    b"Culprit rank",
 )
 
 # One after the other, any of these may stand before what a rank says.
@@ -83,7 +75,9 @@ _PREFIXES = (
     ),
     re.compile(r"(?P<stream>\S{1,100}) \[std(?:err|out)\] "),  # milabench and others
     re.compile(r"(?P<stream>[A-Za-z][\w.-]{0,60})\s{1,3}\|\s+(?=[\[(])"),  # docker compose
-    re.compile(r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|\w*Error)"),  # pdsh
+    re.compile(
+        r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|\w*Error)"
+    ),  # pdsh
     re.compile(r"[\w.-]{1,60}/\d{1,4} (?=\[)"),  # torchx
     re.compile(r"std(?:err|out): "),  # Accelerate
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
@@ -93,6 +87,7 @@ _PREFIXES = (
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )
 _MOST_PREFIXES = 6
+_MOST_PARTS = 64
 # Ranks that share a stream write the ends of their lines apart from these: the next one's may begin in the middle.
 _NEXT = re.compile(
     r"(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[^\s:])(?=\[[EF][ \d][^\]]{0,60}ProcessGroup)|(?<=[\w'])(?=terminate called)"
@@ -120,7 +115,7 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
     Args:
         stream: The stream.
         most: After how many bytes to stop.
-        wanted: Whether the lines in a block are of use; blocks of which they are not are left out.
+        wanted: Asked of each block before its lines are given; those of blocks that it does not want are left out.
     """
     rest, read = b"", 0
     decoder: codecs.IncrementalDecoder | None = None
@@ -134,9 +129,11 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
             yield from (line[:LONGEST_LINE] for line in _ENDS.split(whole) if line)
         while len(rest) > LONGEST_LINE:
             # What follows a progress bar is its last part, so nothing is thrown away.
+            wanted(rest)
             yield rest[:LONGEST_LINE]
             rest = rest[LONGEST_LINE:]
     if rest:
+        wanted(rest)
         yield rest[:LONGEST_LINE]
 
 
@@ -146,9 +143,9 @@ def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
     return codecs.getincrementaldecoder(name)("replace") if name else None
 
 
-def may_tell(text: bytes) -> bool:
-    """Whether a line, or many of them, may say something about ranks; made to be quick for those that do not."""
-    return any(word in text for word in _TELLING)
+def telling(text: bytes, words: Iterable[bytes] = _TELLING) -> tuple[bytes, ...]:
+    """The words in a line, or in many of them, by which these may say something about ranks."""
+    return tuple(word for word in words if word in text)
 
 
 def parts(line: bytes) -> list[Line]:
@@ -156,7 +153,7 @@ def parts(line: bytes) -> list[Line]:
     whole = taken_apart(line)
     if whole.text.count("[") < 2 and "terminate called" not in whole.text:
         return [whole]
-    first, *others = _NEXT.split(whole.text)
+    first, *others = _NEXT.split(whole.text, maxsplit=_MOST_PARTS)
     return [whole._replace(text=first), *(_stripped(other)._replace(stream=whole.stream) for other in others)]
 
 

@@ -10,9 +10,9 @@ from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.frames import frame
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.lines import Line, lines, may_tell, parts
+from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
 from lightning_ncclsafe.reading.said import Said
-from lightning_ncclsafe.reading.starts import Starts
+from lightning_ncclsafe.reading.starts import RANKS_OF_A_HOST, Starts
 from lightning_ncclsafe.reading.statements import Statements
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
 from lightning_ncclsafe.recorded_facts import LogFacts, Statement, StatementKind
@@ -29,7 +29,7 @@ _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
 # "Running tokenizer:  9%|▉    | 280000/2969526 [29:55<4:48:08, 155.57 examples/s]"
 _BAR = re.compile(
-    r"(?P<name>[^|\n]{0,60}?)\s*\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]+\w?)/(?P<total>[\d,.]+\w?) "
+    r"\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]{1,20}\w?)/(?P<total>[\d,.]{1,20}\w?) "
     r"\[(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d\d)<"
 )
 
@@ -38,7 +38,7 @@ class _Bar(NamedTuple):
     """A progress bar, as it stood when ranks had timed out."""
 
     text: str
-    count: str
+    done: str
     total: str
     elapsed_s: int
 
@@ -67,6 +67,8 @@ class Log:
         self._file = _File(None)
         self._is_cut = False
         self._gave_up_pids: set[str] = set()
+        self._words: tuple[bytes, ...] = ()
+        self._child: int | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
@@ -84,8 +86,9 @@ class Log:
         self._starts.begin(start)
         self._open.clear()
         self._chained.clear()
+        self._child = None
         try:
-            for line in lines(stream, most, self._wants):
+            for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
                 if self._wants(line):
                     for part in parts(line):
@@ -96,9 +99,14 @@ class Log:
         finally:
             self._ends_file()
 
+    def _wants_block(self, block: bytes) -> bool:
+        self._words = telling(block)
+        return bool(self._words) or self._wants(block)
+
     def _wants(self, text: bytes) -> bool:
-        is_open = self._open or self._broken or self._failed or self._statements.is_open
-        return bool(is_open) or may_tell(text) or (self._file.spoke_at > 0 and b"%|" in text)
+        if self._open or self._broken or self._failed or self._statements.is_open:
+            return True
+        return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
 
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
@@ -171,30 +179,39 @@ class Log:
         if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
-        is_read = self._traceback(line, rank, text)
-        self._frame_of_failed(text)
-        if size := watchdog.world_size(text):
-            self._starts.has_size(size)
-        is_read |= self._ends(text)
-        for statement in self._statements.read(text, rank):
-            self._starts.now.has_said(statement)
-            is_read = True
-        self._remark(launchers.remark(text))
         self._bar(line.text)
+        is_read = self._traceback(line, rank, text)
+        is_read |= self._of_the_job(text)
+        is_read |= self._stated(rank, text)
         if "NCCL" in text or "arrier" in text or "collective" in text or "watchdog" in text:
             is_read |= self._collective(rank, line, text)
         if not is_read and not self._broken:
             self.unread.add(text)
 
-    def _remark(self, remark: str) -> None:
+    def _of_the_job(self, text: str) -> bool:
+        """What is said of all ranks, or by a launcher; whether it is of the end of one."""
+        self._frame_of_failed(text)
+        if size := watchdog.world_size(text):
+            self._starts.has_size(size)
+        remark = launchers.remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
+        return self._ends(text)
+
+    def _stated(self, rank: int | None, text: str) -> bool:
+        said = list(self._statements.read(text, rank))
+        for statement in said:
+            self._starts.now.has_said(statement)
+        if "Completed store-based barrier" in text:
+            self._starts.now.has_joined()
+        return bool(said)
 
     def _bar(self, text: str) -> None:
         found = _BAR.search(text) if "%|" in text else None
         if found is not None:
             elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
-            self._file.bar = _Bar(found[0].strip()[:200], found["count"], found["total"], elapsed_s)
+            name = text[max(found.start() - 60, 0) : found.end()].strip()
+            self._file.bar = _Bar(f"{name}…", found["count"], found["total"], elapsed_s)
 
     def _keep_bar(self) -> None:
         """One that stands before a rank's last words in their line was there when these were written."""
@@ -235,8 +252,7 @@ class Log:
         if self._idle > _MOST_IDLE:
             # Their ranks have been ended in the middle of them.
             self._open.clear()
-        if tracebacks.is_chain(text):
-            self._chained.add(key)
+        self._between_tracebacks(key, text)
         if reading is not None and not reading.goes_on(text):
             del self._open[key]
             if reading.exception is not None:
@@ -251,6 +267,14 @@ class Log:
             return self._without_traceback(rank, text)
         return True
 
+    def _between_tracebacks(self, key: _Key, text: str) -> None:
+        """What is said of the next one."""
+        if tracebacks.is_chain(text):
+            self._chained.add(key)
+        child = tracebacks.child(text)
+        if child is not None and self._starts.world_size <= RANKS_OF_A_HOST:
+            self._child = child
+
     def _without_traceback(self, rank: int | None, text: str) -> bool:
         found = tracebacks.alone(text, is_of_rank=rank is not None)
         if found is None:
@@ -264,6 +288,9 @@ class Log:
             # The one above is where it began.
             self._chained.discard(key)
             return
+        if rank is None and self._child is not None:
+            # What a parent prints of one of the processes that it has started.
+            rank, self._child = self._child, None
         said = self._of(rank)
         if said is not None:
             said.raised(exception)
@@ -391,14 +418,16 @@ class _Unread:
     """Lines that look as if something had failed, and of which nothing was understood."""
 
     _ALARM = re.compile(
-        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)|Dist(?:Backend|Store|Network)Error"
-        r"|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT|libfabric|NET/\w+ .{0,80}error"
+        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
+        r"|Dist(?:Backend|Store|Network)Error|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT"
+        r"|libfabric|NET/\w+ .{0,80}error"
     )
     _SAYS_NO_MORE = re.compile(
         r"Some NCCL operations|To avoid (?:data|this) inconsistency|Exception raised from|Stack trace of the failed"
         r"|debug info|dump signal|Terminating the process|First PG on this rank|terminate called|ncclInvalidUsage"
-        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$"
-        r"|Failed to execute operation|Socket recv failed|Error encountered progressing|successfully reached|poll for socket"
+        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)"
+        r"|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$|Failed to execute operation|Socket recv failed"
+        r"|Error encountered progressing|successfully reached|poll for socket"
     )
     _MOST = 3
 
@@ -427,7 +456,7 @@ def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:
     """A bar that moved after a rank had given up, or whose work began when it began to wait."""
     for bar in bars:
         began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)
-        moved = any(other.total == bar.total and other.count != bar.count for other in bars)
-        if bar.count != bar.total and (began_with_it or moved):
+        moved = any(other.total == bar.total and other.done != bar.done for other in bars)
+        if bar.done != bar.total and (began_with_it or moved):
             return bar.text
     return ""

@@ -77,7 +77,9 @@ def _mix(all_said: Iterable[Said]) -> None:
 
     Where none of them has a name, a number on one rank is not comparable with another one on another rank.
     """
-    nameless = [{call.seq for call in said.timeouts.values() if call.seq and call.seq not in said.at} for said in all_said]
+    nameless = [
+        {call.seq for call in said.timeouts.values() if call.seq and call.seq not in said.at} for said in all_said
+    ]
     is_mixed = any(len(seqs) > 1 for seqs in nameless)
     for said in all_said:
         said.is_mixed = is_mixed

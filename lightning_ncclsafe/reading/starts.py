@@ -1,19 +1,19 @@
 """The starts of a run of which logs tell: launchers start it again, and go on in the same files."""
 
 from dataclasses import dataclass, field
-
 from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts
 from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.statements import WAITS
 from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 
 _MOST_SAID = 100_000
 _MOST_UNNAMED = 16
 _MOST_STATEMENTS = 64
 _MOST_LIMITS = 16
-# Hardly any host has more processes than this, one for each GPU.
-_RANKS_OF_A_HOST = 8
+RANKS_OF_A_HOST = 8
+"""Hardly any host has more processes than this, one for each GPU."""
 # What becomes of whoever ends well, or is ended by his launcher.
 _NO_CAUSE = (0, -15)
 
@@ -60,6 +60,10 @@ class Start:
         if len(self.statements) < _MOST_STATEMENTS and key not in known:
             self.statements.append(statement)
 
+    def has_joined(self) -> None:
+        """All ranks have come to the store: who has waited for them there no longer does."""
+        self.statements = [one for one in self.statements if one.detail != WAITS]
+
     def has_limit(self, limit_s: float) -> None:
         """Keeps a timeout that is over."""
         if len(self.limits_s) < _MOST_LIMITS:
@@ -85,7 +89,7 @@ class Start:
         if statement.ranks:
             return statement.ranks[0]
         highest = max([self.world_size, *(rank + 1 for rank in self.said)])
-        return statement.local_rank if highest <= _RANKS_OF_A_HOST else None
+        return statement.local_rank if highest <= RANKS_OF_A_HOST else None
 
     def _attribute(self) -> None:
         """The only exception of an unknown rank is that of the only rank that ended by an unknown exception."""

@@ -7,11 +7,14 @@ of the small readers below the table, which keep a bounded number of them.
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.reading.values import MOST_RANKS, ranks, whole
 from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 
+WAITS = "still waits"
+"""Said of a rank that waits at the store, and has not given up."""
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 200
 _MOST_LINES = 12
@@ -143,8 +146,18 @@ _ROWS = (
         lambda found: _joined(found[3], found[2], found[1]),
     ),
     _Row(
+        "aiting in store based barrier",
+        re.compile(
+            r"Waiting in store based barrier to initialize process group for .{0,40}?rank: (\d+), key: \S{1,100} "
+            r"\(world_size=(\d+), (?:worker_count|num_workers_joined)=(\d+)"
+        ),
+        lambda found: replace(_joined(found[3], found[2], found[1]), detail=WAITS),
+    ),
+    _Row(
         "joined",
-        re.compile(r"Timed out after \d+ seconds waiting for (?:clients|workers)\. (\d+)/(\d+) (?:clients|workers) joined"),
+        re.compile(
+            r"Timed out after \d+ seconds waiting for (?:clients|workers)\. (\d+)/(\d+) (?:clients|workers) joined"
+        ),
         lambda found: _joined(found[1], found[2]),
     ),
     _Row(
@@ -193,7 +206,8 @@ _ROWS = (
         "Got completion",
         re.compile(r"Got completion from peer (\S{1,200}) with (?:status=|error )(\d+)"),
         lambda found: _about(
-            StatementKind.UNREACHABLE, f"InfiniBand gave up on {found[1]} with status {found[2]}, which a dead peer looks like, too"
+            StatementKind.UNREACHABLE,
+            f"InfiniBand gave up on {found[1]} with status {found[2]}, which a dead peer looks like, too",
         ),
     ),
     # Ranks that were compared
@@ -205,8 +219,8 @@ _ROWS = (
     _Row(
         "expects same model",
         re.compile(
-            r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent "
-            r"(\d+) params"
+            r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has "
+            r"inconsistent (\d+) params"
         ),
         lambda found: _about(
             StatementKind.OTHER_SIZES,
@@ -228,11 +242,7 @@ def _pid_words(pid: str | None) -> str:
 
 
 class Statements:
-    """Reads statements line by line.
-
-    Attributes:
-        is_open: Whether one is being read that goes on in the next line.
-    """
+    """Reads statements line by line."""
 
     def __init__(self) -> None:
         self._mismatch = _Mismatch()
@@ -242,6 +252,7 @@ class Statements:
 
     @property
     def is_open(self) -> bool:
+        """Whether one is being read that goes on in the next line."""
         return self._mismatch.is_open or self._counts.is_open
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
@@ -271,7 +282,7 @@ class Statements:
     def _completed(self, said: Statement, text: str, rank: int | None) -> Statement:
         # Of the only process that DeepSpeed has started on a host, the number is known.
         is_only = said.detail.startswith("DeepSpeed") and len(self._subprocesses) == 1 and "--local_rank=0'" in text
-        return _with(
+        return replace(
             said,
             by=said.by if said.by is not None else rank,
             local_rank=0 if is_only else said.local_rank,
@@ -283,25 +294,15 @@ class Statements:
         if "ranks joining collective" in text:
             found = re.search(r"sequence number: (\d+)|collective:? ?(\d+)", text)
             self._missing_at = f"number {found[1] or found[2]}" if found else "a collective"
-        elif self._missing_at and "missing ranks" in text and (named := re.search(r"missing ranks: ?\{([\d, ]+)\}", text)):
+        elif (
+            self._missing_at
+            and "missing ranks" in text
+            and (named := re.search(r"missing ranks: ?\{([\d, ]+)\}", text))
+        ):
             detail = f"PyTorch's analyser of dumps says that they did not join {self._missing_at}"
             who = ranks(named[1])
             yield Statement(kind=StatementKind.ABSENT, ranks=who, detail=detail, line=text.strip()[:_LONGEST_LINE])
             self._missing_at = ""
-
-
-def _with(said: Statement, *, by: int | None, local_rank: int | None, line: str) -> Statement:
-    return Statement(
-        kind=said.kind,
-        ranks=said.ranks,
-        by=by,
-        detail=said.detail,
-        exit_code=said.exit_code,
-        local_rank=local_rank,
-        count=said.count,
-        of=said.of,
-        line=line,
-    )
 
 
 class _Mismatch:
@@ -336,7 +337,9 @@ class _Mismatch:
         if calls:
             operations = {op for _, op, _ in calls}
             same = len(calls) > 1 and len(operations) == 1
-            words = " and ".join(f"rank {rank} runs {op}{f' of shape [{shape}]' if shape else ''}" for rank, op, shape in calls)
+            words = " and ".join(
+                f"rank {rank} runs {op}{f' of shape [{shape}]' if shape else ''}" for rank, op, shape in calls
+            )
             yield Statement(
                 kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
                 ranks=ranks([rank for rank, _, _ in calls]),
@@ -407,7 +410,9 @@ class _Counts:
         elif len(self._counts) > 1:
             most = max(self._counts, key=lambda operation: self._counts[operation])
             few = sum(number for operation, number in self._counts.items() if operation != most)
-            words = " and ".join(f"{number} ranks have launched up to {operation}" for operation, number in self._counts.items())
+            words = " and ".join(
+                f"{number} ranks have launched up to {operation}" for operation, number in self._counts.items()
+            )
             who = listed if len(listed) == few else ()
             detail = f"NCCL's RAS says that {words}"[:_LONGEST_DETAIL]
             yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail)

@@ -31,13 +31,21 @@ _CONSEQUENCE_TEXTS = re.compile(
 
 
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
+_CHILD = re.compile(r"-- Process (\d+) terminated with the following error")
+# What is raised in here tells of another process.
+_PARENTS = re.compile(
+    r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
+    r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/"
+)
 _CHAIN = re.compile(
     r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
 )
 _NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")
 _ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?P<message>.{0,4000}))$")
 # What says enough without a traceback, whoever says it.
-_OF_DEVICES = re.compile(r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker")
+_OF_DEVICES = re.compile(
+    r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker"
+)
 _TWICE = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)")
 _VERSIONS = re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)")
 _OF_NCCL = re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'")
@@ -80,6 +88,12 @@ def is_chain(text: str) -> bool:
     return _CHAIN.search(text) is not None
 
 
+def child(text: str) -> int | None:
+    """The number of the process of which torch.multiprocessing.spawn prints the traceback next."""
+    found = _CHILD.search(text)
+    return whole(found[1]) if found else None
+
+
 def begins_cut(text: str) -> bool:
     """Whether this is a line of a traceback's, of which the first line is not there."""
     return _CUT.match(text) is not None
@@ -91,7 +105,7 @@ def _exception(type_: str, message: str, frames: list[Frame]) -> ExceptionFacts:
         type=type_.rpartition(".")[2],
         message=message,
         stack=stack(frames),
-        is_consequence=is_consequence(type_, message),
+        is_consequence=is_consequence(type_, message) or bool(frames and _PARENTS.search(frames[-1].file)),
     )
 
 

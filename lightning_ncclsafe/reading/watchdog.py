@@ -52,7 +52,9 @@ _BROKEN = re.compile(
     r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
 )
 _WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
-_WORK_RANK = re.compile(r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work WorkNCCL|Collective WorkNCCL|Found key)")
+_WORK_RANK = re.compile(
+    r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work WorkNCCL|Collective WorkNCCL|Found key)"
+)
 # With what follows: where another rank has written into the line, half a word or number is none.
 _SEQ = re.compile(r"SeqNum=(\d+)(?=[,)])")
 _OP = re.compile(r"OpType=(\w+)(?=[,)])")
@@ -85,6 +87,7 @@ _SIZES = re.compile(
     r"|\bNum processes: (\d+)",
     re.IGNORECASE,
 )
+_SIZE_WORDS = ("orld_size", "orldsize", "WORLD_SIZE", "MEMBER: ", "nranks ", "Starting with ", "Num processes: ")
 _FRAME = re.compile(r"\s*#\d+ (?P<function>.+?) from (?P<file>.+?):(?P<line>\d+)\s*$")
 
 _OPS = {
@@ -214,6 +217,8 @@ def has_timed_out_elsewhere(text: str) -> bool:
 
 def world_size(text: str) -> int:
     """How many ranks there are, by this line; 0 if it says nothing of that."""
+    if not any(word in text for word in _SIZE_WORDS):
+        return 0
     found = (whole(size) for sizes in _SIZES.findall(text) for size in sizes if size)
     return max((size for size in found if size <= MOST_RANKS), default=0)
 

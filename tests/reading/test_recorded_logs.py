@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.rules.judging import judge
@@ -82,6 +80,8 @@ if __name__ == "__main__":
         for truth, one in scores:
             if not one.ranks:
                 derivable = truth["derivable"]
-                print(f"{'rank' if one.kind else 'KIND'} {truth['file']:32} {derivable['kind']} {derivable['ranks']}: {one.said}")
+                print(
+                    f"{'rank' if one.kind else 'KIND'} {truth['file']:32} {derivable['kind']} {derivable['ranks']}: {one.said}"
+                )
         kinds, ranks = sum(one.kind for _, one in scores), sum(one.ranks for _, one in scores)
         print(f"{folder}: kind {kinds}, kind and ranks {ranks}, of {len(scores)}")

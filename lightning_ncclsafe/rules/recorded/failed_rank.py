@@ -15,18 +15,18 @@ from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_wor
 _GIST = 200
 _BY_SIGNAL = 128
 _OF_DEVICE = (
-    "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take the "
-    "host out if it comes again; if it moves to another GPU with the code, run with CUDA_LAUNCH_BLOCKING=1 to find the "
+    "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
+    "the host out if it comes again; if it moves to another GPU with the code, run with CUDA_LAUNCH_BLOCKING=1 to find the "
     "kernel. What other ranks print about timeouts or connections follows from it."
 )
 _REMEDIES = {
     "CUDA error": _OF_DEVICE,
     "Xid": _OF_DEVICE,
     "Duplicate GPU": (
-        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is made, no fixed "
-        "device in the code, no more processes on a host than it has GPUs, and CUDA_VISIBLE_DEVICES with as many."
+        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is made, no "
+        "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
     ),
-    "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH and LD_PRELOAD.",
+    "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",
 }
 # What can be meant in one way only.
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
@@ -124,7 +124,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     if not ends and not several:
         return
     records = [record for rank in several if (record := view.facts[rank].record) is not None]
-    codes = {one.exit_code for one in (*ends, *records)}
+    codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
     by = f" ({said})" if (said := next(details_of(ends), "")) else ""

@@ -23,8 +23,8 @@ _REMEDY_JOIN = (
     "another world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
 ) + LOOK_THERE
 _REMEDY_STORE = (
-    "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with init_method=file://, "
-    "and start each rank once: torchrun and a script that starts processes itself make them twice."
+    "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
+    "init_method=file://, and start each rank once: torchrun and a script that starts processes itself make them twice."
 )
 
 
@@ -65,8 +65,8 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
     too_many = last.count >= last.of
     if too_many:
         text = (
-            f"{last.count:,} ranks have come to a store that was made for {last.of:,}: two launches share its address, or "
-            "an earlier one has left its keys in it"
+            f"{last.count:,} ranks have come to a store that was made for {last.of:,}: two launches share its address, "
+            "or an earlier one has left its keys in it"
         )
     else:
         who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')}" if ranks else f"{last.of - last.count:,} ranks have"
@@ -74,7 +74,7 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
     yield Finding(
         rule="late-at-init",
         severity=Severity.ERROR,
-        confidence=Confidence.POSSIBLE if too_many else Confidence.LIKELY,
+        confidence=Confidence.POSSIBLE if too_many or all(one.detail for one in found) else Confidence.LIKELY,
         summary=f"{capitalised(text)}.",
         ranks=ranks,
         evidence=lines_of(found),

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of

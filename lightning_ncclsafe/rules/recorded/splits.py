@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.wording import (
 # What a log calls what may be between two ranks only.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
+DEFAULT_GROUP = "0"
 _COMPARED = 64
 
 
@@ -124,9 +125,10 @@ def stated_finding(job: JobFacts, kind: StatementKind, *, rule: str, why: str, r
 
 
 def _is_certain(view: Timeline, split: Divergence) -> bool:
-    """Where a log does not say of which group a collective is, two groups may have come to the same number."""
+    """Of logs only in the default group: elsewhere two groups may have come to the same number, or share a name."""
     records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
-    return all(record.has_dump or record.group_known for record in records)
+    is_default = split.group == DEFAULT_GROUP
+    return all(record.has_dump or (record.group_known and is_default) for record in records)
 
 
 def _words(call: Collective) -> str:
