@@ -4,8 +4,11 @@ import gc
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis
@@ -22,7 +25,9 @@ from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"
-_RANK_IN_NAME = re.compile(r"(?<![a-z0-9])rank[-_.]?(\d{1,6})(?![a-z0-9])")
+_RANK_IN_NAME = re.compile(
+    r"((?:.{0,200}[^a-z0-9])?rank[-_.]?)(?P<rank>\d{1,6})((?:[^a-z0-9].{0,200})?)", re.IGNORECASE
+)
 _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
@@ -167,12 +172,23 @@ def _is_expected(source: Source) -> bool:
 
 
 def _rank_in_name(path: str) -> int | None:
-    """The rank in a log's name, where the word and the number stand by themselves: ``rank_3.log``, not ``8ranks.log``.
+    """The rank in the name of one of several logs that differ in that number only: ``rank_3.log`` beside ``rank_2.log``.
 
-    Names also tell what a log is about: what its lines say counts, and this only where they say nothing.
+    A name by itself may tell what a log is about: ``8ranks.log``, ``hang-of-rank3.log``.
     """
-    found = _RANK_IN_NAME.search(os.path.basename(path).lower())
-    return whole(found[1]) if found else None
+    folder, name = os.path.split(path)
+    found = _RANK_IN_NAME.fullmatch(name)
+    return whole(found["rank"]) if found and len(_numbered(folder).get((found[1], found[3]), ())) > 1 else None
+
+
+@lru_cache(maxsize=4)
+def _numbered(folder: str) -> dict[tuple[str, str], set[str]]:
+    """The numbers in names of logs that are alike but for these, by what stands before and behind them."""
+    alike: dict[tuple[str, str], set[str]] = defaultdict(set)
+    with suppress(OSError):
+        for found in filter(None, map(_RANK_IN_NAME.fullmatch, os.listdir(folder or os.curdir))):
+            alike[found[1], found[3]].add(found["rank"])
+    return alike
 
 
 def _attempt_in_name(path: str) -> int:

@@ -23,6 +23,7 @@ _MOST_IDLE = 5000
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
 _MOST_BARS = 64
+_RIGHT_BEFORE = 3
 _STARTS = "There were several starts of the run: this is the last one in which anything is said to wait or to fail."
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
@@ -112,7 +113,7 @@ class Log:
         for statement in self._statements.flush():
             self._starts.now.has_said(statement)
         self._is_cut |= self._file.is_cut
-        said = self._of(self._file.rank)
+        said = self._of(self._file.rank) if self._file.pending else None
         for exception in self._file.pending:
             if said is not None:
                 said.raised(exception)
@@ -202,6 +203,9 @@ class Log:
         said = list(self._statements.read(text, rank))
         for statement in said:
             self._starts.now.has_said(statement)
+            if statement.kind is StatementKind.ENDED:
+                # It is a launcher's log, of all.
+                self._file.rank = None
         if "Completed store-based barrier" in text:
             self._starts.now.has_joined()
         return bool(said)
@@ -211,15 +215,18 @@ class Log:
         if found is not None:
             elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
             name = text[max(found.start() - 60, 0) : found.end()].strip()
+            self._file.bar_at = self._file.line
             self._file.bar = _Bar(f"{name}…", found["count"], found["total"], elapsed_s)
 
     def _keep_bar(self) -> None:
-        """One that stands before a rank's last words in their line was there when these were written."""
+        """One that stands right before a rank's last words was there when these were written."""
         start = self._starts.now
         if self._file.bar is not None and (self._file.spoke_at or start.limits_s):
             start.bars.append(self._file.bar)
             del start.bars[:-_MOST_BARS]
-        self._file.bar = None
+            self._file.bar = None
+        elif self._file.line - self._file.bar_at >= _RIGHT_BEFORE:
+            self._file.bar = None
 
     def _whole_line(self, line: Line) -> str:
         """The text, with what a terminal has broken off, as far as it has been read."""
@@ -312,6 +319,7 @@ class Log:
         ends = [*([ended] if ended else []), *launchers.srun_ended(text)]
         for end in ends:
             said = self._of(end.rank)
+            self._file.speaks(end.rank)
             if said is not None:
                 said.ended(end.exit_code, end.is_first, end.host)
         return bool(ends)
@@ -392,7 +400,7 @@ class _File:
         spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
         took_at: The last line that was read to its end.
         pending: Exceptions of which no line says whose they are.
-        bar: The last progress bar of the line.
+        bar: The last progress bar, and the line that it stands in.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -402,6 +410,7 @@ class _File:
         self.took_at = 0
         self.pending: list[ExceptionFacts] = []
         self.bar: _Bar | None = None
+        self.bar_at = 0
 
     def speaks(self, rank: int) -> None:
         """A line is by this rank."""

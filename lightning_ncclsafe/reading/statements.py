@@ -88,7 +88,9 @@ _ROWS = (
     _Row(
         "rocess ",
         re.compile(r"[Pp]rocess (\d+) terminated with (?:signal (\w+)|exit code (\d+))"),
-        lambda found: _ended(_code(found[2]) if found[2] else whole(found[3]), local=found[1], detail="its parent"),
+        lambda found: _ended(
+            _code(found[2]) if found[2] else whole(found[3]), local=found[1], detail="torch.multiprocessing"
+        ),
     ),
     # DeepSpeed: the command is that of the process which it has started last.
     _Row(
@@ -129,8 +131,8 @@ _ROWS = (
         lambda found: _ended(None, detail=f"Ray says that a worker has died ({found[2]}{_pid_words(found[1])})"),
     ),
     # SLURM and Kubernetes
-    _Row("oom", re.compile(r"[Dd]etected \d+ oom[-_]kill event"), lambda _: _ended(-9, detail="SLURM: out of memory")),
-    _Row("OOMKilled", re.compile(r"\bOOMKilled\b"), lambda _: _ended(-9, detail="Kubernetes: out of memory")),
+    _Row("oom", re.compile(r"[Dd]etected \d+ oom[-_]kill event"), lambda _: _ended(-9, detail="SLURM")),
+    _Row("OOMKilled", re.compile(r"\bOOMKilled\b"), lambda _: _ended(-9, detail="Kubernetes")),
     _Row(
         "Exited with exit code",
         re.compile(r"srun: error: \S{1,100}: tasks? (\d+): Exited with exit code (\d+)"),
@@ -201,6 +203,11 @@ _ROWS = (
         "connect to ",
         re.compile(r"connect to (\S{1,200}) (?:returned|failed : )([^\n]{1,80})"),
         lambda found: _about(StatementKind.UNREACHABLE, f"connecting to {found[1]} failed ({found[2].strip()})"),
+    ),
+    _Row(
+        "connectFullMesh failed",
+        re.compile(r"Gloo connectFullMesh failed with ([^\n]{1,150})"),
+        lambda found: _about(StatementKind.UNREACHABLE, f"gloo's connections could not be made ({found[1].strip()})"),
     ),
     _Row(
         "Got completion",
@@ -305,6 +312,21 @@ class Statements:
             self._missing_at = ""
 
 
+class _Call(NamedTuple):
+    """What a rank runs by PyTorch's check; what is not said is empty."""
+
+    rank: int
+    op: str
+    shape: str
+    seq: str
+
+    def words(self, *, with_number: bool) -> str:
+        """``"rank 1 runs allreduce of shape [51123456]"``."""
+        number = f" (number {self.seq})" if with_number and self.seq else ""
+        shape = f" of shape [{self.shape}]" if self.shape else ""
+        return f"rank {self.rank} runs {self.op or 'something else'}{shape}{number}"
+
+
 class _Mismatch:
     """``Detected mismatch between collectives on ranks. Rank 1 is running collective: …, but Rank 0 is …``."""
 
@@ -315,6 +337,7 @@ class _Mismatch:
     )
     _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
     _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
+    _SEQ = re.compile(r"SequenceNumber=(\d+)")
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -335,34 +358,29 @@ class _Mismatch:
     def flush(self) -> Iterator[Statement]:
         calls = self._calls()
         if calls:
-            operations = {op for _, op, _ in calls}
-            same = len(calls) > 1 and len(operations) == 1
-            words = " and ".join(
-                f"rank {rank} runs {op}{f' of shape [{shape}]' if shape else ''}" for rank, op, shape in calls
-            )
+            same = len(calls) > 1 and len({call.op for call in calls}) == 1
+            numbers = len({call.seq for call in calls}) > 1
+            words = " and ".join(call.words(with_number=numbers) for call in calls)
             yield Statement(
                 kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
-                ranks=ranks([rank for rank, _, _ in calls]),
+                ranks=ranks([call.rank for call in calls]),
                 detail=f"PyTorch's check of collectives says that {words}"[: 2 * _LONGEST_DETAIL],
                 line=self._lines[0][:_LONGEST_LINE],
             )
         self._lines.clear()
 
-    def _calls(self) -> list[tuple[int, str, str]]:
+    def _calls(self) -> list[_Call]:
         found = self._ONE.finditer(" ".join(self._lines))
-        return [(whole(one["rank"]), self._op(one["body"]), self._shape(one["body"])) for one in found][:2]
+        return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
 
-    def _op(self, body: str) -> str:
-        found = self._OP.search(body.strip())
-        return (found[1] or found[2]).lower() if found else "something else"
-
-    def _shape(self, body: str) -> str:
-        found = self._SHAPE.search(body)
-        return found[1] if found else ""
+    def _call(self, rank: int, body: str) -> _Call:
+        op, shape, seq = self._OP.search(body.strip()), self._SHAPE.search(body), self._SEQ.search(body)
+        name = (op[1] or op[2]).lower() if op else ""
+        return _Call(rank, name, shape[1] if shape else "", seq[1] if seq else "")
 
     def _is_complete(self) -> bool:
         calls = self._calls()
-        return len(calls) == 2 and calls[1][1] != "something else" and bool(calls[1][2] or "." in self._lines[-1][-3:])
+        return len(calls) == 2 and bool(calls[1].op) and bool(calls[1].shape or "." in self._lines[-1][-3:])
 
 
 class _Counts:
@@ -382,6 +400,7 @@ class _Counts:
         self._listed: list[int] = []
         self._is_lost = False
         self._idle = 0
+        self._line = ""
 
     def read(self, text: str) -> Iterator[Statement]:
         count, rank = self._COUNT.search(text), self._RANK.match(text)
@@ -392,6 +411,7 @@ class _Counts:
         if not self.is_open:
             return
         self._take(count, rank)
+        self._line = self._line or text.strip()[:_LONGEST_LINE]
         self._is_lost = self._is_lost or lost
         self._idle = 0 if begins or count or rank or lost else self._idle + 1
         if self._idle > _MOST_LINES:
@@ -406,15 +426,18 @@ class _Counts:
     def flush(self) -> Iterator[Statement]:
         listed = ranks(self._listed)
         if self._is_lost and listed:
-            yield Statement(kind=StatementKind.ABSENT, ranks=listed, detail="NCCL's RAS has no data of them")
+            yield Statement(
+                kind=StatementKind.ABSENT, ranks=listed, detail="NCCL's RAS has no data of them", line=self._line
+            )
         elif len(self._counts) > 1:
             most = max(self._counts, key=lambda operation: self._counts[operation])
             few = sum(number for operation, number in self._counts.items() if operation != most)
             words = " and ".join(
-                f"{number} ranks have launched up to {operation}" for operation, number in self._counts.items()
+                f"{number} ranks have launched up to operation {operation}"
+                for operation, number in self._counts.items()
             )
             who = listed if len(listed) == few else ()
             detail = f"NCCL's RAS says that {words}"[:_LONGEST_DETAIL]
-            yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail)
+            yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
         self.is_open = False
         self._reset()

@@ -60,13 +60,13 @@ def _killed(view: Timeline) -> tuple[Statement, ...]:
 def _nameless(view: Timeline) -> Iterator[Finding]:
     found = _killed(view)
     codes = [one.exit_code for one in found if one.exit_code is not None]
-    how = FATAL[codes[0]] if codes else "dead"
+    how = FATAL[codes[0]] if codes else ""
     local = next((one.local_rank for one in found if one.local_rank is not None), None)
     which = f"process {local} of a host" if local is not None else "a process"
     said = next(details_of(found), "")
-    by = f" ({said})" if said else ""
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
-    text = f"{which} {'was' if codes else 'is'} {how}{by}; which rank that is, the log does not say{tail}"
+    what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
+    text = f"{what}; which rank that is, the log does not say{tail}"
     yield Finding(
         rule="dead-rank",
         severity=Severity.ERROR,
