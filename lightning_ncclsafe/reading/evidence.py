@@ -172,7 +172,7 @@ def _is_expected(source: Source) -> bool:
 
 
 def _rank_in_name(path: str) -> int | None:
-    """The rank in the name of one of several logs that differ in that number only: ``rank_3.log`` beside ``rank_2.log``.
+    """The rank in the name of one of several logs that differ in that number only: ``rank_3.log``, ``rank_2.log``.
 
     A name by itself may tell what a log is about: ``8ranks.log``, ``hang-of-rank3.log``.
     """

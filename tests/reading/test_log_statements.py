@@ -18,7 +18,7 @@ DEEPSPEED = (
     "[ERROR] [launch.py:321:sigkill_handler] ['python', '-u', 'm.py', '--local_rank={}'] exits with return code = {}\n"
 )
 KILLED = "[INFO] [launch.py:315:sigkill_handler] Killing subprocess {}\n"
-RAY = "(raylet) A worker died. Worker PID: {} Worker exit type: SYSTEM_ERROR Worker exit detail: connection error code 2.\n"
+RAY = "(raylet) A worker died. Worker PID: {} Worker exit type: SYSTEM_ERROR Worker exit detail: error code 2.\n"
 RAS = (
     "#0-0 (cf264af53edbe986) INCOMPLETE\n  Missing communicator data from 1 rank\n"
     "  Rank 3 -- GPU 3 managed by process 77 on node 10.0.0.1\n"
@@ -73,8 +73,8 @@ STATEMENTS = {
         LIKELY,
     ),
     "model of another size": (
-        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 2 has inconsistent 10 "
-        "params.\n",
+        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 2 has inconsistent "
+        "10 params.\n",
         "mismatched-collective",
         (0, 2),
         LIKELY,
@@ -130,7 +130,10 @@ def test_a_worker_that_has_given_up_is_not_who_the_others_wait_for() -> None:
 
 
 def test_ranks_that_wait_at_the_store_may_still_be_joined() -> None:
-    wait = "INFO:root:Waiting in store based barrier to initialize process group for rank: {}, key: k (world_size=3, worker_count=2, timeout=0:30:00)\n"
+    wait = (
+        "INFO:root:Waiting in store based barrier to initialize process group for rank: {}, key: k (world_size=3, "
+        "worker_count=2, timeout=0:30:00)\n"
+    )
     first = judged(wait.format(0) + wait.format(2)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("late-at-init", (1,), POSSIBLE)
     assert (

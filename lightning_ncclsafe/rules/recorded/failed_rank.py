@@ -16,7 +16,7 @@ _GIST = 200
 _BY_SIGNAL = 128
 _OF_DEVICE = (
     "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
-    "the host out if it comes again; if it moves to another GPU with the code, run with CUDA_LAUNCH_BLOCKING=1 to find its "
+    "the host out if it comes again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
     "kernel. What other ranks print about timeouts or connections follows from it."
 )
 _REMEDIES = {
