@@ -36,6 +36,10 @@ _TELLING = (
     b"subprocess",
     b"terminated with ",
     b"exited on signal",
+    b"Caught signal",
+    b"Signal: ",
+    b"Python error",
+    b"failed to connect",
     b" died",
     b"death signal",
     b"Worker exit type",
@@ -77,14 +81,15 @@ _PREFIXES = (
     ),
     re.compile(r"(?P<stream>\S{1,100}) \[std(?:err|out)\] "),  # milabench and others
     re.compile(r"(?P<stream>[A-Za-z][\w.-]{0,60})\s{1,3}\|\s+(?=[\[(])"),  # docker compose
+    re.compile(r"(?P<stream>[A-Za-z][\w.]{0,60}-[\w.-]{1,60})\s{1,3}\|\s"),  # and its lines of any other beginning
     re.compile(
-        r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|\w*Error)"
+        r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|[\w.]*Error)"
     ),  # pdsh
     re.compile(r"[\w.-]{1,60}/\d{1,4} (?=\[)"),  # torchx
-    re.compile(r"std(?:err|out): "),  # Accelerate
+    re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
-    re.compile(r"(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
+    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )

@@ -91,6 +91,7 @@ class Log:
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
+                self._is_cut |= _leaves_out(line)
                 if self._wants(line):
                     for part in parts(line):
                         self._add(part)
@@ -263,10 +264,10 @@ class Log:
         if reading is not None and not reading.goes_on(text):
             del self._open[key]
             if reading.exception is not None:
-                self._raised(rank, reading.exception, key)
+                self._raised(rank if reading.rank is None else reading.rank, reading.exception, key)
                 return True
         if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback()
+            self._open[key] = tracebacks.Traceback(rank=tracebacks.of_rank(text))
         elif reading is None and tracebacks.begins_cut(text) and len(self._open) < _MOST_OPEN:
             self._open[key] = tracebacks.Traceback(has_head=False)
             self._open[key].goes_on(text)
@@ -459,6 +460,11 @@ class _Unread:
             shown = "; ".join(f'"{line}"' for line in self._lines.values())
             what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
             yield f"{what} of a form that is not read, such as: {shown}."
+
+
+def _leaves_out(line: bytes) -> bool:
+    """Whether a line stands for others: three dots of whoever has copied it, or Ray's count of lines that are alike."""
+    return (len(line) < 40 and b"..." in line and not line.strip(b" .[]>#|")) or b"x across cluster]" in line
 
 
 def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:

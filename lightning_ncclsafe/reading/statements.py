@@ -73,9 +73,15 @@ def _lost(found: _Match) -> Statement | None:
 
 def _waited(found: _Match, detail: str) -> Statement | None:
     """Whoever waits for NCCL's id says for whom, and is read elsewhere."""
-    return None if "ncclUniqueId" in found.string else _about(StatementKind.STORE_WAIT, detail)
+    if "ncclUniqueId" in found.string:
+        return None
+    kind = StatementKind.NOT_JOINED if _OF_INIT.search(detail) else StatementKind.STORE_WAIT
+    return _about(kind, detail)
 
 
+_FAULTS = {"Segmentation fault": -11, "Bus error": -7, "Illegal instruction": -4, "Floating point exception": -8}
+# Keys by which ranks find each other when a process group, or torchrun's group of agents, is made.
+_OF_INIT = re.compile(r"default_pg|store_based_barrier|torchelastic|rdzv|/ranks?\b|worker_count|//c(?:uda|pu)//|init")
 _TRANSPORTS = ("gloo", "NCCL", "socket", "Net :", "c10d")
 _ROWS = (
     # torchrun, and what builds on it
@@ -130,6 +136,14 @@ _ROWS = (
         re.compile(r"(?:Worker PID: (\d+) )?Worker exit type: (\w+)"),
         lambda found: _ended(None, detail=f"Ray says that a worker has died ({found[2]}{_pid_words(found[1])})"),
     ),
+    # What a process prints of its own end: Python, UCX, Open MPI
+    _Row(
+        "Fatal Python error: ",
+        re.compile(r"Fatal Python error: (Segmentation fault|Bus error|Illegal instruction|Floating point exception)"),
+        lambda found: _ended(_FAULTS[found[1]], detail="Python"),
+    ),
+    _Row("Caught signal ", re.compile(r"Caught signal (\d+) \("), lambda found: _ended(_code(found[1]), detail="UCX")),
+    _Row("Signal: ", re.compile(r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((\d+)\)"), lambda found: _ended(_code(found[1]))),
     # SLURM and Kubernetes
     _Row("oom", re.compile(r"[Dd]etected \d+ oom[-_]kill event"), lambda _: _ended(-9, detail="SLURM")),
     _Row("OOMKilled", re.compile(r"\bOOMKilled\b"), lambda _: _ended(-9, detail="Kubernetes")),
@@ -137,6 +151,15 @@ _ROWS = (
         "Exited with exit code",
         re.compile(r"srun: error: \S{1,100}: tasks? (\d+): Exited with exit code (\d+)"),
         lambda found: _ended(whole(found[2]), rank=found[1], detail="srun"),
+    ),
+    _Row(
+        "srun: error",
+        re.compile(
+            r"srun: error: \S{1,100}: (tasks? [\d,-]{1,60}): (?:Out Of Memory|Killed|Bus error|Segmentation fault)"
+        ),
+        lambda found: _ended(
+            None, detail=f"srun says that {found[1]} {'were' if found[1].startswith('tasks') else 'was'} killed"
+        ),
     ),
     # Stores
     _Row(
@@ -161,6 +184,16 @@ _ROWS = (
             r"Timed out after \d+ seconds waiting for (?:clients|workers)\. (\d+)/(\d+) (?:clients|workers) joined"
         ),
         lambda found: _joined(found[1], found[2]),
+    ),
+    _Row(
+        "RendezvousTimeoutError",
+        re.compile(r"\bRendezvousTimeoutError\b"),
+        lambda _: _about(StatementKind.NOT_JOINED, "for the other agents of torchrun"),
+    ),
+    _Row(
+        "failed to connect to",
+        re.compile(r"client socket has failed to connect to (\S{1,200}) \(errno: ([^)]{1,80})\)"),
+        lambda found: _about(StatementKind.UNREACHABLE, f"the store at {found[1]} has not been reached ({found[2]})"),
     ),
     _Row(
         "trying to connect to",

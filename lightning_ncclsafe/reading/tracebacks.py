@@ -13,14 +13,15 @@ _MOST_LINES = 3000
 
 _BEGINS = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<function>.{1,200}))?')
-_ENDS = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?::\s(?P<message>.*))?$")
+# Ray gives the exception that it passes on in brackets.
+_ENDS = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?:\((?P<passed_on>\w{1,60})\))?(?::\s(?P<message>.*))?$")
 _GOES_ON = re.compile(r"\s|\^|~|\.\.\.|$")
 
 # What says only that a collective failed, that a peer or a child is gone, or that somebody has ended the process.
 _CONSEQUENCE_TYPES = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError"
     r"|SignalException|SIGTERMException|KeyboardInterrupt|SystemExit|CollectiveTimeoutError|RendezvousClosedError"
-    r"|BrokenPipeError|ConnectionResetError)$"
+    r"|BrokenPipeError|ConnectionResetError|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError)$"
 )
 _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
@@ -31,6 +32,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 
 
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
+_OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
 _CHILD = re.compile(r"-- Process (\d+) terminated with the following error")
 # What is raised in here tells of another process.
 _PARENTS = re.compile(
@@ -88,6 +90,12 @@ def is_chain(text: str) -> bool:
     return _CHAIN.search(text) is not None
 
 
+def of_rank(text: str) -> int | None:
+    """The rank in a first line of ``torch.distributed.checkpoint``, which prints the exceptions of others."""
+    found = _OF_RANK.search(text)
+    return whole(found[1]) if found else None
+
+
 def child(text: str) -> int | None:
     """The number of the process of which torch.multiprocessing.spawn prints the traceback next."""
     found = _CHILD.search(text)
@@ -129,11 +137,13 @@ class Traceback:
 
     Attributes:
         exception: What it says, once it has ended; None where it was none.
+        rank: Whose it is by its own first line; None where that says nothing.
     """
 
-    def __init__(self, *, has_head: bool = True) -> None:
+    def __init__(self, *, has_head: bool = True, rank: int | None = None) -> None:
         """Begins to read one; what has no first line is one only if its last names an exception."""
         self.exception: ExceptionFacts | None = None
+        self.rank = rank
         self._has_head = has_head
         self._frames: list[Frame] = []
         self._lines = 0
@@ -155,5 +165,6 @@ class Traceback:
         found = _ENDS.match(text)
         if found is None or not self._frames:
             return
-        if self._has_head or _NAMES.search(found["type"]):
-            self.exception = _exception(found["type"], found["message"] or "", self._frames)
+        if self._has_head or _NAMES.search(found["passed_on"] or found["type"]):
+            type_ = found["passed_on"] or found["type"]
+            self.exception = _exception(type_, found["message"] or "", self._frames)

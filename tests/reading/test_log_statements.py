@@ -73,8 +73,8 @@ STATEMENTS = {
         LIKELY,
     ),
     "model of another size": (
-        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 2 has inconsistent "
-        "10 params.\n",
+        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 2 has "
+        "inconsistent 10 params.\n",
         "mismatched-collective",
         (0, 2),
         LIKELY,
@@ -91,6 +91,41 @@ STATEMENTS = {
         "RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error\n",
         "network-cut",
         (),
+        POSSIBLE,
+    ),
+    "Python's own word": ("Fatal Python error: Segmentation fault\n", "dead-rank", (), LIKELY),
+    "UCX": ("[node-a:77   :0:77] Caught signal 11 (Segmentation fault: address not mapped)\n", "dead-rank", (), LIKELY),
+    "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
+    "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
+    "a key of the start": (
+        "[rank2]: DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//store_based_barrier_key:1\n",
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "torchrun's agents": (
+        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n",
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "the store's port": (
+        "The client socket has failed to connect to [node-a]:29500 (errno: 110 - Connection timed out).\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "a port that is taken": (
+        "[rank0]: torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
+        "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n",
+        "failed-rank",
+        (0,),
+        POSSIBLE,
+    ),
+    "the exception of another rank": (
+        prefixed("[rank0]: ", TRACEBACK.replace("last):", "last): (RANK 4)")),
+        "failed-rank",
+        (4,),
         POSSIBLE,
     ),
     "heartbeat": (
@@ -237,6 +272,8 @@ def test_a_line_that_looks_like_an_error_and_is_not_read_is_told_of() -> None:
 def test_a_log_that_ends_where_the_last_rank_begins_to_speak_names_nobody_for_sure() -> None:
     first = timeout(2).splitlines(keepends=True)[0]
     text = "world_size=4\n" + timeout(0) + timeout(1) + first
+    for left_out in ("...\n", "(raylet) x [repeated 6x across cluster]\n"):
+        assert judged(text + timeout(2) + left_out).findings[0].confidence is POSSIBLE
     assert judged(text + "[ra").findings[0].confidence is POSSIBLE
     assert judged(text + timeout(2)).findings[0].confidence is LIKELY
 

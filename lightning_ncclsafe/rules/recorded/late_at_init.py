@@ -59,6 +59,9 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
     if not found:
         return
     last = max(found, key=lambda one: one.count)
+    if not last.of:
+        yield _uncounted(found)
+        return
     came = {one.by for one in found if one.by is not None}
     names_all = bool(last.of) and len(came) == last.count and all(rank < last.of for rank in came)
     ranks = tuple(rank for rank in range(last.of) if rank not in came) if names_all and last.count < last.of else ()
@@ -79,6 +82,21 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
         ranks=ranks,
         evidence=lines_of(found),
         remedy=_REMEDY_STORE if too_many else _REMEDY_JOIN,
+    )
+
+
+def _uncounted(found: tuple[Statement, ...]) -> Finding:
+    by = tuple(sorted({one.by for one in found if one.by is not None}))
+    who = ranks_words(by) if by else "a rank that the log does not name"
+    text = f"{who} waited in vain {found[0].detail} while the process group was made; who has not come is not said"
+    return Finding(
+        rule="late-at-init",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised(text)}.",
+        ranks=(),
+        evidence=lines_of(found),
+        remedy=_REMEDY_JOIN,
     )
 
 
