@@ -21,6 +21,8 @@ class StatementKind(str, Enum):
     """Not all ranks have come to the store while the process group was made."""
     STORE_WAIT = "store-wait"
     """A rank has waited in vain for what another one must put into the store."""
+    BARRIER_WAIT = "barrier-wait"
+    """A rank has come to a monitored barrier, where the one that counts the others has not answered."""
     OTHER_SIZES = "other-sizes"
     """Ranks have called one operation with other sizes or types, by the word of whoever has compared them."""
     OTHER_OPERATIONS = "other-operations"

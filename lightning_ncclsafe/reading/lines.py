@@ -87,6 +87,7 @@ _PREFIXES = (
     ),  # pdsh
     re.compile(r"[\w.-]{1,60}/\d{1,4} (?=\[)"),  # torchx
     re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
+    re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d TP(?P<tp>\d{1,6})(?: EP\d{1,6})?\]\s?"),  # SGLang
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
     re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
@@ -179,7 +180,7 @@ def _stripped(text: str) -> Line:
         position = match.end()
         said = match.groupdict()
         stream = stream or said.get("stream") or ""
-        rank = _rank(said.get("rank") or said.get("ray") or said.get("vllm"), rank)
+        rank = _rank(said.get("rank") or said.get("ray") or said.get("vllm") or said.get("tp"), rank)
         if said.get("rank"):
             break
     return Line(rank, stream, text[position:])

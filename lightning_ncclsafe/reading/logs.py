@@ -70,6 +70,7 @@ class Log:
         self._gave_up_pids: set[str] = set()
         self._words: tuple[bytes, ...] = ()
         self._child: int | None = None
+        self._begun: _Key | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
@@ -255,6 +256,7 @@ class Log:
     def _traceback(self, line: Line, rank: int | None, text: str) -> bool:
         """Reads a traceback on, or begins one; whether the line says anything of one."""
         key = (line.rank, line.stream)
+        self._loses_its_prefix(key, text)
         reading = self._open.get(key)
         self._idle = 0 if reading is not None else self._idle + 1
         if self._idle > _MOST_IDLE:
@@ -268,12 +270,21 @@ class Log:
                 return True
         if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
             self._open[key] = tracebacks.Traceback(rank=tracebacks.of_rank(text))
+            self._begun = key if line.rank is not None else None
         elif reading is None and tracebacks.begins_cut(text) and len(self._open) < _MOST_OPEN:
             self._open[key] = tracebacks.Traceback(has_head=False)
             self._open[key].goes_on(text)
         elif reading is None:
             return self._without_traceback(rank, text)
         return True
+
+    def _loses_its_prefix(self, key: _Key, text: str) -> None:
+        """A logger puts the rank before the first line of a traceback only."""
+        begun, self._begun = self._begun, None
+        if begun in self._open and key == (None, "") and key not in self._open and tracebacks.begins_cut(text):
+            reading = self._open.pop(begun)
+            reading.rank = begun[0] if reading.rank is None else reading.rank
+            self._open[key] = reading
 
     def _between_tracebacks(self, key: _Key, text: str) -> None:
         """What is said of the next one."""

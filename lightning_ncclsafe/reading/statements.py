@@ -216,6 +216,11 @@ _ROWS = (
         lambda found: _waited(found, f"for key {found[1]}"),
     ),
     _Row("Socket Timeout", re.compile(r"Error: Socket Timeout\b"), lambda found: _waited(found, "")),
+    _Row(
+        "successfully reached monitoredBarrier",
+        re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier, but .{0,80}from rank (\d{1,7})"),
+        lambda found: replace(_about(StatementKind.BARRIER_WAIT, "", found[2]), by=next(iter(ranks([found[1]])), None)),
+    ),
     # Connections, of gloo, NCCL's sockets and its network plugins
     _Row(
         "Conne",

@@ -48,6 +48,7 @@ class Awaited(NamedTuple):
 # Where one of these goes on in the next line, a terminal has broken it.
 _BROKEN = re.compile(
     r"[Cc]aught collective operation timeout(?!.*before timing out)"
+    r"|terminated with exception: \[Rank \d+\]\s*$"
     r"|\[E[^\]]{0,60}ProcessGroupNCCL\.cpp:\d+\] ?\[(?:Rank|PG)\b(?!.*(?:timing out|work: -?\d)).*[^.:!\s]$"
     r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
 )

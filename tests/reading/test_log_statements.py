@@ -95,6 +95,31 @@ STATEMENTS = {
     ),
     "Python's own word": ("Fatal Python error: Segmentation fault\n", "dead-rank", (), LIKELY),
     "UCX": ("[node-a:77   :0:77] Caught signal 11 (Segmentation fault: address not mapped)\n", "dead-rank", (), LIKELY),
+    "a monitored barrier": (
+        "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0. Please check rank 0 logs for faulty rank.\n",
+        "silent-rank",
+        (0,),
+        POSSIBLE,
+    ),
+    "a logger's traceback": (
+        "[2025-02-07 03:10:26 TP11] Scheduler hit an exception: " + TRACEBACK,
+        "failed-rank",
+        (11,),
+        POSSIBLE,
+    ),
+    "a line that breaks after the rank": (
+        "".join(
+            f"  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with "
+            f"exception: [Rank {rank}]\n Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, "
+            "OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran f\nor 1800010 milliseconds before "
+            "timing out.\nException raised from checkTimeout\n"
+            for rank in (1, 2, 3)
+        ),
+        "silent-rank",
+        (0,),
+        LIKELY,
+    ),
     "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
     "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
     "a key of the start": (

@@ -59,6 +59,7 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
     if not any(group.seq is not None for group in view.groups):
         waits = stated(job, StatementKind.STORE_WAIT)
         yield from _at_store(view, waits) if waits else _by_exceptions(view)
+        yield from _at_barrier(view)
     elif job.is_sized and 0 < len(job.silent) < len(view.waiting) and not gone(view):
         yield _of_other_groups(view)
 
@@ -92,6 +93,30 @@ def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]
         summary=f"{capitalised(text)}{_meanwhile(view)}.",
         ranks=(),
         evidence=(*lines_of(waits), *_works_on(view)),
+        remedy=_REMEDY,
+    )
+
+
+def _at_barrier(view: Timeline) -> Iterator[Finding]:
+    """The rank that counts the others at a monitored barrier is late itself, or has given up for another's sake."""
+    came = stated(view.job, StatementKind.BARRIER_WAIT)
+    by = tuple(sorted({one.by for one in came if one.by is not None}))
+    ranks = tuple(rank for rank in said_of_all(came) if rank not in by)
+    if not ranks or gone(view) or any(one.record is not None and one.record.awaited for one in view.facts.values()):
+        return
+    if any(rank in view.facts and view.facts[rank].exception is not None for rank in ranks):
+        return
+    text = (
+        f"{ranks_words(by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one is "
+        "late, or has waited for another one, which its own log would name"
+    )
+    yield Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=lines_of(came),
         remedy=_REMEDY,
     )
 
