@@ -48,10 +48,36 @@ _ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?
 _OF_DEVICES = re.compile(
     r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker"
 )
-_TWICE = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)")
-_VERSIONS = re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)")
-_OF_NCCL = re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'")
-_XID = re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})")
+# What NCCL, and the driver, say of a device or of how processes were started: the kind of error, the rest of it with
+# the groups' words in it, and the groups that are ranks.
+_STATED = (
+    (
+        re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)"),
+        "Duplicate GPU",
+        "ranks {1} and {2} are both on CUDA device {3}",
+        (1, 2),
+    ),
+    (
+        re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)"),
+        "Mismatched NCCL version",
+        "rank {1} has {2}, rank {3} has {4}",
+        (1, 3),
+    ),
+    (
+        re.compile(r"Bootstrap Root : rank (\d+) of (\d+) ranks has already checked in"),
+        "Rank given twice",
+        "two processes are rank {1} of {2}",
+        (1,),
+    ),
+    (
+        re.compile(r"Bootstrap Root : mismatch in rank count from procs (\d+) : (\d+)"),
+        "Mismatched world size",
+        "NCCL was told of {1} ranks by one process and of {2} by another",
+        (),
+    ),
+    (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA error", "{1}", ()),
+    (re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})"), "Xid {2}", "{3} ({1})", ()),
+)
 
 
 class Alone(NamedTuple):
@@ -68,21 +94,18 @@ def alone(text: str, *, is_of_rank: bool) -> Alone | None:
         text: The line.
         is_of_rank: Whether it is known which rank says it, as of what torch prints of an exception.
     """
-    if found := _TWICE.search(text):
-        message = f"ranks {found[1]} and {found[2]} are both on CUDA device {found[3]}"
-        return Alone(ExceptionFacts(type="Duplicate GPU", message=message), ranks([found[1], found[2]]))
-    if found := _VERSIONS.search(text):
-        message = f"rank {found[1]} has {found[2]}, rank {found[3]} has {found[4]}"
-        return Alone(ExceptionFacts(type="Mismatched NCCL version", message=message), ranks([found[1], found[3]]))
-    if found := _OF_NCCL.search(text):
-        return Alone(ExceptionFacts(type="CUDA error", message=found[1]))
-    if found := _XID.search(text):
-        return Alone(ExceptionFacts(type=f"Xid {found[2]}", message=f"{found[3].strip()} ({found[1]})"))
+    for pattern, kind, message, named in _STATED:
+        if said := pattern.search(text):
+            words = ("", *(word.strip() for word in said.groups()))
+            return Alone(
+                ExceptionFacts(type=kind.format(*words), message=message.format(*words)),
+                ranks([said[group] for group in named]),
+            )
     found = _ALONE.match(text)
-    message = (found["message"] or "") if found else ""
-    if found is None or not (is_of_rank or _OF_DEVICES.search(message)):
+    own = (found["message"] or "") if found else ""
+    if found is None or not (is_of_rank or _OF_DEVICES.search(own)):
         return None
-    return Alone(_exception(found["type"], message, []))
+    return Alone(_exception(found["type"], own, []))
 
 
 def is_chain(text: str) -> bool:

@@ -120,6 +120,18 @@ STATEMENTS = {
         (0,),
         LIKELY,
     ),
+    "a rank that was given twice": (
+        "hpc-14:185:18835 [0] bootstrap.cc:131 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in\n",
+        "failed-rank",
+        (1,),
+        POSSIBLE,
+    ),
+    "two sizes": (
+        "hpc-14:185:18835 [0] NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 4\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
     "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
     "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
     "a key of the start": (
