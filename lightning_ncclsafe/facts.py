@@ -11,7 +11,7 @@ from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.machine_facts import MachineFacts, TriedAddress
 from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts
 from lightning_ncclsafe.step_facts import StepFacts
 
 VOTE_GROUP = "ncclsafe votes"
@@ -513,6 +513,7 @@ class JobFacts:
         unnamed: Exceptions in a log that does not say which rank raised them.
         is_sized: Whether ``world_size`` is known, and not only the fewest ranks that there can have been.
         outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
+        log: What logs say beyond single ranks.
     """
 
     incident: Incident
@@ -526,6 +527,7 @@ class JobFacts:
     unnamed: tuple[ExceptionFacts, ...] = ()
     is_sized: bool = True
     outdated: tuple[int, ...] = ()
+    log: LogFacts = field(default_factory=LogFacts)
 
     @property
     def silent(self) -> tuple[int, ...]:

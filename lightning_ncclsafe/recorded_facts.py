@@ -1,6 +1,74 @@
 """What a rank has left behind where nothing of this package ran: a Flight Recorder's dump, lines in a log."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class StatementKind(str, Enum):
+    """What a line of a log says in so many words."""
+
+    ENDED = "ended"
+    """A process has ended, by the word of whoever started it."""
+    PEER_LOST = "peer-lost"
+    """The other end of a connection was closed."""
+    UNREACHABLE = "unreachable"
+    """A connection could not be made, or its other end has stopped answering."""
+    ABSENT = "absent"
+    """Ranks have not come to a collective, by the word of whoever has compared all."""
+    AHEAD = "ahead"
+    """Ranks have called another number of collectives than most."""
+    NOT_JOINED = "not-joined"
+    """Not all ranks have come to the store while the process group was made."""
+    STORE_WAIT = "store-wait"
+    """A rank has waited in vain for what another one must put into the store."""
+    BARRIER_WAIT = "barrier-wait"
+    """A rank has come to a monitored barrier, where the one that counts the others has not answered."""
+    OTHER_SIZES = "other-sizes"
+    """Ranks have called one operation with other sizes or types, by the word of whoever has compared them."""
+    OTHER_OPERATIONS = "other-operations"
+    """The same of different operations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What a log says of ranks, or of processes of which it does not give the rank.
+
+    Attributes:
+        kind: What it says.
+        ranks: The ranks that it is about, ascending; empty where it does not name them.
+        by: The rank that says it; None where that is not known.
+        detail: The rest of it in words, from the log.
+        exit_code: With what a process ended; minus the signal's number where a signal ended it.
+        local_rank: Number of the process among those of its host.
+        count: How many ranks have come.
+        of: How many were to come.
+        line: The line, cut to 300 characters.
+    """
+
+    kind: StatementKind
+    ranks: tuple[int, ...] = field(default=(), metadata={"ranges": True})
+    by: int | None = None
+    detail: str = ""
+    exit_code: int | None = None
+    local_rank: int | None = None
+    count: int = 0
+    of: int = 0
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFacts:
+    """What logs say beyond single ranks.
+
+    Attributes:
+        statements: What they say in so many words.
+        works_on: A progress bar that went on while ranks had timed out; empty where there is none.
+        is_cut: Whether a log ends where the last rank of which it tells had only just begun to speak.
+    """
+
+    statements: tuple[Statement, ...] = ()
+    works_on: str = ""
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ from lightning_ncclsafe.preflight_facts import (
     PreflightFacts,
     SwapFacts,
 )
-from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts, Statement, StatementKind
 from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
 FRAME = Frame(
@@ -395,6 +395,23 @@ JOB = JobFacts(
     unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
     is_sized=False,
     outdated=(2,),
+    log=LogFacts(
+        statements=(
+            Statement(
+                kind=StatementKind.ENDED,
+                ranks=(1,),
+                by=2,
+                detail="torchrun",
+                exit_code=-9,
+                local_rank=1,
+                count=1,
+                of=2,
+                line="failed (exitcode: -9)",
+            ),
+        ),
+        works_on="9%| 1/2 [29:55<",
+        is_cut=True,
+    ),
 )
 
 

@@ -4,8 +4,11 @@ import gc
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis
@@ -17,10 +20,14 @@ from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.reading.values import whole
 from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"
+_RANK_IN_NAME = re.compile(
+    r"((?:.{0,200}[^a-z0-9])?rank[-_.]?)(?P<rank>\d{1,6})((?:[^a-z0-9].{0,200})?)", re.IGNORECASE
+)
 _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
@@ -71,8 +78,8 @@ class Evidence:
 
     def job(self) -> JobFacts | None:
         """The job that dumps and logs tell of; None where they tell of none."""
-        said = self.log.said()
-        if not self.dumps and not said and not self.log.unnamed:
+        said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
+        if not (self.dumps or said or self.log.unnamed or log.statements or unread):
             return None
         left_out = apart(self.dumps)
         return job_of(
@@ -80,8 +87,9 @@ class Evidence:
             said,
             self.log.world_size,
             unnamed=self.log.unnamed,
-            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks),
+            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks, *unread),
             outdated=left_out.older,
+            log=log,
         )
 
     def _of_two(self) -> Iterator[str]:
@@ -164,8 +172,23 @@ def _is_expected(source: Source) -> bool:
 
 
 def _rank_in_name(path: str) -> int | None:
-    """A log's name says which rank it is of where it has the word in it."""
-    return rank_of(path) if "rank" in os.path.basename(path).lower() else None
+    """The rank in the name of one of several logs that differ in that number only: ``rank_3.log``, ``rank_2.log``.
+
+    A name by itself may tell what a log is about: ``8ranks.log``, ``hang-of-rank3.log``.
+    """
+    folder, name = os.path.split(path)
+    found = _RANK_IN_NAME.fullmatch(name)
+    return whole(found["rank"]) if found and len(_numbered(folder).get((found[1], found[3]), ())) > 1 else None
+
+
+@lru_cache(maxsize=4)
+def _numbered(folder: str) -> dict[tuple[str, str], set[str]]:
+    """The numbers in names of logs that are alike but for these, by what stands before and behind them."""
+    alike: dict[tuple[str, str], set[str]] = defaultdict(set)
+    with suppress(OSError):
+        for found in filter(None, map(_RANK_IN_NAME.fullmatch, os.listdir(folder or os.curdir))):
+            alike[found[1], found[3]].add(found["rank"])
+    return alike
 
 
 def _attempt_in_name(path: str) -> int:

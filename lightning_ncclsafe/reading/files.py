@@ -19,6 +19,7 @@ _HEAD = 4096
 _LOGS = (".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".o", ".e", "")
 _OURS = re.compile(rb'\s*\{\s*"schema"\s*:')
 _GZIP = b"\x1f\x8b"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Kind(str, Enum):
@@ -113,6 +114,8 @@ def _looked_at(path: str, *, named: bool) -> Source:
 def _kind(head: bytes) -> Kind:
     if head[:1] == b"\x80" and head[1:2] <= b"\x08":
         return Kind.PICKLE
+    if head.startswith(_UTF_16) and not head[2:].count(b"\0\0"):
+        return Kind.TEXT
     if b"\0" in head:
         return Kind.OTHER
     if not head.lstrip().startswith(b"{"):

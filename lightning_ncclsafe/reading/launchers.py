@@ -11,6 +11,15 @@ _HOST = re.compile(r"^\s*host\s*:\s*(\S{1,100})")
 _EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
 _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Za-z ]+)")
 _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated with code (-?\d+)")
+_ENDINGS = (
+    (
+        re.compile(r"Received (?:15|Signals\.SIGTERM) death signal|SignalException: Process \d+ got signal: 15"),
+        "A launcher was told to end (SIGTERM): by a scheduler, or by whoever has stopped the job.",
+    ),
+    (re.compile(r"CANCELLED AT \S{1,40} DUE TO TIME LIMIT"), "SLURM ended the job because its time was up."),
+    (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
+    (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM says that a node has failed."),
+)
 # What becomes of a process that waits: the watchdog's abort, and whoever ends it after that.
 _FOLLOWS = (0, -6, -15)
 # What srun's words mean as an exit code; "Killed" and "Aborted" are what becomes of all others.
@@ -49,16 +58,14 @@ class Summary:
         return None
 
 
-def child_ended(text: str) -> str:
-    """A sentence on a child that Lightning's launcher has seen end; empty if none.
-
-    What it calls the rank is that within the host, which is the rank on the first host alone.
-    """
-    found = _CHILD.search(text)
-    if found is None or whole(found[3]) in _FOLLOWS:
-        return ""
-    child = f"its child process {found[2]}, local rank {found[1]}, was the first to end"
-    return f"Lightning says that {child}, with code {found[3]}; on which host is not said."
+def remark(text: str) -> str:
+    """A sentence on what a launcher says of the job, or of a child that Lightning's has seen end; empty if none."""
+    child = _CHILD.search(text)
+    if child is not None and whole(child[3]) not in _FOLLOWS:
+        # What it calls the rank is that within the host, which is the rank on the first host alone.
+        who = f"its child process {child[2]}, local rank {child[1]}, was the first to end"
+        return f"Lightning says that {who}, with code {child[3]}; on which host is not said."
+    return next((sentence for pattern, sentence in _ENDINGS if pattern.search(text)), "")
 
 
 def starts_again(text: str) -> bool:

@@ -1,7 +1,8 @@
 """A log's lines in bounded memory, without the colours, and what launchers put before each of them."""
 
+import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, NamedTuple
 
 from lightning_ncclsafe.reading.values import MOST_RANKS
@@ -15,48 +16,91 @@ _COLOURS = re.compile(
 )
 # What is of use has one of these in it; most lines of a log, and most megabytes, have none.
 _TELLING = (
-    b"ProcessGroupNCCL",
+    b"ProcessGroup",
     b"WorkNCCL",
-    b"Watchdog caught",
-    b"watchdog thread terminated",
+    b"atchdog ",
     b"[PG ",
-    b"got stuck for",
-    b"Stack trace of the failed",
-    b"ncclUniqueId",
     b"onitoredBarrier",
-    b"join collective",
-    b"lagging ranks",
+    b"ncclUniqueId",
+    b"join",
+    b"ranks",
+    b"Culprit rank",
+    b"ismatch",
     b"Traceback (most",
+    b'  File "',
+    b"Error",
+    b"xception",
     b"exitcode",
     b"local_rank: ",
-    b"Child process with PID",
+    b"return code",
+    b"subprocess",
+    b"terminated with ",
+    b"exited on signal",
+    b"Caught signal",
+    b"Signal: ",
+    b"Python error",
+    b"failed to connect",
+    b" died",
+    b"death signal",
+    b"Worker exit type",
     b"Root Cause (",
     b"  host ",
     b"srun: error",
+    b"slurmstepd",
+    b"oom",
+    b"OOMKilled",
     b"will restart worker",
     b"orld_size",
     b"WORLD_SIZE",
+    b"Num processes",
     b"MEMBER: ",
-    b"nranks ",
     b"Starting with ",
+    b"store",
+    b"keys: ",
+    b"timed out",
+    b"waitForInput",
+    b"NCCL WARN",
+    b"Duplicate GPU",
+    b"Cuda failure",
+    b"Connection ",
+    b"roken pipe",
+    b"Got completion",
+    b"NVRM",
+    b"communicator data",
 )
 
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
-    re.compile(r"\[(?P<stream>[a-z_]\w*?\d+)\]:\s?"),  # torchrun: role and local rank
+    re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
     re.compile(r"(?P<stream>\d{1,6}): "),  # srun --label
-    re.compile(r"\[(?P<stream>pod/[^\]]+)\] "),  # kubectl logs --prefix
-    re.compile(r"\((?P<stream>[\w.:-]+(?:\[rank=(?P<ray>\d+)\])? (?:pid|ip)=[^)]*)\)\s?"),  # Ray
-    re.compile(r"(?P<stream>\S+) \[std(?:err|out)\] "),  # milabench and others
+    re.compile(r"\[\d+,(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun
+    re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix
+    re.compile(  # Ray, vLLM
+        r"\((?P<stream>[\w.:-]{1,100}(?:\[rank=(?P<ray>\d+)\])? (?:rank=(?P<vllm>\d+) )?(?:pid|ip)=[^)]{0,100})\)\s?"
+    ),
+    re.compile(r"(?P<stream>\S{1,100}) \[std(?:err|out)\] "),  # milabench and others
+    re.compile(r"(?P<stream>[A-Za-z][\w.-]{0,60})\s{1,3}\|\s+(?=[\[(])"),  # docker compose
+    re.compile(r"(?P<stream>[A-Za-z][\w.]{0,60}-[\w.-]{1,60})\s{1,3}\|\s"),  # and its lines of any other beginning
+    re.compile(
+        r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|[\w.]*Error)"
+    ),  # pdsh
+    re.compile(r"[\w.-]{1,60}/\d{1,4} (?=\[)"),  # torchx
+    re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
+    re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d TP(?P<tp>\d{1,6})(?: EP\d{1,6})?\]\s?"),  # SGLang
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
+    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
-    re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-)"),
+    re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )
 _MOST_PREFIXES = 6
+_MOST_PARTS = 64
 # Ranks that share a stream write the ends of their lines apart from these: the next one's may begin in the middle.
-_NEXT = re.compile(rb"(?<=.)(?=\[rank\d{1,6}\]:\[)|(?<=[^\s:])(?=\[E [^\]]{0,40}ProcessGroup)")
+_NEXT = re.compile(
+    r"(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[^\s:])(?=\[[EF][ \d][^\]]{0,60}ProcessGroup)|(?<=[\w'])(?=terminate called)"
+)
+_UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 
 
 class Line(NamedTuple):
@@ -79,37 +123,54 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
     Args:
         stream: The stream.
         most: After how many bytes to stop.
-        wanted: Whether the lines in a block are of use; blocks of which they are not are left out.
+        wanted: Asked of each block before its lines are given; those of blocks that it does not want are left out.
     """
     rest, read = b"", 0
+    decoder: codecs.IncrementalDecoder | None = None
     while read < most and (block := stream.read(_BLOCK)):
+        decoder = _decoder(block) if not read else decoder
         read += len(block)
-        block = rest + block
+        block = rest + (decoder.decode(block).encode("utf-8", "replace") if decoder else block)
         end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
         whole, rest = block[:end], block[end:]
         if whole and wanted(whole):
             yield from (line[:LONGEST_LINE] for line in _ENDS.split(whole) if line)
         while len(rest) > LONGEST_LINE:
             # What follows a progress bar is its last part, so nothing is thrown away.
+            wanted(rest)
             yield rest[:LONGEST_LINE]
             rest = rest[LONGEST_LINE:]
     if rest:
+        wanted(rest)
         yield rest[:LONGEST_LINE]
 
 
-def may_tell(text: bytes) -> bool:
-    """Whether a line, or many of them, may say something about ranks; made to be quick for those that do not."""
-    return any(word in text for word in _TELLING)
+def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
+    """Of UTF-16, as some shells of Windows write it; None for all else."""
+    name = _UTF_16.get(head[:2])
+    return codecs.getincrementaldecoder(name)("replace") if name else None
 
 
-def parts(line: bytes) -> list[bytes]:
-    """What several ranks have written into one line, each by itself."""
-    return _NEXT.split(line) if line.count(b"ProcessGroup") > 1 else [line]
+def telling(text: bytes, words: Iterable[bytes] = _TELLING) -> tuple[bytes, ...]:
+    """The words in a line, or in many of them, by which these may say something about ranks."""
+    return tuple(word for word in words if word in text)
+
+
+def parts(line: bytes) -> list[Line]:
+    """A line without what launchers put before it; where several ranks have written into it, what each has."""
+    whole = taken_apart(line)
+    if whole.text.count("[") < 2 and "terminate called" not in whole.text:
+        return [whole]
+    first, *others = _NEXT.split(whole.text, maxsplit=_MOST_PARTS)
+    return [whole._replace(text=first), *(_stripped(other)._replace(stream=whole.stream) for other in others)]
 
 
 def taken_apart(line: bytes) -> Line:
     """A line without colours, and without what a launcher has put before it."""
-    text = _COLOURS.sub("", line.decode("utf-8", "replace"))
+    return _stripped(_COLOURS.sub("", line.decode("utf-8", "replace")))
+
+
+def _stripped(text: str) -> Line:
     rank: int | None = None
     stream, position = "", 0
     for _ in range(_MOST_PREFIXES):
@@ -119,7 +180,7 @@ def taken_apart(line: bytes) -> Line:
         position = match.end()
         said = match.groupdict()
         stream = stream or said.get("stream") or ""
-        rank = _rank(said.get("rank") or said.get("ray"), rank)
+        rank = _rank(said.get("rank") or said.get("ray") or said.get("vllm") or said.get("tp"), rank)
         if said.get("rank"):
             break
     return Line(rank, stream, text[position:])

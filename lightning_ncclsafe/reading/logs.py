@@ -1,25 +1,47 @@
 """Logs of any launcher, of one rank or of all: what they say of each rank becomes its facts."""
 
+import re
 import zlib
-from typing import IO
+from collections.abc import Iterable
+from typing import IO, NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts
 from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.frames import frame
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.lines import Line, lines, may_tell, parts, taken_apart
+from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
 from lightning_ncclsafe.reading.said import Said
-from lightning_ncclsafe.reading.starts import Starts
-from lightning_ncclsafe.reading.values import MOST_RANKS
+from lightning_ncclsafe.reading.starts import RANKS_OF_A_HOST, Starts
+from lightning_ncclsafe.reading.statements import Statements
+from lightning_ncclsafe.reading.values import MOST_RANKS, whole
+from lightning_ncclsafe.recorded_facts import LogFacts, Statement, StatementKind
 
 _Key = tuple[int | None, str]
 _MOST_OPEN = 4096
 _MOST_IDLE = 5000
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
+_MOST_BARS = 64
+_RIGHT_BEFORE = 3
 _STARTS = "There were several starts of the run: this is the last one in which anything is said to wait or to fail."
 _FAILED_AT = "Stack trace of the failed collective"
+_PID = re.compile(r"\bpid=(\d+)")
+_RAY_PID = re.compile(r"Worker PID: (\d+)")
+# "Running tokenizer:  9%|▉    | 280000/2969526 [29:55<4:48:08, 155.57 examples/s]"
+_BAR = re.compile(
+    r"\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]{1,20}\w?)/(?P<total>[\d,.]{1,20}\w?) "
+    r"\[(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d\d)<"
+)
+
+
+class _Bar(NamedTuple):
+    """A progress bar, as it stood when ranks had timed out."""
+
+    text: str
+    done: str
+    total: str
+    elapsed_s: int
 
 
 class Log:
@@ -31,16 +53,24 @@ class Log:
 
     def __init__(self) -> None:
         self.remarks: list[str] = []
+        self.unread = _Unread()
         self._starts = Starts()
         self._idle = 0
         self._open: dict[_Key, tracebacks.Traceback] = {}
+        self._chained: set[_Key] = set()
         self._rank_of: dict[str, int] = {}
-        self._default_rank: int | None = None
         self._broken: list[str] = []
         self._broken_of: int | None = None
         self._failed: Said | None = None
         self._last: Said | None = None
         self._summary = launchers.Summary()
+        self._statements = Statements()
+        self._file = _File(None)
+        self._is_cut = False
+        self._gave_up_pids: set[str] = set()
+        self._words: tuple[bytes, ...] = ()
+        self._child: int | None = None
+        self._begun: _Key | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
@@ -48,32 +78,56 @@ class Log:
         Args:
             stream: Its bytes.
             most: After how many bytes to stop.
-            rank: The rank that wrote it, if its name says so.
+            rank: The rank that wrote it by its name, which counts for nothing where a line says otherwise.
             start: Number of the start of the run that it begins with.
 
         Raises:
             ReadingError: If it is compressed, and damaged; what comes before that has been read.
         """
-        self._default_rank = rank
+        self._file = _File(rank)
         self._starts.begin(start)
         self._open.clear()
+        self._chained.clear()
+        self._child = None
         try:
-            for line in lines(stream, most, self._wants):
+            for line in lines(stream, most, self._wants_block):
+                self._file.line += 1
+                self._is_cut |= _leaves_out(line)
                 if self._wants(line):
                     for part in parts(line):
-                        self._add(taken_apart(part))
+                        self._add(part)
+                    self._keep_bar()
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"it could be read in part only ({error})") from error
+        finally:
+            self._ends_file()
+
+    def _wants_block(self, block: bytes) -> bool:
+        self._words = telling(block)
+        return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:
-        return bool(self._open or self._broken or self._failed) or may_tell(text)
+        if self._open or self._broken or self._failed or self._statements.is_open:
+            return True
+        return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
+
+    def _ends_file(self) -> None:
+        for statement in self._statements.flush():
+            self._starts.now.has_said(statement)
+        self._is_cut |= self._file.is_cut
+        said = self._of(self._file.rank) if self._file.pending else None
+        for exception in self._file.pending:
+            if said is not None:
+                said.raised(exception)
+            elif tracebacks.is_telling(exception):
+                self._starts.now.has_raised(exception)
 
     def said(self) -> tuple[Said, ...]:
         """What was said of each rank, by rank; ranks of which it is only known that they live are left out.
 
         Of several starts of a run in one log, the last one of which anything is said counts.
         """
-        return tuple(one for _, one in sorted(self._starts.last.said.items()) if one.tells)
+        return tuple(one for _, one in sorted(self._starts.last.settled.items()) if one.tells)
 
     @property
     def unnamed(self) -> tuple[ExceptionFacts, ...]:
@@ -86,6 +140,22 @@ class Log:
         """The number of ranks by a log's own word; 0 where it says nothing of that."""
         return self._starts.world_size
 
+    @property
+    def facts(self) -> LogFacts:
+        """What was said of that start beyond single ranks."""
+        start = self._starts.last
+        statements = start.unsettled
+        return LogFacts(
+            statements=tuple(one for one in statements if not self._has_ended_itself(one)),
+            works_on=_works_on(start.bars, start.limits_s),
+            is_cut=self._is_cut,
+        )
+
+    def _has_ended_itself(self, statement: Statement) -> bool:
+        """Whether a process that has died is one that had given up waiting before."""
+        pid = _RAY_PID.search(statement.line)
+        return statement.kind is StatementKind.ENDED and pid is not None and pid[1] in self._gave_up_pids
+
     def _start_again(self) -> None:
         self._starts.again()
         if _STARTS not in self.remarks:
@@ -96,7 +166,7 @@ class Log:
         """Whether the run starts again here; rank 0's word for it is one on all only in a log of all."""
         if launchers.starts_again(text):
             return True
-        return launchers.has_started(text) and self._default_rank is None and self._starts.now.tells
+        return launchers.has_started(text) and self._file.rank is None and self._starts.now.tells
 
     def _of(self, rank: int | None) -> Said | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
@@ -112,16 +182,53 @@ class Log:
         if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
-        self._traceback(line, rank, text)
+        self._bar(line.text)
+        is_read = self._traceback(line, rank, text)
+        is_read |= self._of_the_job(text)
+        is_read |= self._stated(rank, text)
+        if "NCCL" in text or "arrier" in text or "collective" in text or "watchdog" in text:
+            is_read |= self._collective(rank, line, text)
+        if not is_read and not self._broken:
+            self.unread.add(text)
+
+    def _of_the_job(self, text: str) -> bool:
+        """What is said of all ranks, or by a launcher; whether it is of the end of one."""
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
             self._starts.has_size(size)
-        self._ends(text)
-        remark = launchers.child_ended(text)
+        remark = launchers.remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
-        if "NCCL" in text or "arrier" in text or "collective" in text:
-            self._collective(rank, line, text)
+        return self._ends(text)
+
+    def _stated(self, rank: int | None, text: str) -> bool:
+        said = list(self._statements.read(text, rank))
+        for statement in said:
+            self._starts.now.has_said(statement)
+            if statement.kind is StatementKind.ENDED:
+                # It is a launcher's log, of all.
+                self._file.rank = None
+        if "Completed store-based barrier" in text:
+            self._starts.now.has_joined()
+        return bool(said)
+
+    def _bar(self, text: str) -> None:
+        found = _BAR.search(text) if "%|" in text else None
+        if found is not None:
+            elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
+            name = text[max(found.start() - 60, 0) : found.end()].strip()
+            self._file.bar_at = self._file.line
+            self._file.bar = _Bar(f"{name}…", found["count"], found["total"], elapsed_s)
+
+    def _keep_bar(self) -> None:
+        """One that stands right before a rank's last words was there when these were written."""
+        start = self._starts.now
+        if self._file.bar is not None and (self._file.spoke_at or start.limits_s):
+            start.bars.append(self._file.bar)
+            del start.bars[:-_MOST_BARS]
+            self._file.bar = None
+        elif self._file.line - self._file.bar_at >= _RIGHT_BEFORE:
+            self._file.bar = None
 
     def _whole_line(self, line: Line) -> str:
         """The text, with what a terminal has broken off, as far as it has been read."""
@@ -139,32 +246,75 @@ class Log:
         if line.rank is not None:
             if line.stream:
                 self._rank_of.setdefault(line.stream, line.rank)
+            self._file.speaks(line.rank)
             return line.rank
         if line.stream.isdecimal():
             # srun's task, which is the rank unless a line has said otherwise.
             return self._rank_of.get(line.stream, int(line.stream))
-        return self._rank_of.get(line.stream) if line.stream else self._default_rank
+        return self._rank_of.get(line.stream) if line.stream else None
 
-    def _traceback(self, line: Line, rank: int | None, text: str) -> None:
+    def _traceback(self, line: Line, rank: int | None, text: str) -> bool:
+        """Reads a traceback on, or begins one; whether the line says anything of one."""
         key = (line.rank, line.stream)
+        self._loses_its_prefix(key, text)
         reading = self._open.get(key)
         self._idle = 0 if reading is not None else self._idle + 1
         if self._idle > _MOST_IDLE:
             # Their ranks have been ended in the middle of them.
             self._open.clear()
+        self._between_tracebacks(key, text)
         if reading is not None and not reading.goes_on(text):
             del self._open[key]
             if reading.exception is not None:
-                self._raised(rank, reading.exception)
+                self._raised(rank if reading.rank is None else reading.rank, reading.exception, key)
+                return True
         if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback()
+            self._open[key] = tracebacks.Traceback(rank=tracebacks.of_rank(text))
+            self._begun = key if line.rank is not None else None
+        elif reading is None and tracebacks.begins_cut(text) and len(self._open) < _MOST_OPEN:
+            self._open[key] = tracebacks.Traceback(has_head=False)
+            self._open[key].goes_on(text)
+        elif reading is None:
+            return self._without_traceback(rank, text)
+        return True
 
-    def _raised(self, rank: int | None, exception: ExceptionFacts) -> None:
+    def _loses_its_prefix(self, key: _Key, text: str) -> None:
+        """A logger puts the rank before the first line of a traceback only."""
+        begun, self._begun = self._begun, None
+        if begun in self._open and key == (None, "") and key not in self._open and tracebacks.begins_cut(text):
+            reading = self._open.pop(begun)
+            reading.rank = begun[0] if reading.rank is None else reading.rank
+            self._open[key] = reading
+
+    def _between_tracebacks(self, key: _Key, text: str) -> None:
+        """What is said of the next one."""
+        if tracebacks.is_chain(text):
+            self._chained.add(key)
+        child = tracebacks.child(text)
+        if child is not None and self._starts.world_size <= RANKS_OF_A_HOST:
+            self._child = child
+
+    def _without_traceback(self, rank: int | None, text: str) -> bool:
+        found = tracebacks.alone(text, is_of_rank=rank is not None)
+        if found is None:
+            return False
+        for one in found.ranks or (rank,):
+            self._raised(one, found.exception, None)
+        return True
+
+    def _raised(self, rank: int | None, exception: ExceptionFacts, key: _Key | None) -> None:
+        if key is not None and key in self._chained:
+            # The one above is where it began.
+            self._chained.discard(key)
+            return
+        if rank is None and self._child is not None:
+            # What a parent prints of one of the processes that it has started.
+            rank, self._child = self._child, None
         said = self._of(rank)
         if said is not None:
             said.raised(exception)
-        elif tracebacks.is_telling(exception):
-            self._starts.now.has_raised(exception)
+        elif len(self._file.pending) < _MOST_REMARKS * 2:
+            self._file.pending.append(exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """The stack of a failed collective stands below the line that announces it, without anything before it."""
@@ -176,43 +326,67 @@ class Log:
         elif len(self._failed.stacks) < 60:
             self._failed.stacks.append(frame(*found))
 
-    def _ends(self, text: str) -> None:
+    def _ends(self, text: str) -> bool:
         ended = self._summary.add(text)
-        for end in [*([ended] if ended else []), *launchers.srun_ended(text)]:
+        ends = [*([ended] if ended else []), *launchers.srun_ended(text)]
+        for end in ends:
             said = self._of(end.rank)
+            self._file.speaks(end.rank)
             if said is not None:
-                said.exit_code = said.exit_code or end.exit_code
-                said.ended_first = said.ended_first or end.is_first
-                said.host = said.host or end.host
+                said.ended(end.exit_code, end.is_first, end.host)
+        return bool(ends)
 
-    def _collective(self, rank: int | None, line: Line, text: str) -> None:
+    def _collective(self, rank: int | None, line: Line, text: str) -> bool:
         call, standing = watchdog.timed_out(text), watchdog.standing(text)
         if rank is None:
             rank = self._rank_within(call, standing)
         said = self._of(rank)
+        is_read = False
         for awaited in watchdog.awaited(text):
             self._awaits(awaited, said, text)
+            is_read = True
         if said is None:
-            return
+            error = watchdog.device_error(text)
+            if error:
+                self._raised(None, ExceptionFacts(type="CUDA error", message=error), None)
+            return is_read or bool(error) or call is not None
         self._last = said
+        self._file.speaks(said.rank)
         if _FAILED_AT in text:
             self._failed = said if not said.stacks else None
         if call is not None and (call.op or not said.has_named(call.seq)):
-            said.has_timed_out(call)
-            said.quote(text)
+            self._has_timed_out(said, call, line, text)
         if standing is not None:
             said.stands(standing)
             said.quote(text)
-        self._of_its_thread(said, text)
+            self._file.took_at = self._file.line
+        return self._of_its_thread(said, text) or is_read or call is not None or standing is not None
 
-    def _of_its_thread(self, said: Said, text: str) -> None:
-        """What becomes of the watchdog itself."""
-        if error := watchdog.device_error(text):
+    def _has_timed_out(self, said: Said, call: watchdog.TimedOut, line: Line, text: str) -> None:
+        if not said.timeouts:
+            self._file.spoke_at = self._file.line
+        if pid := _PID.search(line.stream):
+            self._gave_up_pids.add(pid[1])
+        if call.timeout_ms and call.ran_ms:
+            self._starts.now.has_limit(call.timeout_ms / 1e3)
+        said.has_timed_out(call)
+        said.quote(text)
+
+    def _of_its_thread(self, said: Said, text: str) -> bool:
+        """What becomes of the watchdog itself; whether this says anything of that."""
+        error, lost, stuck = watchdog.device_error(text), watchdog.backend_error(text), watchdog.stuck_s(text)
+        if error:
             said.raised(ExceptionFacts(type="CUDA error", message=error))
-            said.quote(text)
-        if stuck := watchdog.stuck_s(text):
+        if lost:
+            said.raised(ExceptionFacts(type="NCCL error", message=lost, is_consequence=True))
+        if stuck:
             said.stuck_s = max(said.stuck_s, stuck)
+        if watchdog.has_timed_out_elsewhere(text):
+            said.has_timed_out_elsewhere()
+        if error or lost or stuck:
             said.quote(text)
+            return True
+        return False
 
     def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None) -> int | None:
         """Before torch 2.2 nothing but the rank within the group is said; of the default group that is the rank."""
@@ -227,3 +401,88 @@ class Log:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
             speaker.awaited_in = speaker.awaited_in or awaited.where
             speaker.quote(text)
+
+
+class _File:
+    """What is known of the file that is being read.
+
+    Attributes:
+        rank: The rank that wrote it by its name, while no line has said otherwise.
+        line: Number of the line, from 1.
+        spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
+        took_at: The last line that was read to its end.
+        pending: Exceptions of which no line says whose they are.
+        bar: The last progress bar, and the line that it stands in.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.line = 0
+        self.spoke_at = 0
+        self.took_at = 0
+        self.pending: list[ExceptionFacts] = []
+        self.bar: _Bar | None = None
+        self.bar_at = 0
+
+    def speaks(self, rank: int) -> None:
+        """A line is by this rank."""
+        if self.rank is not None and rank != self.rank:
+            self.rank = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no whole line follows the one in which a rank last spoke for the first time."""
+        return 0 < self.spoke_at >= max(self.line - 1, self.took_at)
+
+
+class _Unread:
+    """Lines that look as if something had failed, and of which nothing was understood."""
+
+    _ALARM = re.compile(
+        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
+        r"|Dist(?:Backend|Store|Network)Error|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT"
+        r"|libfabric|NET/\w+ .{0,80}error"
+    )
+    _SAYS_NO_MORE = re.compile(
+        r"Some NCCL operations|To avoid (?:data|this) inconsistency|Exception raised from|Stack trace of the failed"
+        r"|debug info|dump signal|Terminating the process|First PG on this rank|terminate called|ncclInvalidUsage"
+        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)"
+        r"|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$|Failed to execute operation|Socket recv failed"
+        r"|Error encountered progressing|successfully reached|poll for socket"
+    )
+    _MOST = 3
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lines: dict[str, str] = {}
+
+    def add(self, text: str) -> None:
+        """Keeps a line if it looks so; of those that differ in numbers only, the first."""
+        head = text[:1000]
+        if self._ALARM.search(head) and not self._SAYS_NO_MORE.search(text[:2000]):
+            self._count += 1
+            if len(self._lines) < self._MOST:
+                self._lines.setdefault(re.sub(r"\d+", "0", head[:80]), head.strip()[:160])
+
+    @property
+    def sentences(self) -> Iterable[str]:
+        """One sentence, or none."""
+        if self._count:
+            shown = "; ".join(f'"{line}"' for line in self._lines.values())
+            what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
+            yield f"{what} of a form that is not read, such as: {shown}."
+
+
+def _leaves_out(line: bytes) -> bool:
+    """Whether a line stands for others: three dots of whoever has copied it, or Ray's count of lines that are alike."""
+    return (len(line) < 40 and b"..." in line and not line.strip(b" .[]>#|")) or b"x across cluster]" in line
+
+
+def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:
+    """A bar that moved after a rank had given up, or whose work began when it began to wait."""
+    for bar in bars:
+        began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)
+        moved = any(other.total == bar.total and other.done != bar.done for other in bars)
+        if bar.done != bar.total and (began_with_it or moved):
+            return bar.text
+    return ""

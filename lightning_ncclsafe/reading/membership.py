@@ -9,7 +9,14 @@ from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.reading.watchdog import TimedOut
 
 _Called = tuple[str, tuple[int, ...] | None, int | None]
-_SIZED = ("all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
+_SIZED = (
+    "all_gather",
+    "_all_gather_base",
+    "all_gather_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_coalesced",
+)
 
 
 class Membership:
@@ -23,6 +30,7 @@ class Membership:
     def __init__(self, all_said: Collection[Said], size: int) -> None:
         """Takes what was said of all ranks, and the number of ranks where a log gives it; 0 otherwise."""
         _complete(all_said)
+        _mix(all_said)
         _adopt(all_said)
         speakers: dict[str, set[int]] = defaultdict(set)
         sizes: dict[str, int] = defaultdict(int)
@@ -64,6 +72,27 @@ def _complete(all_said: Iterable[Said]) -> None:
                 said.at.setdefault(call.seq, next(iter(groups)))
 
 
+def _mix(all_said: Iterable[Said]) -> None:
+    """A watchdog gives up one collective of its group: whose rank gave up several has several groups.
+
+    Where none of them has a name, a number on one rank is not comparable with another one on another rank.
+    """
+    nameless = [
+        {call.seq for call in said.timeouts.values() if call.seq and call.seq not in said.at} for said in all_said
+    ]
+    is_mixed = any(len(seqs) > 1 for seqs in nameless)
+    for said in all_said:
+        said.is_mixed = is_mixed
+    unknown = {
+        call.seq
+        for said in all_said
+        for call in said.timeouts.values()
+        if said.group_of(call) == UNKNOWN_GROUP and call.seq
+    }
+    for said in all_said:
+        said.is_apart = len(unknown) > 1
+
+
 def _adopt(all_said: Iterable[Said]) -> None:
     """Of a rank that says only at which number it stands, the others say what that is, if they agree.
 
@@ -91,7 +120,7 @@ def _numbered_alike(all_said: Iterable[Said]) -> set[str]:
             alike[name] &= standing.rank == said.rank
         for call in said.timeouts.values():
             alike[said.group_of(call)] &= call.rank in (None, said.rank)
-    return {name for name, same in alike.items() if same and name != UNKNOWN_GROUP}
+    return {name for name, same in alike.items() if same and not name.startswith(UNKNOWN_GROUP)}
 
 
 def _ranks_in(call: TimedOut) -> int:

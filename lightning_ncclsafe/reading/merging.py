@@ -9,7 +9,7 @@ from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.membership import Membership
 from lightning_ncclsafe.reading.said import Said
 from lightning_ncclsafe.reading.survivals import lived_on
-from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts
 from lightning_ncclsafe.rules.wording import ranks_words
 
 _UNSIZED = (
@@ -26,6 +26,7 @@ def job_of(
     unnamed: Iterable[ExceptionFacts] = (),
     missing: Iterable[str] = (),
     outdated: Collection[int] = (),
+    log: LogFacts | None = None,
 ) -> JobFacts:
     """One job of all that was read.
 
@@ -36,6 +37,7 @@ def job_of(
         unnamed: Exceptions of which no rank is known.
         missing: What could not be read, one sentence each.
         outdated: Ranks whose dumps are of an earlier moment, and are not among these.
+        log: What logs say beyond single ranks.
     """
     membership = Membership(said, size)
     logs = {one.rank: one.facts(membership.members) for one in said}
@@ -55,6 +57,7 @@ def job_of(
         unnamed=tuple(unnamed),
         is_sized=is_sized,
         outdated=tuple(outdated),
+        log=log or LogFacts(),
     )
 
 

@@ -1,6 +1,6 @@
 """What a log has said of one rank so far, and the facts that this comes to."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts
 from lightning_ncclsafe.reading.frames import stack
@@ -11,6 +11,7 @@ from lightning_ncclsafe.recorded_facts import RecordFacts
 _MOST_LINES = 6
 _LONGEST_LINE = 300
 _MOST_GROUPS = 256
+_OF_DEVICES = ("CUDA error", "Xid", "Duplicate GPU")
 UNKNOWN_GROUP = "unknown"
 """Stands for a process group of which the log does not say which it is, only that it is not the default one."""
 
@@ -24,12 +25,16 @@ class Said:
         timeouts: Its collectives that have timed out, by sequence number and operation.
         standings: Its last standing in each group, by the group's name.
         at: In which group it stands at a sequence number, as far as that is said.
+        is_mixed: Whether collectives of several groups stand in the log without the names of these.
+        is_apart: Whether what stands in groups of which the name is not known has different numbers.
     """
 
     rank: int
     timeouts: dict[tuple[int, str], TimedOut] = field(default_factory=dict)
     standings: dict[str, Standing] = field(default_factory=dict)
     at: dict[int, str] = field(default_factory=dict)
+    is_mixed: bool = False
+    is_apart: bool = False
     stacks: list[Frame] = field(default_factory=list)
     exception: ExceptionFacts | None = None
     awaited: set[int] = field(default_factory=set)
@@ -49,10 +54,23 @@ class Said:
     def has_timed_out(self, call: TimedOut) -> None:
         """Keeps a collective that has timed out: the word on it that says most, and of those the first."""
         self.timeouts.pop((call.seq, "") if call.op else (-1, ""), None)
+        if call.seq:
+            self.timeouts.pop((0, ""), None)
         known = self.timeouts.get((call.seq, call.op))
         says_more = known is None or (known.takes is None and call.takes is not None)
         if says_more and len(self.timeouts) < _MOST_GROUPS:
             self.timeouts[(call.seq, call.op)] = call
+
+    def has_timed_out_elsewhere(self) -> None:
+        """Keeps that it has timed out in something, of which nothing else is said."""
+        if not self.timeouts:
+            self.timeouts[(0, "")] = TimedOut(0, "", None, None, 0, 0, None)
+
+    def ended(self, exit_code: int, is_first: bool, host: str = "") -> None:
+        """Keeps how its process ended: the first word on that."""
+        self.exit_code = self.exit_code or exit_code
+        self.ended_first = self.ended_first or is_first
+        self.host = self.host or host
 
     def has_named(self, seq: int) -> bool:
         """Whether it is known what has timed out under a number."""
@@ -69,7 +87,13 @@ class Said:
             self.at.setdefault(standing.seq, standing.group)
 
     def raised(self, exception: ExceptionFacts) -> None:
-        """Keeps the first exception that is the rank's own; one that is a consequence only where there is no other."""
+        """Keeps the first exception that is the rank's own; one that is a consequence only where there is no other.
+
+        What a rank raises after it has given up a collective follows from that: the collective has left it nothing
+        that is right.
+        """
+        if any(call.ran_ms for call in self.timeouts.values()) and not exception.type.startswith(_OF_DEVICES):
+            exception = replace(exception, is_consequence=True)
         if self.exception is None or (self.exception.is_consequence and not exception.is_consequence):
             self.exception = exception
 
@@ -114,8 +138,8 @@ class Said:
         """Name of the group of a collective, which stands in another line, or in none."""
         if call.seq in self.at:
             return self.at[call.seq]
-        if call.rank is not None and call.rank != self.rank:
-            return UNKNOWN_GROUP
+        if self.is_mixed or (call.seq == 0 and not call.op) or (call.rank is not None and call.rank != self.rank):
+            return f"{UNKNOWN_GROUP} {call.seq}" if self.is_apart else UNKNOWN_GROUP
         return DEFAULT_GROUP[0]
 
     def waits_at(self) -> list[tuple[str, int]]:

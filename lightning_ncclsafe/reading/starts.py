@@ -1,12 +1,21 @@
 """The starts of a run of which logs tell: launchers start it again, and go on in the same files."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts
 from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.statements import WAITS
+from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 
 _MOST_SAID = 100_000
 _MOST_UNNAMED = 16
+_MOST_STATEMENTS = 64
+_MOST_LIMITS = 16
+RANKS_OF_A_HOST = 8
+"""Hardly any host has more processes than this, one for each GPU."""
+# What becomes of whoever ends well, or is ended by his launcher.
+_NO_CAUSE = (0, -15)
 
 
 @dataclass(slots=True)
@@ -17,22 +26,84 @@ class Start:
         said: What was said of each rank, by rank.
         unnamed: Exceptions of which no rank is known.
         world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
+        statements: What logs say in so many words.
+        bars: Progress bars that were seen once a rank had given up.
+        limits_s: Timeouts of what was given up, seconds.
     """
 
     said: dict[int, Said] = field(default_factory=dict)
     unnamed: list[ExceptionFacts] = field(default_factory=list)
     world_size: int = 0
+    statements: list[Statement] = field(default_factory=list)
+    bars: list[Any] = field(default_factory=list)
+    limits_s: set[float] = field(default_factory=set)
 
     @property
     def tells(self) -> bool:
         """Whether any rank is said to wait, to fail or to end."""
-        return bool(self.unnamed) or any(one.tells for one in self.said.values())
+        return bool(self.unnamed or self.statements) or any(one.tells for one in self.said.values())
 
     def of(self, rank: int) -> Said | None:
         """What is said of a rank; None where there is no room for more."""
         if rank not in self.said and len(self.said) >= _MOST_SAID:
             return None
         return self.said.setdefault(rank, Said(rank))
+
+    def has_said(self, statement: Statement) -> None:
+        """Keeps a statement; what is said twice counts once."""
+        if statement.kind is StatementKind.ENDED and statement.exit_code in _NO_CAUSE:
+            return
+        if statement.kind is StatementKind.STORE_WAIT and statement.detail[4:5].isdecimal():
+            self.has_limit(int(statement.detail.split()[1]) / 1e3)
+        known = {(one.kind, one.ranks, one.by, one.exit_code, one.local_rank, one.detail) for one in self.statements}
+        key = statement.kind, statement.ranks, statement.by, statement.exit_code, statement.local_rank, statement.detail
+        if len(self.statements) < _MOST_STATEMENTS and key not in known:
+            self.statements.append(statement)
+
+    def has_joined(self) -> None:
+        """All ranks have come to the store: who has waited for them there no longer does."""
+        self.statements = [one for one in self.statements if one.detail != WAITS]
+
+    def has_limit(self, limit_s: float) -> None:
+        """Keeps a timeout that is over."""
+        if len(self.limits_s) < _MOST_LIMITS:
+            self.limits_s.add(limit_s)
+
+    @property
+    def settled(self) -> dict[int, Said]:
+        """What is said of each rank, with the ends of processes of which it follows which rank they were."""
+        has_table = any(one.exit_code is not None for one in self.said.values())
+        for statement in [one for one in self.statements if one.kind is StatementKind.ENDED]:
+            rank = self._rank_of(statement)
+            said = self.of(rank) if rank is not None else None
+            if said is not None or (has_table and statement.detail == "torchrun"):
+                self.statements.remove(statement)
+            if said is not None and statement.exit_code is not None and not has_table:
+                said.ended(statement.exit_code, is_first=True)
+                said.quote(statement.line)
+        self._attribute()
+        return self.said
+
+    def _rank_of(self, statement: Statement) -> int | None:
+        """The number within the only host is the rank."""
+        if statement.ranks:
+            return statement.ranks[0]
+        highest = max([self.world_size, *(rank + 1 for rank in self.said)])
+        return statement.local_rank if highest <= RANKS_OF_A_HOST else None
+
+    def _attribute(self) -> None:
+        """The only exception of an unknown rank is that of the only rank that ended by an unknown exception."""
+        own = [one for one in self.unnamed if not one.is_consequence]
+        first = [one for one in self.said.values() if one.ended_first and (one.exit_code or 0) > 0]
+        if len(own) == len(first) == 1 and first[0].exception is None and not first[0].timeouts:
+            first[0].raised(own[0])
+            self.unnamed.remove(own[0])
+
+    @property
+    def unsettled(self) -> tuple[Statement, ...]:
+        """The statements of which it does not follow which rank they are about, and all others."""
+        _ = self.settled
+        return tuple(self.statements)
 
     def has_raised(self, exception: ExceptionFacts) -> None:
         """Keeps an exception of which no rank is known."""

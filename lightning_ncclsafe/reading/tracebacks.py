@@ -1,10 +1,11 @@
 """Python's tracebacks in a log, line by line, also where those of several ranks are mixed."""
 
 import re
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
 from lightning_ncclsafe.reading.frames import frame, stack
-from lightning_ncclsafe.reading.values import whole
+from lightning_ncclsafe.reading.values import ranks, whole
 
 _MOST_FRAMES = 120
 _LONGEST_MESSAGE = 2000
@@ -12,20 +13,131 @@ _MOST_LINES = 3000
 
 _BEGINS = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<function>.{1,200}))?')
-_ENDS = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?::\s(?P<message>.*))?$")
+# Ray gives the exception that it passes on in brackets.
+_ENDS = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?:\((?P<passed_on>\w{1,60})\))?(?::\s(?P<message>.*))?$")
 _GOES_ON = re.compile(r"\s|\^|~|\.\.\.|$")
 
 # What says only that a collective failed, that a peer or a child is gone, or that somebody has ended the process.
 _CONSEQUENCE_TYPES = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError"
     r"|SignalException|SIGTERMException|KeyboardInterrupt|SystemExit|CollectiveTimeoutError|RendezvousClosedError"
-    r"|BrokenPipeError|ConnectionResetError)$"
+    r"|BrokenPipeError|ConnectionResetError|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError)$"
 )
 _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
-    r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout"
+    r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout|wait timeout after|waiting for (?:clients|key)"
+    r"|Caught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
     r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)"
 )
+
+
+_CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
+_OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
+_CHILD = re.compile(r"-- Process (\d+) terminated with the following error")
+# What is raised in here tells of another process.
+_PARENTS = re.compile(
+    r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
+    r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/"
+)
+_CHAIN = re.compile(
+    r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
+)
+_NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")
+_ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?P<message>.{0,4000}))$")
+# What says enough without a traceback, whoever says it.
+_OF_DEVICES = re.compile(
+    r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker"
+)
+# What NCCL, and the driver, say of a device or of how processes were started: the kind of error, the rest of it with
+# the groups' words in it, and the groups that are ranks.
+_STATED = (
+    (
+        re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)"),
+        "Duplicate GPU",
+        "ranks {1} and {2} are both on CUDA device {3}",
+        (1, 2),
+    ),
+    (
+        re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)"),
+        "Mismatched NCCL version",
+        "rank {1} has {2}, rank {3} has {4}",
+        (1, 3),
+    ),
+    (
+        re.compile(r"Bootstrap Root : rank (\d+) of (\d+) ranks has already checked in"),
+        "Rank given twice",
+        "two processes are rank {1} of {2}",
+        (1,),
+    ),
+    (
+        re.compile(r"Bootstrap Root : mismatch in rank count from procs (\d+) : (\d+)"),
+        "Mismatched world size",
+        "NCCL was told of {1} ranks by one process and of {2} by another",
+        (),
+    ),
+    (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA error", "{1}", ()),
+    (re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})"), "Xid {2}", "{3} ({1})", ()),
+)
+
+
+class Alone(NamedTuple):
+    """An error that a line tells without a traceback; the ranks that it names itself."""
+
+    exception: ExceptionFacts
+    ranks: tuple[int, ...] = ()
+
+
+def alone(text: str, *, is_of_rank: bool) -> Alone | None:
+    """The error that this line tells, without a traceback.
+
+    Args:
+        text: The line.
+        is_of_rank: Whether it is known which rank says it, as of what torch prints of an exception.
+    """
+    for pattern, kind, message, named in _STATED:
+        if said := pattern.search(text):
+            words = ("", *(word.strip() for word in said.groups()))
+            return Alone(
+                ExceptionFacts(type=kind.format(*words), message=message.format(*words)),
+                ranks([said[group] for group in named]),
+            )
+    found = _ALONE.match(text)
+    own = (found["message"] or "") if found else ""
+    if found is None or not (is_of_rank or _OF_DEVICES.search(own)):
+        return None
+    return Alone(_exception(found["type"], own, []))
+
+
+def is_chain(text: str) -> bool:
+    """Whether the next traceback only tells what became of the exception above."""
+    return _CHAIN.search(text) is not None
+
+
+def of_rank(text: str) -> int | None:
+    """The rank in a first line of ``torch.distributed.checkpoint``, which prints the exceptions of others."""
+    found = _OF_RANK.search(text)
+    return whole(found[1]) if found else None
+
+
+def child(text: str) -> int | None:
+    """The number of the process of which torch.multiprocessing.spawn prints the traceback next."""
+    found = _CHILD.search(text)
+    return whole(found[1]) if found else None
+
+
+def begins_cut(text: str) -> bool:
+    """Whether this is a line of a traceback's, of which the first line is not there."""
+    return _CUT.match(text) is not None
+
+
+def _exception(type_: str, message: str, frames: list[Frame]) -> ExceptionFacts:
+    message = message[:_LONGEST_MESSAGE].strip()
+    return ExceptionFacts(
+        type=type_.rpartition(".")[2],
+        message=message,
+        stack=stack(frames),
+        is_consequence=is_consequence(type_, message) or bool(frames and _PARENTS.search(frames[-1].file)),
+    )
 
 
 def is_consequence(type_: str, message: str) -> bool:
@@ -48,10 +160,14 @@ class Traceback:
 
     Attributes:
         exception: What it says, once it has ended; None where it was none.
+        rank: Whose it is by its own first line; None where that says nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_head: bool = True, rank: int | None = None) -> None:
+        """Begins to read one; what has no first line is one only if its last names an exception."""
         self.exception: ExceptionFacts | None = None
+        self.rank = rank
+        self._has_head = has_head
         self._frames: list[Frame] = []
         self._lines = 0
 
@@ -72,10 +188,6 @@ class Traceback:
         found = _ENDS.match(text)
         if found is None or not self._frames:
             return
-        type_, message = found["type"], (found["message"] or "")[:_LONGEST_MESSAGE].strip()
-        self.exception = ExceptionFacts(
-            type=type_.rpartition(".")[2],
-            message=message,
-            stack=stack(self._frames),
-            is_consequence=is_consequence(type_, message),
-        )
+        if self._has_head or _NAMES.search(found["passed_on"] or found["type"]):
+            type_ = found["passed_on"] or found["type"]
+            self.exception = _exception(type_, found["message"] or "", self._frames)

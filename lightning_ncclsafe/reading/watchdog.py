@@ -1,4 +1,4 @@
-"""What PyTorch prints when a collective does not end: patterns of torch 2.0 to 2.13, each as a small record.
+"""What PyTorch prints when a collective does not end: patterns of torch 1.13 to 2.14, each as a small record.
 
 The wording has changed often; the numbers in it mean the same. A line that a terminal has broken may lack spaces.
 """
@@ -14,6 +14,7 @@ class TimedOut(NamedTuple):
     """A collective that NCCL's watchdog has given up: ``WorkNCCL(SeqNum=14217, OpType=ALLGATHER, …)``."""
 
     seq: int
+    """0 where it has no number: torch says so since 1.13."""
     op: str
     takes: tuple[int, ...] | None
     gives: int | None
@@ -46,12 +47,15 @@ class Awaited(NamedTuple):
 
 # Where one of these goes on in the next line, a terminal has broken it.
 _BROKEN = re.compile(
-    r"Watchdog caught collective operation timeout(?!.*before timing out)"
+    r"[Cc]aught collective operation timeout(?!.*before timing out)"
+    r"|terminated with exception: \[Rank \d+\]\s*$"
     r"|\[E[^\]]{0,60}ProcessGroupNCCL\.cpp:\d+\] ?\[(?:Rank|PG)\b(?!.*(?:timing out|work: -?\d)).*[^.:!\s]$"
     r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
 )
 _WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
-_WORK_RANK = re.compile(r"\[Rank (\d+)\] (?:Watchdog caught|Work WorkNCCL|Found key)")
+_WORK_RANK = re.compile(
+    r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work WorkNCCL|Collective WorkNCCL|Found key)"
+)
 # With what follows: where another rank has written into the line, half a word or number is none.
 _SEQ = re.compile(r"SeqNum=(\d+)(?=[,)])")
 _OP = re.compile(r"OpType=(\w+)(?=[,)])")
@@ -68,15 +72,23 @@ _STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
 _COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IGNORECASE)
 
 _DEVICE = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?CUDA error: ([^\n]{1,300})")
-_STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds")
+_STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds|(Heartbeat monitor timed out)")
+_ERROR = re.compile(
+    r"(?:async exception|thread terminated with exception|encountered error set by ProcessGroupNCCL): "
+    r"(NCCL error: [^\n]{1,300}|NCCL communicator [^\n]{1,300})"
+)
+_OWN_TIMEOUT = "due to a collective timeout from this local rank"
 _NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks")
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
 _MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 _NOT_JOINED = re.compile(r"\[([\d, ]+)\] finished collective #\d+, but didn't join collective #(\d+)")
 _NEVER_JOINED = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
 _SIZES = re.compile(
-    r"\bworld_?size\"?[=:]\s?(\d+)|\bMEMBER: \d+/(\d+)|\bnranks (\d+)|Starting with (\d+) processes", re.IGNORECASE
+    r"(?:\b|_)world_?size\"?[=:]\s?(\d+)|\bMEMBER: \d+/(\d+)|\bnranks (\d+)|Starting with (\d+) processes"
+    r"|\bNum processes: (\d+)",
+    re.IGNORECASE,
 )
+_SIZE_WORDS = ("orld_size", "orldsize", "WORLD_SIZE", "MEMBER: ", "nranks ", "Starting with ", "Num processes: ")
 _FRAME = re.compile(r"\s*#\d+ (?P<function>.+?) from (?P<file>.+?):(?P<line>\d+)\s*$")
 
 _OPS = {
@@ -103,24 +115,34 @@ def is_broken(text: str) -> bool:
 def timed_out(text: str) -> TimedOut | None:
     """The collective that this line says has timed out."""
     work = _WORK.search(text)
-    seq = _SEQ.search(work["body"]) if work else None
-    if work is None or seq is None:
+    # Before torch 1.13 collectives had no number; a number of which the end is missing is none.
+    if work is None or not (_SEQ.search(work["body"]) or work["body"].startswith("OpType=")):
         return None
     body = work["body"]
-    op = _OP.search(body)
-    name = op[1] if op else ""
     shape = _SHAPE.search(body)
     takes = ranks_or_lengths(shape[1]) if shape else _lengths(_number(_TAKES, body))
+    gives = _number(_GIVES, body)
     rank = _WORK_RANK.search(text)
     return TimedOut(
-        seq=whole(seq[1]),
-        op=_OPS.get(name, name.lower()),
+        seq=_number(_SEQ, body) or 0,
+        op=_operation(body, takes, gives),
         takes=takes,
-        gives=_number(_GIVES, body),
+        gives=gives,
         timeout_ms=_number(_LIMIT, body) or 0,
         ran_ms=_number(_RAN, body) or 0,
         rank=whole(rank[1], -1) if rank else None,
     )
+
+
+def _operation(body: str, takes: tuple[int, ...] | None, gives: int | None) -> str:
+    found = _OP.search(body)
+    name = found[1] if found else ""
+    if name == "COALESCED" and takes and gives:
+        # What is several times as large on one side as on the other is no send or receive.
+        small, large = sorted((takes[0], gives))
+        if 0 < small < large and large % small == 0:
+            return "all_gather_coalesced" if gives == large else "reduce_scatter_coalesced"
+    return _OPS.get(name, name.lower())
 
 
 def ranks_or_lengths(text: str) -> tuple[int, ...]:
@@ -176,14 +198,28 @@ def device_error(text: str) -> str:
     return found[1].strip() if found else ""
 
 
+def backend_error(text: str) -> str:
+    """The error of NCCL's with which this line says that a collective has ended; empty if none."""
+    found = _ERROR.search(text)
+    return found[1].strip() if found else ""
+
+
 def stuck_s(text: str) -> int:
-    """For how many seconds the watchdog's own thread did not move, by this line; 0 if it says nothing of that."""
+    """For how many seconds the watchdog's own thread did not move, by this line; 1 if it does not say how many, 0 if
+    it says nothing of that."""
     found = _STUCK.search(text)
-    return whole(found[1]) if found else 0
+    return (whole(found[1]) if found[1] else 1) if found else 0
+
+
+def has_timed_out_elsewhere(text: str) -> bool:
+    """Whether this line says that the rank that says it has itself timed out, in a group that it does not name."""
+    return _OWN_TIMEOUT in text
 
 
 def world_size(text: str) -> int:
     """How many ranks there are, by this line; 0 if it says nothing of that."""
+    if not any(word in text for word in _SIZE_WORDS):
+        return 0
     found = (whole(size) for sizes in _SIZES.findall(text) for size in sizes if size)
     return max((size for size in found if size <= MOST_RANKS), default=0)
 

@@ -1,6 +1,8 @@
 """The judge: asks all rules, puts the most probable cause first, and leaves out what only follows from it."""
 
-from lightning_ncclsafe.facts import JobFacts
+from dataclasses import replace
+
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
@@ -54,8 +56,20 @@ def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
             failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
     forget()
-    told = with_places(with_past_lateness(_ordered(findings), job), job)
+    told = with_places(with_past_lateness(_ordered(_as_recorded(findings, job)), job), job)
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
+
+
+def _as_recorded(findings: list[Finding], job: JobFacts) -> list[Finding]:
+    """An exception that stands in a log may have been caught: whether it ended its rank is not seen."""
+    if job.incident.kind is not IncidentKind.RECORDED:
+        return findings
+    return [
+        replace(finding, confidence=Confidence.LIKELY)
+        if finding.rule in _OF_EXCEPTIONS[:3] and finding.confidence is Confidence.CERTAIN
+        else finding
+        for finding in findings
+    ]
 
 
 def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:

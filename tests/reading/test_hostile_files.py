@@ -186,7 +186,7 @@ def test_mutated_json_is_read_or_refused() -> None:
 
 def test_mutated_logs_are_read() -> None:
     chance = random.Random(3)
-    for path in sorted(LOGS.iterdir()):
+    for path in sorted(LOGS.rglob("*.log")):
         good = path.read_bytes()
         for _ in range(SEEDS // 50):
             found = Evidence()

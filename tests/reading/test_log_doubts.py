@@ -58,8 +58,8 @@ def test_a_launcher_that_saw_an_exit_makes_it_likely() -> None:
 def test_who_says_that_a_peer_is_gone_waits_also_where_its_rank_is_not_known() -> None:
     lost = TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: [gloo/pair.cc:547] Connection closed by peer")
     first = judged(lost * 3).findings[0]
-    assert (first.rule, first.ranks, first.confidence) == ("rank-behind", (), POSSIBLE)
-    assert "at train.py:42 in training_step" in first.summary
+    assert (first.rule, first.ranks, first.confidence) == ("dead-rank", (), POSSIBLE)
+    assert "which rank that was is not said" in first.summary
 
 
 @pytest.mark.parametrize("again", [AGAIN + BANNER.format(4), "requeued\n" + BANNER.format(4)], ids=["torchrun", "srun"])

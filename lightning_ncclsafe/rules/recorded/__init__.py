@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.recorded.failed_rank import failed_rank
 from lightning_ncclsafe.rules.recorded.host_stuck import host_stuck
 from lightning_ncclsafe.rules.recorded.late_at_init import late_at_init
 from lightning_ncclsafe.rules.recorded.mismatched_collective import mismatched_collective
+from lightning_ncclsafe.rules.recorded.network_cut import network_cut
 from lightning_ncclsafe.rules.recorded.no_dump import no_dump
 from lightning_ncclsafe.rules.recorded.out_of_step import out_of_step
 from lightning_ncclsafe.rules.recorded.rank_behind import rank_behind
@@ -37,6 +38,7 @@ RECORDED_RULES: tuple[Rule, ...] = (
     crossed_groups,
     gpu_stuck,
     no_dump,
+    network_cut,
     silent_rank,
     all_joined,
     rank_behind,

@@ -1,11 +1,13 @@
 """The cause dead-rank, in a log: by its launcher's word a signal has ended a rank's process."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, raised
+from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, gone, raised
+from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
@@ -23,7 +25,8 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     """The launcher says that a signal ended a rank's process, and not the watchdog's own abort.
 
     Symptom:
-        "exitcode: -9", "Signal 11 (SIGSEGV)", "task 3: Out Of Memory" at the end of the log; the others time out.
+        "exitcode: -9", "Signal 11 (SIGSEGV)", "task 3: Out Of Memory", "exits with return code = -9" at the end of the
+        log; the others time out, or say "Connection closed by peer".
 
     Cause:
         The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm.
@@ -32,7 +35,8 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         Look at the kernel's log of that host. Need less host memory if the out-of-memory killer struck.
 
     Cannot see:
-        Who sent a SIGKILL: launchers send one, too, to whoever does not end after SIGTERM.
+        Who sent a SIGKILL: launchers send one, too, to whoever does not end after SIGTERM. Which rank it was, where the
+        launcher names no process, or only the command of the one that it had started last.
     """
     view = timeline(job)
     alike: dict[int, list[int]] = defaultdict(list)
@@ -43,6 +47,57 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         return
     for code, ranks in alike.items():
         yield _finding(view, code, tuple(ranks))
+    if not gone(view):
+        yield from _nameless(view) if _killed(view) else _lost(view)
+
+
+def _killed(view: Timeline) -> tuple[Statement, ...]:
+    """Ends of processes of which the log does not say which rank they were; not by an exception, nor by an abort."""
+    ends = stated(view.job, StatementKind.ENDED)
+    return tuple(one for one in ends if one.exit_code is None or one.exit_code in FATAL)
+
+
+def _nameless(view: Timeline) -> Iterator[Finding]:
+    found = _killed(view)
+    codes = [one.exit_code for one in found if one.exit_code is not None]
+    how = FATAL[codes[0]] if codes else ""
+    local = next((one.local_rank for one in found if one.local_rank is not None), None)
+    which = f"process {local} of a host" if local is not None else "a process"
+    said = next(details_of(found), "")
+    tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
+    what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
+    text = f"{what}; which rank that is, the log does not say{tail}"
+    yield Finding(
+        rule="dead-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if codes else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=(),
+        evidence=lines_of(found),
+        remedy=_REMEDIES.get(codes[0], _REMEDY) if codes else _REMEDY,
+    )
+
+
+def _lost(view: Timeline) -> Iterator[Finding]:
+    """The end of a connection is closed by whoever ends it, or by the kernel of whoever is dead."""
+    found = stated(view.job, StatementKind.PEER_LOST)
+    if not found or anybody_gave_up(view) or compared(view.job) or stated(view.job, StatementKind.UNREACHABLE):
+        return
+    by = tuple(sorted({one.by for one in found if one.by is not None}))
+    who = f" on {ranks_words(by)}" if by else ""
+    text = (
+        f"a connection was closed from its other end{who}: the process there has ended, was killed, or has failed, and "
+        "which rank that was is not said"
+    )
+    yield Finding(
+        rule="dead-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=(),
+        evidence=lines_of(found),
+        remedy="Read the logs of all ranks and of all hosts: the first that ended says why. " + _REMEDY,
+    )
 
 
 def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:

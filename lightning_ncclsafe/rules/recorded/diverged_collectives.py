@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of
+from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 from lightning_ncclsafe.rules.timeline import timeline
 
 _REMEDY = (
@@ -18,7 +19,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
     """Under one sequence number of a group, ranks have recorded different operations, sizes or types.
 
     Symptom:
-        The ranks' timeouts have the same SeqNum, and another OpType or NumelIn on some of them.
+        The ranks' timeouts have the same SeqNum, and another OpType or NumelIn on some of them; "Detected mismatch
+        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     Cause:
         A collective under a condition that holds on some ranks only; a rank that is a batch ahead; other branches.
@@ -38,3 +40,10 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
             why="these can never complete together",
             remedy=_REMEDY,
         )
+    yield from stated_finding(
+        job,
+        StatementKind.OTHER_OPERATIONS,
+        rule="diverged-collectives",
+        why="these can never complete together",
+        remedy=_REMEDY,
+    )

@@ -5,13 +5,31 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.recorded.ended import raised
+from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.rules.recorded.ended import died, raised
+from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
 from lightning_ncclsafe.rules.sentences import exception_place
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _GIST = 200
 _BY_SIGNAL = 128
+_OF_DEVICE = (
+    "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
+    "the host out if it comes again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
+    "kernel. What other ranks print about timeouts or connections follows from it."
+)
+_REMEDIES = {
+    "CUDA error": _OF_DEVICE,
+    "Xid": _OF_DEVICE,
+    "Duplicate GPU": (
+        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is made, no "
+        "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
+    ),
+    "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",
+}
+# What can be meant in one way only.
+_SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
 
 def failed_rank(job: JobFacts) -> Iterable[Finding]:
@@ -39,7 +57,10 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
     for exception in unnamed:
         yield _unnamed(view, exception)
     if not alike and not unnamed:
-        yield from _ended_first(view)
+        found = tuple(_ended_first(view))
+        yield from found
+        if not found:
+            yield from _ended_nameless(view)
 
 
 def _key(facts: RankFacts) -> tuple[str, str]:
@@ -54,16 +75,22 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     at = f" at {short_location(frame)}" if frame else ""
     others = tuple(rank for rank in view.waiting if rank not in ranks)
     tail = f"; {ranks_words(others)} waited in vain" if others else ""
+    is_sure = bool(others) or name in _SURE or any(_ended(view, rank) for rank in ranks)
     return Finding(
         rule="failed-rank",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY if others or any(_ended(view, rank) for rank in ranks) else Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         summary=capitalised(f"{ranks_words(ranks)} raised {said}{at}{tail}."),
         ranks=ranks,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
-        remedy=f"Correct the {name}{at}. What the other ranks print about timeouts or connections follows from it.",
+        remedy=_remedy(name, at, "the other ranks print"),
     )
+
+
+def _remedy(name: str, at: str, what: str) -> str:
+    known = next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), "")
+    return known or f"Correct the {name}{at}. What {what} about timeouts or connections follows from it."
 
 
 def _ended(view: Timeline, rank: int) -> bool:
@@ -88,6 +115,32 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
             )
 
 
+def _ended_nameless(view: Timeline) -> Iterator[Finding]:
+    """Processes ended with an error, and it is not said of which rank, or which of several was the first."""
+    if anybody_gave_up(view) or compared(view.job) or died(view):
+        return
+    ends = tuple(one for one in stated(view.job, StatementKind.ENDED) if 0 < (one.exit_code or 0) < _BY_SIGNAL)
+    several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not view.waits(rank))
+    if not ends and not several:
+        return
+    records = [record for rank in several if (record := view.facts[rank].record) is not None]
+    codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
+    who = f"{ranks_words(several)} ended" if several else "a process ended"
+    which = "which of them was the first" if several else "which rank it was"
+    by = f" ({said})" if (said := next(details_of(ends), "")) else ""
+    text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; {which} is not said"
+    told = tuple(Evidence(source="log", rank=rank, text="Its launcher names its end.") for rank in several[:8])
+    yield Finding(
+        rule="failed-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}, and its traceback was not read.",
+        ranks=(),
+        evidence=lines_of(ends) or told,
+        remedy="Look for the first traceback in the output of all ranks, and name that file as well.",
+    )
+
+
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     frame = next((one for one in reversed(exception.stack) if one.user), None)
     said = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
@@ -103,7 +156,7 @@ def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
         ranks=(),
         location=location_of(frame),
         evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
-        remedy=f"Correct the {exception.type}{at}. What ranks print about timeouts or connections follows from it.",
+        remedy=_remedy(exception.type, at, "ranks print"),
     )
 
 

@@ -1,11 +1,13 @@
 """The cause late-at-init, in a log: PyTorch itself names the rank that others have waited for."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
@@ -16,13 +18,22 @@ _REMEDY = (
     "tokenising, indexing and reading of large files once, ahead of the job or in prepare_data; see whether its host "
     "swaps. " + LOOK_THERE
 )
+_REMEDY_JOIN = (
+    "Look for the output of the ranks that have not come: a rank that was never started, that failed before, that has "
+    "another world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
+) + LOOK_THERE
+_REMEDY_STORE = (
+    "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
+    "init_method=file://, and start each rank once: torchrun and a script that starts processes itself make them twice."
+)
 
 
 def late_at_init(job: JobFacts) -> Iterable[Finding]:
     """Ranks waited for another one while their first communicator was set up, and say for which.
 
     Symptom:
-        "[5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] … Socket Timeout".
+        "[5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] … Socket Timeout"; "Timed out
+        initializing process group in store based barrier … (world_size=8, worker_count=4", "1/2 clients joined".
 
     Cause:
         The rank named there prepares data, downloads, compiles or swaps, or has failed before its first collective.
@@ -35,8 +46,58 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     awaited = _awaited(view)
-    if awaited and not gone(view):
+    if gone(view):
+        return
+    if awaited:
         yield _finding(view, awaited)
+    else:
+        yield from _not_joined(stated(job, StatementKind.NOT_JOINED))
+
+
+def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
+    """The store has counted who has come."""
+    if not found:
+        return
+    last = max(found, key=lambda one: one.count)
+    if not last.of:
+        yield _uncounted(found)
+        return
+    came = {one.by for one in found if one.by is not None}
+    names_all = bool(last.of) and len(came) == last.count and all(rank < last.of for rank in came)
+    ranks = tuple(rank for rank in range(last.of) if rank not in came) if names_all and last.count < last.of else ()
+    too_many = last.count >= last.of
+    if too_many:
+        text = (
+            f"{last.count:,} ranks have come to a store that was made for {last.of:,}: two launches share its address, "
+            "or an earlier one has left its keys in it"
+        )
+    else:
+        who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')}" if ranks else f"{last.of - last.count:,} ranks have"
+        text = f"{last.count:,} of {last.of:,} ranks have come to the store while the process group was made, {who} not"
+    yield Finding(
+        rule="late-at-init",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE if too_many or all(one.detail for one in found) else Confidence.LIKELY,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=lines_of(found),
+        remedy=_REMEDY_STORE if too_many else _REMEDY_JOIN,
+    )
+
+
+def _uncounted(found: tuple[Statement, ...]) -> Finding:
+    by = tuple(sorted({one.by for one in found if one.by is not None}))
+    who = ranks_words(by) if by else "a rank that the log does not name"
+    text = f"{who} waited in vain {found[0].detail} while the process group was made; who has not come is not said"
+    return Finding(
+        rule="late-at-init",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised(text)}.",
+        ranks=(),
+        evidence=lines_of(found),
+        remedy=_REMEDY_JOIN,
+    )
 
 
 def _awaited(view: Timeline) -> dict[int, int]:

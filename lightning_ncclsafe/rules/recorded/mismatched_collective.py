@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of
+from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 from lightning_ncclsafe.rules.timeline import timeline
 
 _REMEDY = (
@@ -19,7 +20,8 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     """Under one sequence number of a group, ranks have recorded one operation with another number of elements or type.
 
     Symptom:
-        The ranks' timeouts have the same SeqNum and OpType, and another NumelIn on some of them.
+        The ranks' timeouts have the same SeqNum and OpType, and another NumelIn on some of them; "Detected mismatch
+        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     Cause:
         A tensor whose shape depends on the rank's data; a rank that is one collective ahead of the others or behind.
@@ -39,3 +41,10 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
             why="the same operation with another size or type, which cannot complete",
             remedy=_REMEDY,
         )
+    yield from stated_finding(
+        job,
+        StatementKind.OTHER_SIZES,
+        rule="mismatched-collective",
+        why="the same operation with another size or type, which cannot complete",
+        remedy=_REMEDY,
+    )

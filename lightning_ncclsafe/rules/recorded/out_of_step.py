@@ -4,9 +4,11 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import StatementKind
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
+from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
@@ -48,6 +50,16 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     if gone(view):
         return
+    for said in stated(job, StatementKind.AHEAD)[:1]:
+        yield Finding(
+            rule="out-of-step",
+            severity=Severity.ERROR,
+            confidence=Confidence.LIKELY,
+            summary=f"{capitalised(said.detail)}.",
+            ranks=said.ranks,
+            evidence=lines_of((said,)),
+            remedy=_REMEDY,
+        )
     for group in view.groups:
         seq = group.seq or 0
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
@@ -68,7 +80,8 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
     waiting = waiting_in(view.facts, group)
     rooted = waiting[least[0]].op in _ROOTED
-    ranks = ahead if len(ahead) < len(least) else least if len(least) < len(ahead) else tuple(sorted((*ahead, *least)))
+    # Of as many on either side, those are told that have come least far: for them the others wait.
+    ranks = ahead if len(ahead) < len(least) else least
     text = (
         f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {seq:,} of "
         f"{group_words(group.name)}, in which {ranks_words(least)} {verb(least, 'waits', 'wait')}: "

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
+from lightning_ncclsafe.rules.recorded.stated import compared, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
@@ -44,17 +46,88 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     dumps, _ = record_kinds(job)
-    if dumps:
+    if dumps or compared(job):
+        return
+    if named := stated(job, StatementKind.ABSENT):
+        yield _named(named)
         return
     for absence in absences(view):
         # One rank alone may be all that somebody has copied.
-        if len(absence.group.oldest) > 1 or job.is_sized:
+        if len(absence.group.oldest) > 1 or job.is_sized or job.log.works_on:
             yield _finding(view, absence)
             return
     if not any(group.seq is not None for group in view.groups):
-        yield from _by_exceptions(view)
+        waits = stated(job, StatementKind.STORE_WAIT)
+        yield from _at_store(view, waits) if waits else _by_exceptions(view)
+        yield from _at_barrier(view)
     elif job.is_sized and 0 < len(job.silent) < len(view.waiting) and not gone(view):
         yield _of_other_groups(view)
+
+
+def _named(named: tuple[Statement, ...]) -> Finding:
+    """A tool that has compared all ranks says so."""
+    ranks = said_of_all(named)
+    return Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
+        ranks=ranks,
+        evidence=lines_of(named),
+        remedy=_REMEDY,
+    )
+
+
+def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]:
+    """A rank waited for what another one must put into the store; which that is, no line says."""
+    if gone(view) or stated(view.job, StatementKind.NOT_JOINED):
+        return
+    by = tuple(sorted({one.by for one in waits if one.by is not None}))
+    who = ranks_words(by) if by else "a rank that the log does not name"
+    detail = f" {waits[0].detail}" if waits[0].detail else ""
+    text = f"{who} waited in vain{detail} at the store for what another process must put there; which, is not said"
+    yield Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if view.job.log.works_on else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}{_meanwhile(view)}.",
+        ranks=(),
+        evidence=(*lines_of(waits), *_works_on(view)),
+        remedy=_REMEDY,
+    )
+
+
+def _at_barrier(view: Timeline) -> Iterator[Finding]:
+    """The rank that counts the others at a monitored barrier is late itself, or has given up for another's sake."""
+    came = stated(view.job, StatementKind.BARRIER_WAIT)
+    by = tuple(sorted({one.by for one in came if one.by is not None}))
+    ranks = tuple(rank for rank in said_of_all(came) if rank not in by)
+    if not ranks or gone(view) or any(one.record is not None and one.record.awaited for one in view.facts.values()):
+        return
+    if any(rank in view.facts and view.facts[rank].exception is not None for rank in ranks):
+        return
+    text = (
+        f"{ranks_words(by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one is "
+        "late, or has waited for another one, which its own log would name"
+    )
+    yield Finding(
+        rule="silent-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}.",
+        ranks=ranks,
+        evidence=lines_of(came),
+        remedy=_REMEDY,
+    )
+
+
+def _meanwhile(view: Timeline) -> str:
+    return ", while another process was still at work" if view.job.log.works_on else ""
+
+
+def _works_on(view: Timeline) -> Iterator[Evidence]:
+    if view.job.log.works_on:
+        yield Evidence(source="log", text=f"Still at work when others had given up: {view.job.log.works_on}")
 
 
 def _of_other_groups(view: Timeline) -> Finding:
@@ -116,17 +189,18 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
     alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view.job) is None and not of_two
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing of number {group.seq:,}, while "
-        f"{waiting_words(waiting)}"
-    )
+    number = f" of number {group.seq:,}" if group.seq else ""
+    text = f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing{number}, while {waiting_words(waiting)}"
+    if view.job.log.is_cut:
+        text += "; the log ends before what others may have said next"
     return Finding(
         rule="silent-rank",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
+        confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
+        summary=f"{capitalised(text)}{_meanwhile(view)}.",
         ranks=ranks,
         evidence=(
+            *_works_on(view),
             *counters_evidence(view.facts, group),
             *one_element(waiting.values()),
             *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),

@@ -6,7 +6,9 @@ from itertools import combinations
 
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import StatementKind
 from lightning_ncclsafe.rules.recorded.ended import gone, misled
+from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
 from lightning_ncclsafe.rules.wording import (
@@ -24,6 +26,7 @@ from lightning_ncclsafe.rules.wording import (
 # What a log calls what may be between two ranks only.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
+DEFAULT_GROUP = "0"
 _COMPARED = 64
 
 
@@ -97,10 +100,35 @@ def split_finding(view: Timeline, split: Divergence, *, rule: str, why: str, rem
     )
 
 
+def stated_finding(job: JobFacts, kind: StatementKind, *, rule: str, why: str, remedy: str) -> Iterator[Finding]:
+    """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
+
+    Args:
+        job: The job.
+        kind: The statements that are meant.
+        rule: Name of the cause.
+        why: What follows from it, the end of a sentence.
+        remedy: What to do.
+    """
+    found = stated(job, kind)
+    if found and split_of(job) is None and not gone(timeline(job)):
+        yield Finding(
+            rule=rule,
+            severity=Severity.ERROR,
+            # Two ranks were compared: which of them is like the others is not said.
+            confidence=Confidence.LIKELY,
+            summary=capitalised(f"{next(details_of(found), 'a check of collectives has failed')}: {why}."),
+            ranks=said_of_all(found[:1]),
+            evidence=lines_of(found),
+            remedy=remedy,
+        )
+
+
 def _is_certain(view: Timeline, split: Divergence) -> bool:
-    """Where a log does not say of which group a collective is, two groups may have come to the same number."""
+    """Of logs only in the default group: elsewhere two groups may have come to the same number, or share a name."""
     records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
-    return all(record.has_dump or record.group_known for record in records)
+    is_default = split.group == DEFAULT_GROUP
+    return all(record.has_dump or (record.group_known and is_default) for record in records)
 
 
 def _words(call: Collective) -> str:

@@ -1,0 +1,61 @@
+"""The cause network-cut, in a log: a connection between ranks could not be made, or stopped answering."""
+
+import re
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, details_of, lines_of, stated
+from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.wording import capitalised
+
+_LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)
+_REMEDY = (
+    "Read the logs of all ranks first: a process that has died looks the same to its peers, and its own log says why. "
+    "If none has, look at the links between these hosts: error counters of the network cards, the kernel's log, a "
+    "firewall between their ports, and a run with NCCL_DEBUG=INFO for the interfaces that are chosen."
+)
+_REMEDY_LINK_LOCAL = (
+    "Name the interface that leads to the other hosts, NCCL_SOCKET_IFNAME=IFNAME (ip route get ADDRESS_OF_ANOTHER_HOST "
+    "tells which), or NCCL_SOCKET_FAMILY=AF_INET: an address that begins with fe80: holds on one link only."
+)
+
+
+def network_cut(job: JobFacts) -> Iterable[Finding]:
+    """NCCL or the store could not connect to another rank, or it stopped answering.
+
+    Symptom:
+        "Connect to 10.0.0.2<45763> failed", "Got completion from peer … with status=12", "The client socket has timed
+        out … while trying to connect".
+
+    Cause:
+        A link or a network card, a firewall, an interface that leads nowhere; or the process at the other end is dead.
+
+    Remedy:
+        Read the log of the other end; look at the link, and at the interfaces that are chosen.
+
+    Cannot see:
+        Whether the process at the other end lived: both look alike from here.
+    """
+    view = timeline(job)
+    found = stated(job, StatementKind.UNREACHABLE)
+    if found and not gone(view) and not anybody_gave_up(view):
+        yield _finding(found)
+
+
+def _finding(found: tuple[Statement, ...]) -> Finding:
+    details = list(details_of(found))
+    more = f", and {len(details) - 1} more of the kind" if len(details) > 1 else ""
+    is_link_local = _LINK_LOCAL.search(details[0]) is not None
+    why = "that is an address of a single link" if is_link_local else "the network, or the process at the other end"
+    return Finding(
+        rule="network-cut",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if is_link_local else Confidence.POSSIBLE,
+        summary=capitalised(f"{details[0]}{more}: {why}."),
+        ranks=(),
+        evidence=lines_of(found),
+        remedy=_REMEDY_LINK_LOCAL if is_link_local else _REMEDY,
+    )

@@ -1,0 +1,350 @@
+"""What launchers, stores, NCCL and tools say in so many words, one line each, and what it is judged to mean."""
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from made_logs import TRACEBACK, judged, prefixed, read, timeout
+
+from lightning_ncclsafe.findings import Confidence
+from lightning_ncclsafe.reading.evidence import Evidence
+
+LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE
+ELASTIC = (
+    "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: {}) local_rank: {} (pid: 7) of binary: x\n"
+)
+DEEPSPEED = (
+    "[ERROR] [launch.py:321:sigkill_handler] ['python', '-u', 'm.py', '--local_rank={}'] exits with return code = {}\n"
+)
+KILLED = "[INFO] [launch.py:315:sigkill_handler] Killing subprocess {}\n"
+RAY = "(raylet) A worker died. Worker PID: {} Worker exit type: SYSTEM_ERROR Worker exit detail: error code 2.\n"
+RAS = (
+    "#0-0 (cf264af53edbe986) INCOMPLETE\n  Missing communicator data from 1 rank\n"
+    "  Rank 3 -- GPU 3 managed by process 77 on node 10.0.0.1\n"
+)
+
+# What stands in the log, the first finding's name, its ranks, and how sure it is.
+STATEMENTS = {
+    "torchrun, a signal": (ELASTIC.format(-9, 3), "dead-rank", (3,), LIKELY),
+    "torchrun, an exit code": (ELASTIC.format(1, 3), "failed-rank", (3,), POSSIBLE),
+    "torchrun, one host of several": ("world_size=64\n" + ELASTIC.format(-9, 3), "dead-rank", (), LIKELY),
+    "DeepSpeed": (KILLED.format(1) + KILLED.format(2) + DEEPSPEED.format(1, -9), "dead-rank", (), LIKELY),
+    "DeepSpeed, one process": (KILLED.format(1) + DEEPSPEED.format(0, -9), "dead-rank", (0,), LIKELY),
+    "spawn": ("process 2 terminated with signal SIGSEGV\n", "dead-rank", (2,), LIKELY),
+    "mpirun": (
+        "prterun noticed that process rank 5 with PID 0 on node a exited on signal 9 (Killed).\n",
+        "dead-rank",
+        (5,),
+        LIKELY,
+    ),
+    "vLLM": (
+        "ERROR 07-01 13:54:43 x.py:120] Worker VllmWorkerProcess pid 1159 died, exit code: -9\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "vLLM, newer": ("Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n", "dead-rank", (), POSSIBLE),
+    "Ray": (RAY.format(9), "dead-rank", (), POSSIBLE),
+    "SLURM": ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n", "dead-rank", (), LIKELY),
+    "Lightning": (
+        "[rank: 3] Child process with PID 9 terminated with code -9. Forcefully\n",
+        "dead-rank",
+        (3,),
+        LIKELY,
+    ),
+    "old launcher": (
+        "CalledProcessError: Command '['a', '--local_rank=7']' died with <Signals.SIGBUS: 7>.\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "store, new words": (
+        "DistStoreError: Timed out initializing process group in store based barrier on rank 0, for key: "
+        "store_based_barrier_key:1 (world_size=2, num_workers_joined=1, timeout=0:30:00 error=x)\n",
+        "late-at-init",
+        (1,),
+        LIKELY,
+    ),
+    "store, clients": (
+        "DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.\n",
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "model of another size": (
+        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 2 has "
+        "inconsistent 10 params.\n",
+        "mismatched-collective",
+        (0, 2),
+        LIKELY,
+    ),
+    "RAS misses a rank": (RAS, "silent-rank", (3,), LIKELY),
+    "Xid": ("NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n", "failed-rank", (), POSSIBLE),
+    "two versions of NCCL": (
+        "Mismatched NCCL version detected : rank 0 version 22005 rank 4 version 21805\n",
+        "failed-rank",
+        (0, 4),
+        LIKELY,
+    ),
+    "gloo at the start": (
+        "RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "Python's own word": ("Fatal Python error: Segmentation fault\n", "dead-rank", (), LIKELY),
+    "UCX": ("[node-a:77   :0:77] Caught signal 11 (Segmentation fault: address not mapped)\n", "dead-rank", (), LIKELY),
+    "a monitored barrier": (
+        "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0. Please check rank 0 logs for faulty rank.\n",
+        "silent-rank",
+        (0,),
+        POSSIBLE,
+    ),
+    "a logger's traceback": (
+        "[2025-02-07 03:10:26 TP11] Scheduler hit an exception: " + TRACEBACK,
+        "failed-rank",
+        (11,),
+        POSSIBLE,
+    ),
+    "a line that breaks after the rank": (
+        "".join(
+            f"  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with "
+            f"exception: [Rank {rank}]\n Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, "
+            "OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran f\nor 1800010 milliseconds before "
+            "timing out.\nException raised from checkTimeout\n"
+            for rank in (1, 2, 3)
+        ),
+        "silent-rank",
+        (0,),
+        LIKELY,
+    ),
+    "a rank that was given twice": (
+        "hpc-14:185:18835 [0] bootstrap.cc:131 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in\n",
+        "failed-rank",
+        (1,),
+        POSSIBLE,
+    ),
+    "two sizes": (
+        "hpc-14:185:18835 [0] NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 4\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
+    "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
+    "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
+    "a key of the start": (
+        "[rank2]: DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//store_based_barrier_key:1\n",
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "torchrun's agents": (
+        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n",
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "the store's port": (
+        "The client socket has failed to connect to [node-a]:29500 (errno: 110 - Connection timed out).\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "a port that is taken": (
+        "[rank0]: torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
+        "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n",
+        "failed-rank",
+        (0,),
+        POSSIBLE,
+    ),
+    "the exception of another rank": (
+        prefixed("[rank0]: ", TRACEBACK.replace("last):", "last): (RANK 4)")),
+        "failed-rank",
+        (4,),
+        POSSIBLE,
+    ),
+    "heartbeat": (
+        "[rank6]:[E ProcessGroupNCCL.cpp:1] [PG 0 Rank 6] Heartbeat monitor timed out! Process will\n",
+        "watchdog-stuck",
+        (6,),
+        POSSIBLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_what_a_line_says(name: str) -> None:
+    text, rule, ranks, confidence = STATEMENTS[name]
+    first = judged(text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == (rule, ranks, confidence), first.summary
+    assert first.evidence and first.remedy
+
+
+def test_an_abort_and_a_launchers_own_signal_are_no_cause() -> None:
+    for code in (-6, -15, 0):
+        assert read(DEEPSPEED.format(1, code)) is None or not judged(DEEPSPEED.format(1, code)).findings
+    ended = judged("world_size=3\n" + timeout(0) + timeout(1) + ELASTIC.format(-6, 0)).findings
+    assert [finding.rule for finding in ended] == ["silent-rank"]
+
+
+def test_a_table_says_more_than_the_line_above_it() -> None:
+    table = "Root Cause (first observed failure):\n  host : b\n  rank : 11 (local_rank: 3)\n  exitcode : -9 (pid: 7)\n"
+    assert [finding.ranks for finding in judged(ELASTIC.format(-9, 3) + table).findings] == [(11,)]
+
+
+def test_a_worker_that_has_given_up_is_not_who_the_others_wait_for() -> None:
+    gave_up = "(RayWorker pid=9) [E ProcessGroupNCCL.cpp:474] " + timeout(0).partition("] ")[2].splitlines()[0]
+    rules = {finding.rule for finding in judged(gave_up + "\n" + RAY.format(9)).findings}
+    assert "dead-rank" not in rules
+    assert "dead-rank" in {finding.rule for finding in judged(gave_up + "\n" + RAY.format(10)).findings}
+
+
+def test_ranks_that_wait_at_the_store_may_still_be_joined() -> None:
+    wait = (
+        "INFO:root:Waiting in store based barrier to initialize process group for rank: {}, key: k (world_size=3, "
+        "worker_count=2, timeout=0:30:00)\n"
+    )
+    first = judged(wait.format(0) + wait.format(2)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("late-at-init", (1,), POSSIBLE)
+    assert (
+        read(wait.format(0) + wait.format(2) + "INFO Rank 0: Completed store-based barrier for key:k with 3 nodes.\n")
+        is None
+    )
+
+
+def test_who_loses_a_peer_after_a_timeout_has_lost_it_because_of_that() -> None:
+    lost = "[rank3]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:4\n"
+    assert "dead-rank" not in {finding.rule for finding in judged(timeout(0) + timeout(1) + lost).findings}
+
+
+def test_the_innermost_of_several_exceptions_counts() -> None:
+    """What is raised while another exception is handled follows from that."""
+    chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    outer = TRACEBACK.replace("ValueError: bad label 11", "TypeError: outer")
+    for text in (TRACEBACK + chained + outer, TRACEBACK.replace("ValueError", "KeyError") + chained + outer):
+        job = read(prefixed("[rank1]: ", text))
+        assert job is not None and job.ranks[0].exception is not None
+        assert job.ranks[0].exception.message == "bad label 11"
+
+
+def test_what_a_rank_raises_after_it_has_given_up_follows_from_that() -> None:
+    after = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: Invalid mt19937 state"))
+    text = "world_size=3\n" + timeout(1) + timeout(2)
+    assert judged(text + after).findings[0].rule == "silent-rank"
+    assert judged(after + text).findings[0].rule == "failed-rank" or "raised" in "".join(
+        judged(after + text).unanswered
+    )
+
+
+@pytest.mark.parametrize(
+    "error", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "KeyError: 'a'"]
+)
+def test_an_exception_without_its_traceback(error: str) -> None:
+    first = judged(f"[rank11]: {error}\n" + timeout(0) + timeout(1)).findings[0]
+    assert (first.ranks, first.confidence) == ((11,), LIKELY)
+    cut = "\n".join(TRACEBACK.splitlines()[3:])
+    found = judged(prefixed("[rank2]: ", cut) + timeout(0)).findings[0]
+    assert (found.rule, found.ranks, found.location) == ("failed-rank", (2,), "/home/me/train.py:42 in training_step")
+
+
+def test_nothing_that_a_log_tells_of_an_exception_is_certain() -> None:
+    killed = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
+    for error in ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", killed):
+        text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error))
+        assert all(finding.confidence is not Confidence.CERTAIN for finding in judged(text + timeout(0)).findings)
+
+
+def test_only_the_default_group_is_one_on_all_ranks() -> None:
+    """Disjoint groups have shared a name in several versions."""
+    apart = timeout(0, group="9") + timeout(1, group="9") + timeout(2, group="9", op="BROADCAST")
+    assert judged(apart).findings[0].confidence is LIKELY
+    assert judged(timeout(0) + timeout(1) + timeout(2, op="BROADCAST")).findings[0].confidence is Confidence.CERTAIN
+
+
+def test_the_name_of_a_file_counts_where_it_is_one_of_several_and_its_lines_say_nothing(tmp_path: Path) -> None:
+    alone = {"rank_3.log": (), "8ranks.log": (), "allranks-4711.out": (), "hang-of-rank3.log": ()}
+    for name, ranks in alone.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text(TRACEBACK)
+        assert _ranks_of(folder) == ranks, name
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for rank in range(4):
+        (folder / f"run.rank_{rank}.log").write_text(TRACEBACK if rank == 3 else "epoch 0\n")
+    assert _ranks_of(folder) == (3,)
+    (folder / "run.rank_2.log").write_text(timeout(0) + TRACEBACK)
+    assert _ranks_of(folder) == (0, 3)
+
+
+def _ranks_of(folder: Path) -> tuple[int, ...]:
+    evidence = Evidence()
+    evidence.read(str(folder))
+    job = evidence.job()
+    return tuple(facts.rank for facts in job.ranks) if job is not None else ()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+def test_logs_as_windows_writes_them(encoding: str, tmp_path: Path) -> None:
+    text = ("world_size=4\n" + timeout(1) + timeout(2) + timeout(3)).replace("\n", "\r\n")
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    (tmp_path / "train.log").write_bytes((mark + text).encode(encoding))
+    evidence = Evidence()
+    evidence.read(str(tmp_path / "train.log"))
+    job = evidence.job()
+    assert job is not None and [facts.rank for facts in job.ranks] == [1, 2, 3] and job.world_size == 4
+
+
+def test_a_line_that_looks_like_an_error_and_is_not_read_is_told_of() -> None:
+    strange = "[rank{}]:[E1126 18:44:12.7 ProcessGroupUCC.cpp:616] endpoint {} is gone\n"
+    told = [
+        line for line in judged("".join(strange.format(n, n) for n in range(5000))).unanswered if "not read" in line
+    ]
+    assert len(told) == 1 and told[0].startswith("5,000 lines look like errors") and len(told[0]) < 700
+    assert not [line for line in judged(timeout(0) + timeout(1)).unanswered if "not read" in line]
+
+
+def test_a_log_that_ends_where_the_last_rank_begins_to_speak_names_nobody_for_sure() -> None:
+    first = timeout(2).splitlines(keepends=True)[0]
+    text = "world_size=4\n" + timeout(0) + timeout(1) + first
+    for left_out in ("...\n", "(raylet) x [repeated 6x across cluster]\n"):
+        assert judged(text + timeout(2) + left_out).findings[0].confidence is POSSIBLE
+    assert judged(text + "[ra").findings[0].confidence is POSSIBLE
+    assert judged(text + timeout(2)).findings[0].confidence is LIKELY
+
+
+BAR = "Map:  {}%|▉   | {}/100 [{}<4:48, 155.57 examples/s]"
+
+
+@pytest.mark.parametrize(
+    ("bars", "works"), [(((9, "09:55"),), True), (((9, "00:10"),), False), (((9, "00:10"), (10, "00:11")), True)]
+)
+def test_a_bar_that_goes_on_when_others_have_given_up(bars: tuple[tuple[int, str], ...], works: bool) -> None:
+    first, *later = [BAR.format(done, done, elapsed) for done, elapsed in bars]
+    text = first + timeout(1) + timeout(2) + "".join(f"{bar}\n" for bar in later)
+    finding = judged(text).findings[0]
+    assert (finding.rule, finding.ranks) == ("silent-rank", (0,))
+    assert ("still at work" in finding.summary) is works
+
+
+def test_lines_of_any_form_are_read_in_bounded_time() -> None:
+    units = (
+        "Detected mismatch between collectives on ranks Rank 1 is running collective: ",
+        "[E ProcessGroupNCCL.cpp:1] [Rank 1]",
+    )
+    units += (
+        "9%|x| 1/2 [",
+        "%|| ",
+        "CalledProcessError: Command ",
+        "Connection closed by peer gloo ",
+        "#0-0 (ab) MISMATCH ",
+        '  File "a", line 1, in ',
+    )
+    for unit in units:
+        data = ((unit * 16_000)[:16_000] + "\n").encode() * 16
+        evidence, begin = Evidence(), time.perf_counter()
+        evidence.log.read(io.BytesIO(data), len(data) + 1)
+        evidence.job()
+        assert time.perf_counter() - begin < 8, unit

@@ -1,0 +1,122 @@
+"""Logs of public threads, each with the truth about it, as far as that can be derived from the text alone.
+
+``recorded`` holds the 39 logs of real NCCL jobs that were given to the project. ``threads`` holds 78 excerpts of other
+threads, whose truth was written down before they were read for the first time (38 kinds were right then); ``held`` 29
+more, read for the first time when those were (28 kinds were right). Each names its thread; numbers of processes, names
+of hosts and paths were replaced. ``python tests/reading/test_recorded_logs.py`` prints the score and what is wrong.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
+
+LOGS = Path(__file__).with_name("logs")
+FOLDERS = ("recorded", "threads", "held")
+CANNOT_TELL = "cannot-tell"
+# Which of our causes says which kind.
+KINDS = {
+    "silent-rank": "late-or-missing-rank",
+    "host-stuck": "late-or-missing-rank",
+    "diverged-collectives": "desync-different-op-or-size",
+    "mismatched-collective": "desync-different-op-or-size",
+    "out-of-step": "rank-ahead-or-behind",
+    "late-at-init": "init-not-all-arrived",
+    "dead-rank": "rank-died",
+    "failed-rank": "rank-raised",
+    "gpu-memory-exhausted": "rank-raised",
+    "shm-exhausted": "rank-raised",
+    "worker-died": "rank-raised",
+    "all-joined": "all-joined-none-finished",
+    "watchdog-stuck": "watchdog-stuck",
+    "network-cut": "network",
+}
+
+
+class Score(NamedTuple):
+    """What the first finding on a log got right: the kind, the ranks; and whether it, or another, is wrong and sure."""
+
+    kind: bool
+    ranks: bool
+    said: str
+
+
+def truths(folder: str) -> list[Any]:
+    data = json.loads((LOGS / folder / "truth.json").read_text(encoding="utf-8"))
+    assert {one["file"] for one in data} == {path.name for path in (LOGS / folder).glob("*.log")}
+    return list(data)
+
+
+def diagnosed(path: Path) -> Diagnosis | None:
+    evidence = Evidence()
+    evidence.read(str(path))
+    job = evidence.job()
+    return judge(job, RECORDED_RULES) if job is not None else None
+
+
+def score(folder: str, truth: Any) -> Score:
+    diagnosis = diagnosed(LOGS / folder / truth["file"])
+    findings = diagnosis.findings if diagnosis is not None else ()
+    kind, ranks = truth["derivable"]["kind"], truth["derivable"]["ranks"]
+    said = "; ".join(f"{one.confidence.value} {one.rule} {one.ranks}" for one in findings) or "nothing"
+    if kind == CANNOT_TELL:
+        is_right = not any(map(is_sure, findings))
+        return Score(is_right, is_right, said)
+    if not findings or KINDS.get(findings[0].rule) != kind:
+        return Score(False, False, said)
+    first = findings[0]
+    return Score(True, first.ranks == tuple(ranks) if ranks is not None else not first.ranks, said)
+
+
+def is_sure(finding: Finding) -> bool:
+    return finding.confidence is not Confidence.POSSIBLE
+
+
+ALL = [(folder, truth) for folder in FOLDERS for truth in truths(folder)]
+
+
+@pytest.mark.parametrize(("folder", "truth"), ALL, ids=[f"{folder}-{truth['file']}" for folder, truth in ALL])
+def test_the_kind_and_the_ranks_are_right(folder: str, truth: Any) -> None:
+    assert score(folder, truth)[:2] == (True, True), score(folder, truth).said
+
+
+@pytest.mark.parametrize(("folder", "truth"), ALL, ids=[f"{folder}-{truth['file']}" for folder, truth in ALL])
+def test_what_is_certain_is_true_and_whoever_is_told_likely_is_named_by_the_text(folder: str, truth: Any) -> None:
+    diagnosis = diagnosed(LOGS / folder / truth["file"])
+    kind, ranks = truth["derivable"]["kind"], truth["derivable"]["ranks"]
+    for finding in diagnosis.findings if diagnosis is not None else ():
+        assert finding.confidence is not Confidence.CERTAIN or KINDS[finding.rule] == kind
+        assert not is_sure(finding) or not finding.ranks or (ranks and set(finding.ranks) <= set(ranks)), finding
+        assert finding.remedy and finding.summary.endswith(".") and "  " not in finding.summary
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_name_of_a_file_decides_nothing(folder: str, tmp_path: Path) -> None:
+    """Whatever it says of ranks: the lines are those of other ranks, or of all."""
+    for truth in truths(folder):
+        path = LOGS / folder / truth["file"]
+        for name in ("8ranks.log", "allranks-4711.out", "rank99.log"):
+            (tmp_path / name).write_bytes(path.read_bytes())
+            assert told(diagnosed(tmp_path / name)) == told(diagnosed(path)), (name, path)
+
+
+def told(diagnosis: Diagnosis | None) -> object:
+    return diagnosis and [(one.rule, one.ranks, one.confidence, one.summary) for one in diagnosis.findings]
+
+
+if __name__ == "__main__":
+    for folder in FOLDERS:
+        scores = [(truth, score(folder, truth)) for truth in truths(folder)]
+        for truth, one in scores:
+            if not one.ranks:
+                wanted = truth["derivable"]
+                wrong = "rank" if one.kind else "KIND"
+                print(f"{wrong} {truth['file']:32} {wanted['kind']} {wanted['ranks']}: {one.said}")
+        kinds, ranks = sum(one.kind for _, one in scores), sum(one.ranks for _, one in scores)
+        print(f"{folder}: kind {kinds}, kind and ranks {ranks}, of {len(scores)}")
