@@ -10,6 +10,8 @@ from lightning_ncclsafe.rules.wording import group_words, ranks_words
 
 # Of these no rank sees the end before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
+# Counters do not tell the operation: the root of so many broadcasts may have left them before the others come.
+_BROADCASTS = 4
 # One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
 _OLDER = (
@@ -115,6 +117,9 @@ def _ended(facts: RankFacts, numbered_apart: set[str]) -> dict[str, int]:
             numbered_apart.add(call.group)
         elif call.completed and call.op.startswith(_OF_ALL):
             ended[call.group] = max(ended.get(call.group, 0), call.seq)
+    for group in facts.groups:
+        if not group.is_mixed:
+            ended[group.name] = max(ended.get(group.name, 0), group.last_completed - _BROADCASTS)
     return ended
 
 

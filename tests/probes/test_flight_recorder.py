@@ -83,9 +83,10 @@ def test_nccl_entries_have_a_state_and_a_duration() -> None:
 def test_what_nccl_has_retired_and_not_completed_has_timed_out() -> None:
     dump = nccl("started", retired=True)
     assert not flight_recorder.parse(dump, {})[1][0].completed
-    # Those of a communicator end one after the other: its position tells of this one, too.
+    # What was given up counts as completed in the counters, and has not.
     dump["pg_status"]["0"] |= {"last_completed_collective": 4}
-    assert flight_recorder.parse(dump, {})[1][0].completed
+    (group,), (given_up,) = flight_recorder.parse(dump, {})
+    assert (given_up.completed, given_up.gave_up, group.last_completed) == (False, True, 3)
 
 
 def test_newer_names_of_back_ends_are_read() -> None:

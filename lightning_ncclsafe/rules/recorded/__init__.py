@@ -1,8 +1,8 @@
 """Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken."""
 
-from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups
+from lightning_ncclsafe.rules.recorded.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
-from lightning_ncclsafe.rules.hang.gpu_stuck import gpu_stuck
+from lightning_ncclsafe.rules.recorded.gpu_stuck import gpu_stuck
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
 from lightning_ncclsafe.rules.recorded.all_joined import all_joined

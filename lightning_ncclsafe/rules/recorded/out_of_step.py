@@ -7,6 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
+from lightning_ncclsafe.rules.recorded.standstill import has_dumps
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
@@ -46,7 +47,7 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
         (diverged-collectives, gpu-stuck).
     """
     view = timeline(job)
-    if gone(view):
+    if gone(view) or has_dumps(job):
         return
     for group in view.groups:
         seq = group.seq or 0

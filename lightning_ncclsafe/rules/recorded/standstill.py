@@ -1,0 +1,384 @@
+"""Who waits for whom by the dumps of a job, and where that ends: with which ranks, and for what reason.
+
+A rank waits, in each group, for those members that have not called its oldest open collective, or whose devices have
+something older to get through; and in a send or receive for a peer without the other side. Where such a chain ends
+there is a root. All others wait for one that waits, and are no causes of their own:
+
+* A rank with nothing outstanding: its host does not call (``HOST``).
+* A rank on which something is open that has ended on a member of its group, which no device can end before all have
+  begun: its device does not come forward, or does not answer (``DEVICE``). For whom it waits says nothing.
+* A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive has no other side).
+* A collective that all have called, and none gets through (``JOINED``).
+* A rank of which nothing was read (``UNREAD``).
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_ncclsafe.facts import Collective, Group, JobFacts
+from lightning_ncclsafe.rules.timeline import Timeline, signature
+
+# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
+_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
+# Of these no rank sees the end before all have called them.
+_OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
+
+_Op = tuple[str, int]
+_Node = Hashable
+
+
+class Cause(str, Enum):
+    """Why it ends there."""
+
+    HOST = "host"
+    DEVICE = "device"
+    ORDER = "order"
+    UNMATCHED = "unmatched"
+    JOINED = "joined"
+    UNREAD = "unread"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """Where waiting ends.
+
+    Attributes:
+        cause: Why.
+        ranks: The ranks that are the cause, ascending; of a collective that all have called, all of them.
+        held: Ranks that wait for it, also by way of others, ascending.
+        ops: What these wait in there: group and number, those in which most wait first.
+        circle: Of a circle, all ranks of it.
+        is_sure: Whether what others have called is known, and not only inferred.
+    """
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    ops: tuple[_Op, ...] = ()
+    circle: tuple[int, ...] = ()
+    is_sure: bool = True
+
+
+class Seen(Enum):
+    """What is known of a rank and a number of a group."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    ABSENT = "absent"
+    CALLED = "called"
+    """It was called; whether it has ended is not known."""
+    UNKNOWN = "unknown"
+    UNREAD = "unread"
+
+
+def has_dumps(job: JobFacts) -> bool:
+    """Whether dumps were read, so that it is known what ranks have called."""
+    return any(facts.record is not None and facts.record.has_dump for facts in job.ranks)
+
+
+def has_moved(job: JobFacts) -> bool:
+    """Whether so many dumps are of earlier moments than others that it was a job that moved which was dumped."""
+    return len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size
+
+
+def roots(view: Timeline) -> tuple[Root, ...]:
+    """Where waiting ends in a job of which dumps were read; those for which most wait first."""
+    if view.roots is None:
+        view.roots = _found(view)
+    found: tuple[Root, ...] = view.roots
+    return found
+
+
+def _found(view: Timeline) -> tuple[Root, ...]:
+    return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
+
+
+def roots_of(view: Timeline, cause: Cause) -> list[Root]:
+    """The same of one kind."""
+    return [root for root in roots(view) if root.cause is cause]
+
+
+def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[3]) if ends else -1
+    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
+
+
+def is_of_all(call: Collective) -> bool:
+    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
+    return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
+
+
+class _Standstill:
+    def __init__(self, view: Timeline) -> None:
+        self.view = view
+        self.members = {group.name: group.members for group in view.groups}
+        self.groups: dict[int, dict[str, Group]] = {
+            rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
+        }
+        self.open = {rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()}
+        self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
+        self.ended: dict[_Op, set[int]] = defaultdict(set)
+        for rank, facts in view.facts.items():
+            for call in facts.collectives:
+                if call.is_p2p:
+                    continue
+                if call.completed:
+                    self.ended[(call.group, call.seq)].add(rank)
+                else:
+                    self.calls[(call.group, call.seq)].setdefault(rank, call)
+        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
+        self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
+        self.ends = {rank: self._ends(rank) for rank in self.open}
+        self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+        self.unmatched: set[tuple[int, int]] = set()
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether it is known that nothing is outstanding there."""
+        record = self.view.facts[rank].record
+        return record is not None and record.is_idle and not self.open[rank]
+
+    def seen(self, rank: int, op: _Op) -> Seen:
+        """What is known of a rank and a number."""
+        facts = self.view.facts.get(rank)
+        if facts is None or (facts.record is not None and facts.record.is_empty):
+            return Seen.UNREAD
+        if rank in self.calls.get(op, ()):
+            return Seen.OPEN
+        group = self.groups[rank].get(op[0])
+        if rank in self.ended.get(op, ()):
+            return Seen.ENDED
+        if group is None:
+            return Seen.ABSENT if self.is_idle(rank) else Seen.UNKNOWN
+        if op[1] > group.last_enqueued:
+            return Seen.ABSENT
+        if op[1] <= group.last_completed:
+            return Seen.ENDED
+        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost them all.
+        return Seen.ENDED if op[0] in self.waits[rank] else Seen.CALLED
+
+    def is_head(self, rank: int, call: Collective) -> bool:
+        """Whether a rank's device has nothing older to get through, as far as is known."""
+        first = self.open[rank][0]
+        same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
+        return same or (call.started and not call.completed)
+
+    def frozen(self) -> dict[int, list[_Op]]:
+        """Ranks that hold open what has ended on others of the group, and what that is."""
+        lag: dict[int, set[int]] = defaultdict(set)
+        found: dict[int, list[_Op]] = defaultdict(list)
+        for rank, waits in self.waits.items():
+            for name, call in waits.items():
+                if not is_of_all(call) or call.launching:
+                    continue
+                op = (name, call.seq)
+                through = [m for m in self.members.get(name, ()) if m != rank and self.seen(m, op) is Seen.ENDED]
+                if through:
+                    lag[rank].update(through)
+                    found[rank].append(op)
+        # Each of two cannot be behind the other: then their dumps are of different moments.
+        return {rank: ops for rank, ops in found.items() if not any(rank in lag.get(other, ()) for other in lag[rank])}
+
+    def roots(self) -> Iterator[Root]:
+        frozen = self.frozen()
+        for rank in self.open:
+            if rank not in frozen:
+                self._wait(rank)
+        components = list(_components(self.edges))
+        home = {node: number for number, nodes in enumerate(components) for node in nodes}
+        ends = [
+            number
+            for number, nodes in enumerate(components)
+            if all(home[other] == number for node in nodes for other in self.edges.get(node, ()))
+        ]
+        before: dict[_Node, list[_Node]] = defaultdict(list)
+        for node, others in self.edges.items():
+            for other in others:
+                before[other].append(node)
+        found = [root for number in ends for root in self._root(components[number], frozen, before)]
+        if not any(root.cause is not Cause.JOINED for root in found):
+            found = [Root(cause=Cause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()] or found
+        yield from _ranked(found)
+
+    def _wait(self, rank: int) -> None:
+        """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
+        for name, call in self.waits[rank].items():
+            op: _Node = (name, call.seq)
+            self.edges[rank][op] = Seen.OPEN
+            if op not in self.edges:
+                self._wait_in((name, call.seq))
+        for (name, kind, peer), call in self.ends[rank].items():
+            others = self.ends.get(peer)
+            if others is None or self.seen(peer, ("", 0)) is Seen.UNREAD:
+                self.edges[rank][peer] = Seen.UNREAD
+                continue
+            other = others.get((name, "recv" if kind == "send" else "send", rank))
+            if other is None:
+                self.edges[rank][peer] = Seen.ABSENT
+                self.unmatched.add((rank, peer))
+            elif not self.is_head(peer, other):
+                self.edges[rank].setdefault(peer, Seen.CALLED)
+            else:
+                self.edges[rank]
+
+    def _wait_in(self, op: _Op) -> None:
+        """For whom a collective waits: those that have not called it, else those that have not come to it."""
+        edges = self.edges[op]
+        called = self.calls[op]
+        started = {rank for rank, call in called.items() if call.started}
+        for rank in self.members.get(op[0], ()):
+            seen = self.seen(rank, op)
+            if seen in (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN):
+                edges[rank] = seen
+            elif seen is Seen.OPEN and not self.is_head(rank, called[rank]):
+                edges[rank] = Seen.CALLED
+        if any(seen is Seen.ABSENT for seen in edges.values()):
+            # What is known to be missing explains it.
+            for rank in [rank for rank, seen in edges.items() if seen is Seen.UNKNOWN]:
+                del edges[rank]
+        elif started and len(started) < len(called):
+            for rank in called.keys() - started:
+                edges.setdefault(rank, Seen.OPEN)
+
+    def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
+        found: dict[tuple[str, str, int], Collective] = {}
+        for call in self.open[rank]:
+            if call.is_p2p:
+                end = peer_of(call, self.members.get(call.group, ()))
+                if end is not None:
+                    found.setdefault((call.group, *end), call)
+        return found
+
+    def _root(
+        self, nodes: list[_Node], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+    ) -> Iterator[Root]:
+        ranks = tuple(sorted(node for node in nodes if isinstance(node, int)))
+        ops = [node for node in nodes if isinstance(node, tuple)]
+        held = tuple(sorted(rank for rank in _all_before(nodes, before) if rank not in ranks))
+        if not ranks:
+            yield from self._joined(ops[0], held)
+        elif len(nodes) == 1:
+            yield from self._alone(ranks[0], held, frozen, before)
+        elif all(seen is Seen.OPEN for node in nodes for seen in self.edges[node].values()):
+            # Their devices have not come to what others' have started.
+            yield Root(cause=Cause.DEVICE, ranks=ranks, held=held, ops=tuple(sorted(ops, key=self._most)))
+        else:
+            yield self._circle(ranks, ops, held)
+
+    def _alone(
+        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+    ) -> Iterator[Root]:
+        ops = sorted((node for node in before.get(rank, ()) if isinstance(node, tuple)), key=self._most)
+        seen = [self.edges[node][rank] for node in before.get(rank, ())]
+        if rank in frozen:
+            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
+        elif not seen:
+            return
+        elif Seen.UNREAD in seen:
+            yield Root(cause=Cause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
+        elif not self.open[rank]:
+            sure = self.is_idle(rank) or Seen.ABSENT in seen
+            yield Root(cause=Cause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _most(self, op: _Op) -> tuple[int, str, int]:
+        return (-len(self.calls[op]), *op)
+
+    def _joined(self, op: _Op, held: tuple[int, ...]) -> Iterator[Root]:
+        called = self.calls[op]
+        if len({signature(call) for call in called.values()}) > 1:
+            return
+        yield Root(cause=Cause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,))
+
+    def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
+        inside = set(ranks)
+        if any(one in inside and other in inside for one, other in self.unmatched):
+            return Root(cause=Cause.UNMATCHED, ranks=ranks, held=held, ops=tuple(ops), circle=ranks)
+        odd = self._odd_ones(inside, ops)
+        return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(sorted(ops, key=self._most)), circle=ranks)
+
+    def _odd_ones(self, circle: set[int], ops: list[_Op]) -> tuple[int, ...]:
+        """Those of a circle that stand in another of its groups than most members of these; all without a majority."""
+        stands: dict[int, _Op] = {}
+        for op in ops:
+            for rank, call in self.calls[op].items():
+                if self.is_head(rank, call):
+                    stands[rank] = op
+        counts = Counter(stands.values()).most_common()
+        if not counts or (len(counts) > 1 and counts[0][1] == counts[1][1]):
+            return tuple(sorted(circle))
+        odd = tuple(sorted(rank for rank in circle if rank in stands and stands[rank] != counts[0][0]))
+        return odd or tuple(sorted(circle))
+
+
+def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
+    seen: set[str] = set()
+    for call in calls:
+        if not call.is_p2p and call.group not in seen:
+            seen.add(call.group)
+            yield call.group, call
+
+
+def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> set[int]:
+    """All ranks from which these can be reached."""
+    seen = set(nodes)
+    todo = list(seen)
+    while todo:
+        for node in before.get(todo.pop(), ()):
+            if node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return {node for node in seen if isinstance(node, int)}
+
+
+def _ranked(found: list[Root]) -> list[Root]:
+    """What is known for certain comes before what is not; where a culprit is known, it explains what else stands."""
+    known = [root for root in found if root.cause in (Cause.HOST, Cause.DEVICE) and root.is_sure]
+    circles = [root for root in found if root.cause in (Cause.ORDER, Cause.UNMATCHED)]
+    if known or circles:
+        explained = {rank for root in (*known, *circles) for rank in root.held}
+        unread = [root for root in found if root.cause is Cause.UNREAD and not explained.issuperset(root.held)]
+        found = [*known, *circles, *unread]
+    return sorted(found, key=lambda root: -len(root.held))
+
+
+def _components(edges: Mapping[_Node, Mapping[_Node, Seen]]) -> Iterator[list[_Node]]:
+    """Strongly connected components (Tarjan's, without recursion)."""
+    index: dict[_Node, int] = {}
+    low: dict[_Node, int] = {}
+    stack: list[_Node] = []
+    on_stack: set[_Node] = set()
+    for start in list(edges):
+        if start in index:
+            continue
+        work: list[tuple[_Node, Iterator[_Node]]] = [(start, iter(edges.get(start, ())))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            node, others = work[-1]
+            for other in others:
+                if other not in index:
+                    index[other] = low[other] = len(index)
+                    stack.append(other)
+                    on_stack.add(other)
+                    work.append((other, iter(edges.get(other, ()))))
+                    break
+                if other in on_stack:
+                    low[node] = min(low[node], index[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = []
+                    while True:
+                        member = stack.pop()
+                        on_stack.discard(member)
+                        component.append(member)
+                        if member == node:
+                            break
+                    yield component
