@@ -159,7 +159,7 @@ class Recorder(Generic[_Entry]):
         for work in self.works:
             by_group[work.number].append(work)
         for number, works in by_group.items():
-            self._judge(works, self._completed(number, status), self._all_sent(number, works))
+            self._judge(works, self._completed(number, status), self._sent(number, works))
         self.positions = {
             number: self._position(number, status.get(number, {}), by_group.get(number, []))
             for number in {**status, **by_group}
@@ -228,16 +228,18 @@ class Recorder(Generic[_Entry]):
         """The last collective of a group that has ended by its counters; 0 where they do not tell."""
         return 0 if number in self._mixed else _counted(status.get(number, {}))[1]
 
-    def _all_sent(self, number: str, works: list[Work[_Entry]]) -> bool:
-        """Whether the counters say that the last send or receive, and so all of them, have ended.
+    def _sent(self, number: str, works: list[Work[_Entry]]) -> int:
+        """Up to which number sends and receives have ended, where that is known; 0 where it is not.
 
-        A batch of one leaves a part that looks like a send for ever.
+        A batch of one leaves a part that looks like a single send for ever. Single ones leave a dump of open entries
+        when they end: where the very last that has ended is still there, with all before it, they are parts.
         """
-        enqueued, completed = _counted(self._status.get(number, {}))
-        sent = max((work.seq for work in works if work.kind is not Kind.COLLECTIVE), default=0)
-        return 0 < sent == enqueued == completed
+        _, completed = _counted(self._status.get(number, {}))
+        sent = {work.seq for work in works if work.kind is not Kind.COLLECTIVE and 0 < work.seq <= completed}
+        is_whole = completed in sent and len(sent) == completed - min(sent) + 1
+        return completed if is_whole else 0
 
-    def _judge(self, works: list[Work[_Entry]], completed: int, all_sent: bool) -> None:
+    def _judge(self, works: list[Work[_Entry]], completed: int, sent: int) -> None:
         """Says of the works of one group how far they have come."""
         newest = set(self._newest.values())
         last = self.works[-1] if self.works else None
@@ -249,7 +251,7 @@ class Recorder(Generic[_Entry]):
                 work.state = self._of_parts(work, work is last)
             else:
                 self._on_nccl(work, completed, newest)
-                if all_sent and work.kind is not Kind.COLLECTIVE and not work.gave_up:
+                if work.kind is not Kind.COLLECTIVE and work.seq <= sent and not work.gave_up:
                     work.state = State.ENDED
         # On a group's stream, collectives end one after the other.
         later_has_ended = False

@@ -19,6 +19,7 @@ from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.recorded_facts import RecordFacts
 from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
@@ -125,6 +126,10 @@ class Evidence:
         if complete(self._places.values()):
             for rank, places in self._places.items():
                 dumps[rank] = replace(dumps[rank], groups=groups_of(places))
+        mixed = set().union(*(places.mixed for places in self._places.values()))
+        for rank, places in self._places.items():
+            if mixed and _has_nothing_open(dumps[rank]) and places.is_even_but_for(mixed):
+                dumps[rank] = replace(dumps[rank], record=replace(dumps[rank].record or RecordFacts(), is_idle=True))
         for rank, names in called_otherwise(self._places).items():
             dumps[rank] = renamed(dumps[rank], names)
         return dumps
@@ -199,6 +204,11 @@ class Evidence:
                 self.missing.append(
                     f"Of {source.path} only the first {MOST_UNPACKED / 1024**3:.1f} GiB, unpacked, were read."
                 )
+
+
+def _has_nothing_open(facts: RankFacts) -> bool:
+    is_empty = facts.record is None or facts.record.is_empty
+    return not is_empty and all(call.completed for call in facts.collectives)
 
 
 def _is_expected(source: Source) -> bool:

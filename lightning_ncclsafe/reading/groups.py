@@ -6,7 +6,7 @@ position may have no name, unless a rank with the same kinds of groups tells it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,24 @@ class Places:
         """Names of groups whose numbers are not known."""
         known = {name for name, _ in self.names.values()}
         return [name for name in self.members if name and name not in known]
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Members and description of a group, which are the same on all ranks."""
+        return self.members.get(name, ()), self.about.get(name, "")
+
+    @property
+    def mixed(self) -> set[tuple[tuple[int, ...], str]]:
+        """Groups in which sends and receives were seen."""
+        return {self.kind(name) for number, (name, _) in self.names.items() if self._is_mixed(number)}
+
+    def _is_mixed(self, number: str) -> bool:
+        position = self.positions.get(number)
+        return position is not None and position.is_mixed
+
+    def is_even_but_for(self, mixed: Container[tuple[tuple[int, ...], str]]) -> bool:
+        """Whether by its counters nothing is outstanding, but for groups of which they do not tell."""
+        uneven = [number for number, position in self.positions.items() if position.called > position.completed]
+        return all(number in self.names and self.kind(self.names[number][0]) in mixed for number in uneven)
 
     def take(self, number: str, about: str) -> None:
         """Gives a number the name of the only group of that kind, if there is only one."""

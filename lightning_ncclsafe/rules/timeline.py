@@ -17,7 +17,7 @@ _WINDOW = 64
 
 # Here inputs may differ from rank to rank by design.
 _ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")
-_SYMMETRIC = ("all_gather", "allgather", "_allgather", "reduce_scatter", "_reduce_scatter")
+_SYMMETRIC = ("all_gather", "_all_gather", "allgather", "_allgather", "reduce_scatter", "_reduce_scatter")
 
 Signature = tuple[str, int, tuple[str, ...]]
 

@@ -80,13 +80,13 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
             if (call.group, call.seq, call.is_p2p) == (name, seq, False)
         }
         if len(groups[name].members) == len(calls) > 1:
-            yield _finding(view, groups[name], calls)
+            yield _finding(view, groups[name], calls, known=root.is_sure)
 
 
-def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
+def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, known: bool = True) -> Finding:
     ranks = tuple(sorted(calls))
     late = _late(calls)
-    is_sure = _is_complete(view.job, group) and late is None
+    is_sure = known and _is_complete(view.job, group) and late is None
     fault = "a link or a device is at fault, not the training code"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
         fault = f"if they had stood there for long, {fault}"

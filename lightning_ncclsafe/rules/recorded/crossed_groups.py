@@ -54,7 +54,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return Finding(
         rule="crossed-groups",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         summary=f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
         ranks=root.ranks,
         location=next((location_of(site) for site in sites if site is not None), ""),

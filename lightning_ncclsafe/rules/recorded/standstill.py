@@ -12,11 +12,13 @@ there is a root. All others wait for one that waits, and are no causes of their 
 * A rank of which nothing was read (``UNREAD``).
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
 from lightning_ncclsafe.rules.timeline import Timeline, signature
@@ -72,6 +74,9 @@ class Seen(Enum):
     """It was called; whether it has ended is not known."""
     UNKNOWN = "unknown"
     UNREAD = "unread"
+
+
+_MISSED = (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN)
 
 
 def has_dumps(job: JobFacts) -> bool:
@@ -136,6 +141,16 @@ class _Standstill:
         self.ends = {rank: self._ends(rank) for rank in self.open}
         self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
         self.unmatched: set[tuple[int, int]] = set()
+        self.moved = False
+        self.lost = {rank for rank in self.open if self._has_lost(rank)}
+
+    def _has_lost(self, rank: int) -> bool:
+        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
+        return any(
+            call.seq > group.last_completed + 1
+            for name, call in self.waits[rank].items()
+            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
+        )
 
     def is_idle(self, rank: int) -> bool:
         """Whether it is known that nothing is outstanding there."""
@@ -180,11 +195,16 @@ class _Standstill:
                 if through:
                     lag[rank].update(through)
                     found[rank].append(op)
-        # Each of two cannot be behind the other: then their dumps are of different moments.
-        return {rank: ops for rank, ops in found.items() if not any(rank in lag.get(other, ()) for other in lag[rank])}
+        # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
+        self.moved = any(other in lag for others in lag.values() for other in others)
+        # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
+        self.moved |= 1 < len(found) and 2 * len(found) >= len(self.open)
+        return found
 
     def roots(self) -> Iterator[Root]:
         frozen = self.frozen()
+        if self.moved or (frozen and self.view.job.outdated):
+            return
         for rank in self.open:
             if rank not in frozen:
                 self._wait(rank)
@@ -207,11 +227,15 @@ class _Standstill:
     def _wait(self, rank: int) -> None:
         """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
         for name, call in self.waits[rank].items():
-            op: _Node = (name, call.seq)
-            self.edges[rank][op] = Seen.OPEN
+            op = (name, call.seq)
             if op not in self.edges:
-                self._wait_in((name, call.seq))
+                self._wait_in(op)
+            # What lies behind something older is held up by that, unless some have not even called it.
+            is_missed = any(seen in _MISSED for seen in self.edges[op].values())
+            if is_missed or (self.is_head(rank, call) and self.edges[op].get(rank) is None):
+                self.edges[rank][op] = Seen.OPEN
         for (name, kind, peer), call in self.ends[rank].items():
+            self.edges[rank]
             others = self.ends.get(peer)
             if others is None or self.seen(peer, ("", 0)) is Seen.UNREAD:
                 self.edges[rank][peer] = Seen.UNREAD
@@ -220,10 +244,10 @@ class _Standstill:
             if other is None:
                 self.edges[rank][peer] = Seen.ABSENT
                 self.unmatched.add((rank, peer))
-            elif not self.is_head(peer, other):
+            elif self.is_head(rank, call) and not self.is_head(peer, other):
                 self.edges[rank].setdefault(peer, Seen.CALLED)
-            else:
-                self.edges[rank]
+            elif call.started and not other.started:
+                self.edges[rank].setdefault(peer, Seen.OPEN)
 
     def _wait_in(self, op: _Op) -> None:
         """For whom a collective waits: those that have not called it, else those that have not come to it."""
@@ -232,7 +256,7 @@ class _Standstill:
         started = {rank for rank, call in called.items() if call.started}
         for rank in self.members.get(op[0], ()):
             seen = self.seen(rank, op)
-            if seen in (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN):
+            if seen in _MISSED:
                 edges[rank] = seen
             elif seen is Seen.OPEN and not self.is_head(rank, called[rank]):
                 edges[rank] = Seen.CALLED
@@ -263,9 +287,6 @@ class _Standstill:
             yield from self._joined(ops[0], held)
         elif len(nodes) == 1:
             yield from self._alone(ranks[0], held, frozen, before)
-        elif all(seen is Seen.OPEN for node in nodes for seen in self.edges[node].values()):
-            # Their devices have not come to what others' have started.
-            yield Root(cause=Cause.DEVICE, ranks=ranks, held=held, ops=tuple(sorted(ops, key=self._most)))
         else:
             yield self._circle(ranks, ops, held)
 
@@ -280,8 +301,11 @@ class _Standstill:
             return
         elif Seen.UNREAD in seen:
             yield Root(cause=Cause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
+        elif Seen.OPEN in seen:
+            # Its device has not come to what others' have started.
+            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
         elif not self.open[rank]:
-            sure = self.is_idle(rank) or Seen.ABSENT in seen
+            sure = Seen.ABSENT in seen and len(held) * 2 >= len(self.open) - len(held)
             yield Root(cause=Cause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
     def _most(self, op: _Op) -> tuple[int, str, int]:
@@ -291,27 +315,77 @@ class _Standstill:
         called = self.calls[op]
         if len({signature(call) for call in called.values()}) > 1:
             return
-        yield Root(cause=Cause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,))
+        sure = self.lost.isdisjoint(called)
+        yield Root(cause=Cause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
 
     def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
         inside = set(ranks)
-        if any(one in inside and other in inside for one, other in self.unmatched):
-            return Root(cause=Cause.UNMATCHED, ranks=ranks, held=held, ops=tuple(ops), circle=ranks)
-        odd = self._odd_ones(inside, ops)
-        return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(sorted(ops, key=self._most)), circle=ranks)
+        pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
+        pairs = pairs or list(self._mutual(ranks))
+        if pairs:
+            both = tuple(sorted({rank for pair in pairs for rank in pair}))
+            return Root(cause=Cause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
+        ops = sorted(ops, key=self._most)
+        odd = self._odd_ones(ranks, ops)
+        sure = self.lost.isdisjoint(ranks)
+        return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
 
-    def _odd_ones(self, circle: set[int], ops: list[_Op]) -> tuple[int, ...]:
-        """Those of a circle that stand in another of its groups than most members of these; all without a majority."""
-        stands: dict[int, _Op] = {}
-        for op in ops:
-            for rank, call in self.calls[op].items():
-                if self.is_head(rank, call):
-                    stands[rank] = op
-        counts = Counter(stands.values()).most_common()
-        if not counts or (len(counts) > 1 and counts[0][1] == counts[1][1]):
-            return tuple(sorted(circle))
-        odd = tuple(sorted(rank for rank in circle if rank in stands and stands[rank] != counts[0][0]))
-        return odd or tuple(sorted(circle))
+    def _mutual(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Pairs that wait for each other in sends and receives, all of which are called, and not equally many."""
+        for one in ranks:
+            for other in self.edges[one]:
+                if isinstance(other, int) and one < other and one in self.edges[other]:
+                    counts = [
+                        (self._exchanged(one, "send", other), self._exchanged(other, "recv", one)),
+                        (self._exchanged(other, "send", one), self._exchanged(one, "recv", other)),
+                    ]
+                    if any(sent != received for sent, received in counts):
+                        yield one, other
+
+    def _exchanged(self, rank: int, kind: str, peer: int) -> int:
+        """How many sends or receives are open on a rank with a peer."""
+        ends = (peer_of(call, self.members.get(call.group, ())) for call in self.open[rank] if call.is_p2p)
+        return sum(end == (kind, peer) for end in ends)
+
+    def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
+        """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
+
+        Ranks of other groups of the same kinds have a say, too.
+        """
+        orders = {rank: order for rank in self.view.facts if (order := self._order(rank, ops))}
+        counts = Counter(orders.values()).most_common()
+        if len(counts) < 2 or counts[0][1] == counts[1][1]:
+            return circle
+        odd = tuple(rank for rank in circle if orders.get(rank, counts[0][0]) != counts[0][0])
+        return odd or circle
+
+    def _order(self, rank: int, ops: list[_Op]) -> tuple[str, ...]:
+        """Which of the first two kinds of group a rank has called first, at these numbers; empty where not known."""
+        about = {group.name: group.description or group.name for group in self._described}
+        kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
+        if len(kinds) < 2:
+            return ()
+        places: list[tuple[float, str]] = []
+        for kind, (_, seq) in kinds:
+            own = [name for name in self.groups[rank] if about.get(name, name) == kind]
+            place = self._place(rank, (own[0], seq)) if len(own) == 1 else None
+            if place is None:
+                return ()
+            places.append((place, kind))
+        if places[0][0] == places[1][0]:
+            return ()
+        return tuple(kind for _, kind in sorted(places))
+
+    def _place(self, rank: int, op: _Op) -> float | None:
+        """Where in its order of calls: what has ended comes before what is open, and that before what is not called."""
+        seen = self.seen(rank, op)
+        if seen is Seen.OPEN:
+            return float(self.open[rank].index(self.calls[op][rank]))
+        return {Seen.ENDED: -1.0, Seen.ABSENT: math.inf}.get(seen)
+
+    @cached_property
+    def _described(self) -> list[Group]:
+        return [group for groups in self.groups.values() for group in groups.values() if group.description]
 
 
 def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
@@ -337,7 +411,7 @@ def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> 
 def _ranked(found: list[Root]) -> list[Root]:
     """What is known for certain comes before what is not; where a culprit is known, it explains what else stands."""
     known = [root for root in found if root.cause in (Cause.HOST, Cause.DEVICE) and root.is_sure]
-    circles = [root for root in found if root.cause in (Cause.ORDER, Cause.UNMATCHED)]
+    circles = [root for root in found if root.cause in (Cause.ORDER, Cause.UNMATCHED) and (root.is_sure or not known)]
     if known or circles:
         explained = {rank for root in (*known, *circles) for rank in root.held}
         unread = [root for root in found if root.cause is Cause.UNREAD and not explained.issuperset(root.held)]

@@ -123,6 +123,8 @@ class Job:
                     break
                 rank.clock += call.ms
             elif call.blocks:
+                while self._device(number):
+                    pass
                 ends = [task.ends for task in rank.compute]
                 if any(end is None or end == NEVER for end in ends):
                     break
@@ -131,8 +133,7 @@ class Job:
                 self._call(number, call)
             rank.place += 1
             moved = True
-            self._device(number)
-        return moved
+        return self._device(number) or moved
 
     def _call(self, number: int, call: Call) -> None:
         rank = self.ranks[number]

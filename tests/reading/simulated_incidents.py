@@ -1,6 +1,6 @@
 """Incidents of jobs on NCCL with what truly happened, made by the simulator; and how an answer compares with it.
 
-``python tests/reading/incidents.py --seeds 400`` prints the score by kind of fault.
+``python tests/reading/simulated_incidents.py --seeds 400`` prints the score by kind of fault.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from simulator import GPU_DIES, MS, NEVER, Call, Dump, Job, Mesh, program
+from nccl_simulator import GPU_DIES, MS, NEVER, Call, Dump, Job, Mesh, program
 
 from lightning_ncclsafe.findings import Confidence, Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
@@ -275,7 +275,7 @@ def host_and_gpu(job: Made) -> Incident | None:
 
 
 def _is_bare(dump: Dump) -> bool:
-    return all(entry["state"] == "completed" for entry in dump["entries"] if not entry["is_p2p"])
+    return all(entry["state"] == "completed" for entry in dump["entries"])
 
 
 def _if_both_show(incident: Incident | None) -> Incident | None:
