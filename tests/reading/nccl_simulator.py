@@ -9,7 +9,7 @@ watchdog looks, and writes what it holds at the moment of its dump.
 """
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +71,8 @@ class Task:
     record: int = 0
     arrives: float | None = None
     ends: float | None = None
+    then: list["Task"] = field(default_factory=list)
+    missing: int = 0
     places: dict[tuple[str, int], int] = field(default_factory=dict)
     """Of a send or receive with each peer, which one it is between the two."""
 
@@ -84,7 +86,6 @@ class Rank:
     clock: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     compute: list[Task] = field(default_factory=list)
-    pending: list[Task] = field(default_factory=list)
     streams: dict[Any, Task] = field(default_factory=dict)
     seqs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     p2p_seqs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -103,16 +104,18 @@ class Job:
         self.ranks = [Rank(program) for program in programs]
         self.groups = groups
         self.call_ms = call_ms
+        self._ready: deque[Task] = deque()
         self._collectives: dict[tuple[str, int], dict[int, Task]] = defaultdict(dict)
         self._sends: dict[tuple[str, str, int, int], list[Task]] = defaultdict(list)
 
     def run(self) -> "Job":
-        while any([self._step(number) for number in range(len(self.ranks))]):
-            pass
+        while any([self._host(number) for number in range(len(self.ranks))]):
+            while self._ready:
+                self._arrive(self._ready.popleft())
         return self
 
-    def _step(self, number: int) -> bool:
-        rank, moved = self.ranks[number], self._device(number)
+    def _host(self, number: int) -> bool:
+        rank, began = self.ranks[number], self.ranks[number].place
         while rank.place < len(rank.program):
             call = rank.program[rank.place]
             if call.op == GPU_DIES:
@@ -123,17 +126,14 @@ class Job:
                     break
                 rank.clock += call.ms
             elif call.blocks:
-                while self._device(number):
-                    pass
                 ends = [task.ends for task in rank.compute]
-                if any(end is None or end == NEVER for end in ends):
+                if any(end is None for end in ends):
                     break
                 rank.clock = max([rank.clock, *(end for end in ends if end is not None)])
             else:
                 self._call(number, call)
             rank.place += 1
-            moved = True
-        return self._device(number) or moved
+        return rank.place > began
 
     def _call(self, number: int, call: Call) -> None:
         rank = self.ranks[number]
@@ -158,7 +158,12 @@ class Job:
             task.after.append(rank.streams[stream])
         rank.streams[stream] = task
         rank.tasks.append(task)
-        rank.pending.append(task)
+        before = [one for one in task.after if one.ends is None]
+        task.missing = len(before)
+        for one in before:
+            one.then.append(task)
+        if not before:
+            self._ready.append(task)
         if call.group is None or call.waits:
             rank.compute = [task]
 
@@ -173,21 +178,29 @@ class Job:
         task.record = rank.records
         rank.records += len(call.ends) + 1 if call.batched else 1
 
-    def _device(self, number: int) -> bool:
-        rank, moved = self.ranks[number], False
-        for task in rank.pending:
-            if task.arrives is None:
-                before = [one.ends for one in task.after]
-                if all(end is not None for end in before):
-                    at = max([task.called, *(end for end in before if end is not None)])
-                    task.arrives = NEVER if at >= rank.broken_from else at
-                    moved = True
-            if task.ends is None and task.arrives is not None:
-                task.ends = self._end(task)
-                moved |= task.ends is not None
-        if moved:
-            rank.pending = [task for task in rank.pending if task.ends is None]
-        return moved
+    def _arrive(self, task: Task) -> None:
+        """The device has come to it."""
+        at = max([task.called, *(one.ends for one in task.after if one.ends is not None)])
+        task.arrives = NEVER if at >= self.ranks[task.rank].broken_from else at
+        for one in [task, *self._others(task)]:
+            if one.ends is None:
+                one.ends = self._end(one)
+                if one.ends is not None:
+                    self._finish(one)
+
+    def _finish(self, task: Task) -> None:
+        for one in task.then:
+            one.missing -= 1
+            if not one.missing:
+                self._ready.append(one)
+
+    def _others(self, task: Task) -> list[Task]:
+        call = task.call
+        if call.group is None:
+            return []
+        if not call.ends:
+            return list(self._collectives[(call.group.name, task.seq)].values())
+        return [other for kind, peer in call.ends if (other := self._other_side(task, kind, peer)) is not None]
 
     def _end(self, task: Task) -> float | None:
         call = task.call

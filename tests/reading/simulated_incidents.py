@@ -250,6 +250,20 @@ def unmatched(job: Made) -> Incident | None:
     return job.done("unmatched receive", ("unmatched-p2p",), (), among=(rank, peer))
 
 
+def unmatched_send(job: Made) -> Incident | None:
+    """A rank sends what nobody receives, and goes on."""
+    if job.mesh.pipeline == 1:
+        return None
+    rank = job.some_rank()
+    places = job.calls(rank, lambda call: bool(call.ends) and call.ends[0][0] == "send")
+    if not places:
+        return None
+    place = job.chance.choice(places)
+    call = job.programs[rank][place]
+    job.programs[rank].insert(place, replace(call, waits=job.chance.random() < 0.7))
+    return job.done("unmatched send", ("unmatched-p2p",), (), among=(rank, call.ends[0][1]))
+
+
 def two_hosts(job: Made) -> Incident | None:
     """Both stand still in the same step, in different groups."""
     one, other = job.some_rank(), job.some_rank()
@@ -308,6 +322,7 @@ FAULTS: tuple[Callable[[Made], Incident | None], ...] = (
     other_size,
     other_operation,
     unmatched,
+    unmatched_send,
     two_hosts,
     host_and_gpu,
     moving,
@@ -366,6 +381,8 @@ def scores(found: list[Incident]) -> dict[str, Score]:
     table: dict[str, Score] = defaultdict(Score)
     for incident in found:
         diagnosis = diagnosis_of(incident.dumps)
+        failed = [line for line in (diagnosis.unanswered if diagnosis else ()) if " failed (" in line]
+        assert not failed, f"{incident.words}: {failed}"
         right, wrong = is_right(incident, diagnosis)
         score = table[incident.fault]
         score.of += 1

@@ -85,5 +85,3 @@ def test_simulated_incidents() -> None:
         assert table[fault].right == table[fault].of, table[fault].misses
 
 
-def finding_of(dumps: dict[int, Any]) -> Finding:
-    return judged(dumps).findings[0]

@@ -56,14 +56,18 @@ def _finding(view: Timeline, found: list[Root]) -> Finding:
 
 
 def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
-    name, seq = root.ops[0]
     rank = root.ranks[0]
+    of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
+    has = verb(root.ranks, "has", "have")
+    if not root.ops:
+        call = next(call for call in view.facts[rank].collectives if not call.completed)
+        return f"{of} {has} not started {told(call)}, whose other side has started"
+    name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq))
     what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
-    of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
     if not others:
-        return f"{of} {verb(root.ranks, 'has', 'have')} not started {what}, which those of all others have"
+        return f"{of} {has} not started {what}, which those of all others have"
     through = f"those of {ranks_words(others)} are through with it"
     return f"{of} {verb(root.ranks, 'does', 'do')} not end {what}, while {through}"
 
@@ -76,7 +80,7 @@ def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
 
 
 def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -> Iterator[Evidence]:
-    for name in dict.fromkeys(root.ops[0][0] for root in found[:4]):
+    for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
         yield from counters_evidence(view.facts, groups[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:

@@ -304,9 +304,28 @@ class _Standstill:
         elif Seen.OPEN in seen:
             # Its device has not come to what others' have started.
             yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
+        elif not self.open[rank] and self._has_passed(rank, held):
+            ranks = tuple(sorted((rank, *held)))
+            yield Root(cause=Cause.UNMATCHED, ranks=ranks, circle=ranks)
         elif not self.open[rank]:
             sure = Seen.ABSENT in seen and len(held) * 2 >= len(self.open) - len(held)
             yield Root(cause=Cause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _has_passed(self, rank: int, held: tuple[int, ...]) -> bool:
+        """Whether a rank that only one other waits for, in a send or receive, has gone on from there.
+
+        Both have been through a collective that was called later; or all others have come to their end as well.
+        """
+        waiting = held[0] if len(held) == 1 else -1
+        if (waiting, rank) not in self.unmatched or not self.open[waiting][0].is_p2p:
+            return False
+        calls = self.view.facts[waiting].collectives
+        later = calls[calls.index(self.open[waiting][0]) :]
+        together = (c for c in later if c.completed and not c.is_p2p and is_of_all(c))
+        others = [other for other in self.open if other not in (rank, waiting)]
+        return any(rank in self.members.get(call.group, ()) for call in together) or (
+            len(others) > 0 and all(self.is_idle(other) for other in others)
+        )
 
     def _most(self, op: _Op) -> tuple[int, str, int]:
         return (-len(self.calls[op]), *op)
@@ -323,7 +342,7 @@ class _Standstill:
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
         pairs = pairs or list(self._mutual(ranks))
         if pairs:
-            both = tuple(sorted({rank for pair in pairs for rank in pair}))
+            both = tuple(sorted(_in_circle(pairs) or {rank for pair in pairs for rank in pair}))
             return Root(cause=Cause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
         ops = sorted(ops, key=self._most)
         odd = self._odd_ones(ranks, ops)
@@ -331,21 +350,12 @@ class _Standstill:
         return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
 
     def _mutual(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Pairs that wait for each other in sends and receives, all of which are called, and not equally many."""
-        for one in ranks:
-            for other in self.edges[one]:
-                if isinstance(other, int) and one < other and one in self.edges[other]:
-                    counts = [
-                        (self._exchanged(one, "send", other), self._exchanged(other, "recv", one)),
-                        (self._exchanged(other, "send", one), self._exchanged(one, "recv", other)),
-                    ]
-                    if any(sent != received for sent, received in counts):
-                        yield one, other
-
-    def _exchanged(self, rank: int, kind: str, peer: int) -> int:
-        """How many sends or receives are open on a rank with a peer."""
-        ends = (peer_of(call, self.members.get(call.group, ())) for call in self.open[rank] if call.is_p2p)
-        return sum(end == (kind, peer) for end in ends)
+        """Pairs whose devices stand in a send or receive with each other, and each in another one."""
+        at_peers = [rank for rank in ranks if self.open[rank][0].is_p2p]
+        for one in at_peers:
+            for other in at_peers:
+                if one < other and other in self.edges[one] and one in self.edges[other]:
+                    yield one, other
 
     def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
         """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
@@ -394,6 +404,15 @@ def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collect
         if not call.is_p2p and call.group not in seen:
             seen.add(call.group)
             yield call.group, call
+
+
+def _in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
+    """Ranks that wait for one another in sends and receives alone; others of the circle wait for these."""
+    edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+    for one, other in pairs:
+        edges[one][other] = Seen.ABSENT
+    circles = (component for component in _components(edges) if len(component) > 1)
+    return {node for component in circles for node in component if isinstance(node, int)}
 
 
 def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> set[int]:

@@ -8,7 +8,7 @@ from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, told
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
@@ -45,16 +45,21 @@ def pending_p2p(facts: RankFacts) -> Iterator[Collective]:
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    calls = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
+    first = {rank: next(pending_p2p(view.facts[rank]), None) for rank in root.circle}
+    calls = {rank: call for rank, call in first.items() if call is not None}
+    passed = tuple(rank for rank, call in first.items() if call is None)
     members = {group.name: group.members for group in view.groups}
     parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
-    sites = (call_site(calls[rank]) for rank in root.ranks)
+    why = "they wait for one another in a circle"
+    if passed:
+        why = f"{ranks_words(passed)} {verb(passed, 'has', 'have')} gone on without the other side"
+    sites = (call_site(call) for call in calls.values())
     return Finding(
         rule="unmatched-p2p",
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        summary=f"{capitalised('; '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle.",
+        summary=f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
         ranks=root.ranks,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
