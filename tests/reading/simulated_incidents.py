@@ -53,6 +53,8 @@ class Incident:
     among: tuple[int, ...] = ()
     has_p2p: bool = False
     words: str = ""
+    is_knowable: bool = True
+    """Whether dumps tell at all; where they do not, silence is right."""
 
 
 @dataclass
@@ -190,7 +192,8 @@ def kernel_hangs(job: Made) -> Incident | None:
     timing = job.chance.random() < 0.6
     rules = ("gpu-stuck",) if timing else ("gpu-stuck", "all-joined")
     among = () if timing else tuple(range(job.mesh.size))
-    return job.done(f"kernel hangs, timing {timing}", rules, (rank,), among=among, timing=timing)
+    incident = job.done(f"kernel hangs, timing {timing}", rules, (rank,) if timing else (), among=among, timing=timing)
+    return replace(incident, is_knowable=timing) if incident is not None else None
 
 
 def crossed(job: Made) -> Incident | None:
@@ -368,8 +371,8 @@ def is_right(incident: Incident, diagnosis: Diagnosis | None) -> tuple[bool, boo
     likely = [finding for finding in found if finding.confidence is not Confidence.POSSIBLE]
     allowed = {*incident.ranks, *incident.among}
     wrong = any(finding.rule not in incident.rules or not allowed.issuperset(finding.ranks) for finding in likely)
-    if not incident.rules:
-        return not likely, wrong
+    if not incident.rules or not incident.is_knowable:
+        return not wrong, wrong
     named = {rank for finding in likely or found[:1] for rank in finding.ranks}
     kinds = {finding.rule for finding in likely or found[:1]}
     right = bool(named) and allowed >= named >= set(incident.ranks) and kinds <= set(incident.rules)

@@ -342,12 +342,20 @@ class _Standstill:
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
         pairs = pairs or list(self._mutual(ranks))
         if pairs:
-            both = tuple(sorted(_in_circle(pairs) or {rank for pair in pairs for rank in pair}))
+            at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
+            named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
+            both = tuple(sorted(named))
             return Root(cause=Cause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
         ops = sorted(ops, key=self._most)
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
         return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
+
+    def _stands_at(self, rank: int, peer: int) -> bool:
+        """Whether the oldest that is open on a rank is a send or receive with a peer."""
+        first = self.open[rank][0]
+        end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
+        return end is not None and end[1] == peer
 
     def _mutual(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Pairs whose devices stand in a send or receive with each other, and each in another one."""
