@@ -241,36 +241,26 @@ class Recorder(Generic[_Entry]):
 
     def _judge(self, works: list[Work[_Entry]], completed: int, sent: int) -> None:
         """Says of the works of one group how far they have come."""
-        newest = set(self._newest.values())
         last = self.works[-1] if self.works else None
         for work in works:
-            backend, _ = backend_of(work.entry)
-            if not backend.startswith("nccl"):
+            if not backend_of(work.entry)[0].startswith("nccl"):
                 work.state = _elsewhere(work.entry)
             elif work.kind is Kind.BATCH and not _is_whole(work.entry):
                 work.state = self._of_parts(work, work is last)
             else:
-                self._on_nccl(work, completed, newest)
-                if work.kind is not Kind.COLLECTIVE and work.seq <= sent and not work.gave_up:
-                    work.state = State.ENDED
-        # On a group's stream, collectives end one after the other.
-        later_has_ended = False
-        for work in reversed(works):
-            if work.kind is not Kind.COLLECTIVE:
-                continue
-            if later_has_ended:
-                work.state, work.gave_up = State.ENDED, False
-            elif work.state is State.ENDED and work.entry.get("state") == "completed":
-                later_has_ended = True
+                self._on_nccl(work, completed)
+            if work.kind is not Kind.COLLECTIVE and work.seq <= sent and not work.gave_up:
+                work.state = State.ENDED
+        _end_in_order(works)
 
-    def _on_nccl(self, work: Work[_Entry], completed: int, newest: set[int]) -> None:
+    def _on_nccl(self, work: Work[_Entry], completed: int) -> None:
         entry = work.entry
         said = entry.get("state")
         is_counted = work.kind is Kind.COLLECTIVE and 0 < work.seq <= completed
         if said == "completed":
             # Events that were never recorded look completed: whose host is inside the call has come no further.
             is_sure = entry.get("retired", True) is not False or is_counted
-            is_last = not is_sure and any(self.works[index] is work for index in newest if index >= 0)
+            is_last = not is_sure and any(self.works[index] is work for index in self._newest.values() if index >= 0)
             work.state = self._launched(entry) if is_last else State.ENDED
             return
         work.gave_up = entry.get("retired") is True
@@ -309,6 +299,18 @@ class Recorder(Generic[_Entry]):
             completed = max(completed, max(work.seq for work in calls))
         started = min(whole(status.get("last_started_collective"), -1), called)
         return Position(called=called, started=started, completed=completed)
+
+
+def _end_in_order(works: Sequence[Work[Any]]) -> None:
+    """On a group's stream, collectives end one after the other: a later one tells of those before it."""
+    later_has_ended = False
+    for work in reversed(works):
+        if work.kind is not Kind.COLLECTIVE:
+            continue
+        if later_has_ended:
+            work.state, work.gave_up = State.ENDED, False
+        elif work.state is State.ENDED and work.entry.get("state") == "completed":
+            later_has_ended = True
 
 
 def _says_ended(entry: Entry) -> bool:
@@ -357,8 +359,3 @@ def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int])
 def _follows(one: Entry, other: Entry) -> bool:
     """Whether nothing was recorded between two entries."""
     return whole(other.get("record_id"), -2) - whole(one.get("record_id"), -2) in (0, 1)
-
-
-def open_works(works: Iterable[Work[_Entry]]) -> list[Work[_Entry]]:
-    """Those that are not known to have ended, oldest first."""
-    return [work for work in works if work.is_open]

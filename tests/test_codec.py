@@ -212,7 +212,15 @@ RANK = RankFacts(
     ),
     stack=(FRAME, dataclasses.replace(FRAME, line=43)),
     groups=(
-        Group(name="1", description="tp", ranks=(0, 3), last_enqueued=61, last_started=60, last_completed=59, is_mixed=True),
+        Group(
+            name="1",
+            description="tp",
+            ranks=(0, 3),
+            last_enqueued=61,
+            last_started=60,
+            last_completed=59,
+            is_mixed=True,
+        ),
         Group(name="2", description="dp", ranks=(1,), last_enqueued=1, last_started=0, last_completed=1, is_mixed=True),
     ),
     collectives=(

@@ -90,9 +90,7 @@ def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:
 
 def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
     older = works[:-newest]
-    stands_at = next(
-        (index for index, work in enumerate(older) if work.is_open and work.kind is Kind.COLLECTIVE), None
-    )
+    stands_at = next((index for index, work in enumerate(older) if work.is_open and work.kind is Kind.COLLECTIVE), None)
     first = len(older) if stands_at is None else max(stands_at - _BEFORE, 0)
     around = range(first, min(first + _BEFORE + _BEHIND, len(older)))
     between = [work for work in older if work.is_open and work.kind is not Kind.COLLECTIVE][:_BEHIND]

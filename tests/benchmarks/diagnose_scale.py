@@ -104,7 +104,9 @@ def mesh_dump(rank: int, world: int, entries: int) -> bytes:
 def write(folder: Path, scene: str, world: int, entries: int) -> int:
     """Writes the dumps; returns their bytes."""
     if scene == "mesh":
-        sizes = [(folder / f"nccl_trace_rank_{rank}").write_bytes(mesh_dump(rank, world, entries)) for rank in range(world)]
+        sizes = [
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(mesh_dump(rank, world, entries)) for rank in range(world)
+        ]
         return sum(sizes)
     likely = dump(scene, 0, world, entries)
     written = 0

@@ -146,14 +146,7 @@ class Job:
             if call.ends and not call.batched:
                 stream = (name, *sorted((number, call.ends[0][1])))
             self._number(rank, task, name)
-            for kind, peer in call.ends:
-                pair = (number, peer) if kind == "send" else (peer, number)
-                # Of a batch the group's communicator, of a single one that of the pair.
-                line = self._sends[(name if call.batched else f"{name}/{sorted(pair)}", kind, *pair)]
-                task.places[(kind, peer)] = len(line)
-                line.append(task)
-            if not call.ends:
-                self._collectives[(name, task.seq)][number] = task
+            self._meet(task, name)
         if stream in rank.streams:
             task.after.append(rank.streams[stream])
         rank.streams[stream] = task
@@ -166,6 +159,17 @@ class Job:
             self._ready.append(task)
         if call.group is None or call.waits:
             rank.compute = [task]
+
+    def _meet(self, task: Task, name: str) -> None:
+        """Where its peers look for it."""
+        if not task.call.ends:
+            self._collectives[(name, task.seq)][task.rank] = task
+        for kind, peer in task.call.ends:
+            pair = (task.rank, peer) if kind == "send" else (peer, task.rank)
+            # Of a batch the group's communicator, of a single one that of the pair.
+            line = self._sends[(name if task.call.batched else f"{name}/{sorted(pair)}", kind, *pair)]
+            task.places[(kind, peer)] = len(line)
+            line.append(task)
 
     def _number(self, rank: Rank, task: Task, name: str) -> None:
         call = task.call
@@ -280,9 +284,7 @@ class _Recorder:
         made = {
             "version": version,
             "nccl_version": "2.27.3",
-            "pg_config": {
-                g.name: {"name": g.name, "desc": g.about, "ranks": str(list(g.ranks))} for g in self.own
-            },
+            "pg_config": {g.name: {"name": g.name, "desc": g.about, "ranks": str(list(g.ranks))} for g in self.own},
             "pg_status": self.status(tasks),
             "entries": entries,
         }
@@ -306,7 +308,9 @@ class _Recorder:
         call, group = task.call, task.call.group
         assert group is not None
         place = group.ranks.index
-        names = [f"{kind} {place(self.number)}{'->' if kind == 'send' else '<-'}{place(peer)}" for kind, peer in call.ends]
+        names = [
+            f"{kind} {place(self.number)}{'->' if kind == 'send' else '<-'}{place(peer)}" for kind, peer in call.ends
+        ]
         if call.batched:
             first = task.op_id - len(names) + 1
             for offset, name in enumerate(names):
@@ -374,7 +378,9 @@ class Mesh:
     def __post_init__(self) -> None:
         world = self.size
         self.groups = [Group("0", "default_pg", tuple(range(world)))]
-        self._add("DATA_PARALLEL_GROUP", lambda rank: (rank % self.tensor, rank // (self.tensor * self.data)), self.data)
+        self._add(
+            "DATA_PARALLEL_GROUP", lambda rank: (rank % self.tensor, rank // (self.tensor * self.data)), self.data
+        )
         self._add("TENSOR_MODEL_PARALLEL_GROUP", lambda rank: rank // self.tensor, self.tensor)
         self._add("PIPELINE_MODEL_PARALLEL_GROUP", lambda rank: rank % (self.tensor * self.data), self.pipeline)
         if self.experts:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nccl_simulator import GPU_DIES, MS, NEVER, Call, Dump, Job, Mesh, program
+from nccl_simulator import GPU_DIES, NEVER, Call, Dump, Job, Mesh, program
 
 from lightning_ncclsafe.findings import Confidence, Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
@@ -203,8 +203,14 @@ def crossed(job: Made) -> Incident | None:
     def is_pair(place: int) -> bool:
         one, other = own[place], own[place + 1]
         return bool(
-            one.group and other.group and one.group is not other.group and not one.ends and not other.ends
-            and len(set(one.group.ranks) & set(other.group.ranks)) > 1 and one.waits and other.waits
+            one.group
+            and other.group
+            and one.group is not other.group
+            and not one.ends
+            and not other.ends
+            and len(set(one.group.ranks) & set(other.group.ranks)) > 1
+            and one.waits
+            and other.waits
         )
 
     places = [place for place in range(len(own) // 3, len(own) - 1) if is_pair(place)]

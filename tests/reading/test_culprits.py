@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from simulated_incidents import diagnosis_of, incidents, scores
 
-from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.findings import Confidence, Diagnosis
 
 HERE = Path(__file__).parent / "nccl_dumps"
 EVERYBODY = tuple(range(16))
@@ -83,5 +83,3 @@ def test_simulated_incidents() -> None:
     assert (right >= 0.94 * SEEDS, wrong <= 0.03 * SEEDS) == (True, True), "\n".join(misses)
     for fault in ("host stuck", "in its loader", "gpu dead", "died, no dump", "crossed groups", "healthy"):
         assert table[fault].right == table[fault].of, table[fault].misses
-
-

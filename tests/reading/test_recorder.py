@@ -96,7 +96,12 @@ def test_it_has_ended_where_counters_say_so_or_its_thread_has_gone_on() -> None:
 def test_a_batch_is_one_work_and_no_collective() -> None:
     """Its whole comes under the number of the previous collective, which has ended long since."""
     recorder = Recorder(
-        [call(1, 26, pg=6), sent(2, 9, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9, state="scheduled", retired=False)],
+        [
+            call(1, 26, pg=6),
+            sent(2, 9, "send 1->2"),
+            sent(3, 9, "recv 1<-2"),
+            whole(4, 9, state="scheduled", retired=False),
+        ],
         {"6": status(9, 26)},
     )
     one, batch = recorder.works

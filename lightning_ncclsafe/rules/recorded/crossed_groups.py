@@ -48,8 +48,10 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
-    odd = "" if root.ranks == root.circle else (
-        f"; {ranks_words(root.ranks)} {verb(root.ranks, 'has', 'have')} another order than most"
+    odd = (
+        ""
+        if root.ranks == root.circle
+        else (f"; {ranks_words(root.ranks)} {verb(root.ranks, 'has', 'have')} another order than most")
     )
     return Finding(
         rule="crossed-groups",

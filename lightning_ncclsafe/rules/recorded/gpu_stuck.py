@@ -60,11 +60,13 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
     has = verb(root.ranks, "has", "have")
     if not root.ops:
-        call = next(call for call in view.facts[rank].collectives if not call.completed)
-        return f"{of} {has} not started {told(call)}, whose other side has started"
+        waiting = next(call for call in view.facts[rank].collectives if not call.completed)
+        return f"{of} {has} not started {told(waiting)}, whose other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
-    others = tuple(other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq))
+    others = tuple(
+        other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
+    )
     what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
         return f"{of} {has} not started {what}, which those of all others have"

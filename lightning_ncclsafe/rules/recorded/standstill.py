@@ -7,7 +7,7 @@ there is a root. All others wait for one that waits, and are no causes of their 
 * A rank with nothing outstanding: its host does not call (``HOST``).
 * A rank on which something is open that has ended on a member of its group, which no device can end before all have
   begun: its device does not come forward, or does not answer (``DEVICE``). For whom it waits says nothing.
-* A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive has no other side).
+* A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive is alone).
 * A collective that all have called, and none gets through (``JOINED``).
 * A rank of which nothing was read (``UNREAD``).
 """
@@ -125,7 +125,9 @@ class _Standstill:
         self.groups: dict[int, dict[str, Group]] = {
             rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
         }
-        self.open = {rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()}
+        self.open = {
+            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
+        }
         self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
         self.ended: dict[_Op, set[int]] = defaultdict(set)
         for rank, facts in view.facts.items():
@@ -198,7 +200,7 @@ class _Standstill:
         # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
         self.moved = any(other in lag for others in lag.values() for other in others)
         # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
-        self.moved |= 1 < len(found) and 2 * len(found) >= len(self.open)
+        self.moved |= len(found) > 1 and 2 * len(found) >= len(self.open)
         return found
 
     def roots(self) -> Iterator[Root]:
@@ -235,19 +237,22 @@ class _Standstill:
             if is_missed or (self.is_head(rank, call) and self.edges[op].get(rank) is None):
                 self.edges[rank][op] = Seen.OPEN
         for (name, kind, peer), call in self.ends[rank].items():
-            self.edges[rank]
-            others = self.ends.get(peer)
-            if others is None or self.seen(peer, ("", 0)) is Seen.UNREAD:
-                self.edges[rank][peer] = Seen.UNREAD
-                continue
-            other = others.get((name, "recv" if kind == "send" else "send", rank))
-            if other is None:
-                self.edges[rank][peer] = Seen.ABSENT
-                self.unmatched.add((rank, peer))
-            elif self.is_head(rank, call) and not self.is_head(peer, other):
-                self.edges[rank].setdefault(peer, Seen.CALLED)
-            elif call.started and not other.started:
-                self.edges[rank].setdefault(peer, Seen.OPEN)
+            seen = self._seen_of_peer(rank, peer, (name, "recv" if kind == "send" else "send", rank), call)
+            if seen is not None:
+                self.edges[rank].setdefault(peer, seen)
+
+    def _seen_of_peer(self, rank: int, peer: int, side: tuple[str, str, int], call: Collective) -> Seen | None:
+        """Why a send or receive waits for its peer; None where both have come to it."""
+        self.edges.setdefault(rank, {})
+        if peer not in self.ends or self.seen(peer, ("", 0)) is Seen.UNREAD:
+            return Seen.UNREAD
+        other = self.ends[peer].get(side)
+        if other is None:
+            self.unmatched.add((rank, peer))
+            return Seen.ABSENT
+        if self.is_head(rank, call) and not self.is_head(peer, other):
+            return Seen.CALLED
+        return Seen.OPEN if call.started and not other.started else None
 
     def _wait_in(self, op: _Op) -> None:
         """For whom a collective waits: those that have not called it, else those that have not come to it."""
@@ -260,13 +265,11 @@ class _Standstill:
                 edges[rank] = seen
             elif seen is Seen.OPEN and not self.is_head(rank, called[rank]):
                 edges[rank] = Seen.CALLED
-        if any(seen is Seen.ABSENT for seen in edges.values()):
+        if Seen.ABSENT in edges.values():
             # What is known to be missing explains it.
-            for rank in [rank for rank, seen in edges.items() if seen is Seen.UNKNOWN]:
-                del edges[rank]
-        elif started and len(started) < len(called):
-            for rank in called.keys() - started:
-                edges.setdefault(rank, Seen.OPEN)
+            self.edges[op] = {node: seen for node, seen in edges.items() if seen is not Seen.UNKNOWN}
+        elif 0 < len(started) < len(called):
+            edges.update(dict.fromkeys(called.keys() - started - edges.keys(), Seen.OPEN))
 
     def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
         found: dict[tuple[str, str, int], Collective] = {}
@@ -447,39 +450,32 @@ def _ranked(found: list[Root]) -> list[Root]:
 
 
 def _components(edges: Mapping[_Node, Mapping[_Node, Seen]]) -> Iterator[list[_Node]]:
-    """Strongly connected components (Tarjan's, without recursion)."""
-    index: dict[_Node, int] = {}
-    low: dict[_Node, int] = {}
-    stack: list[_Node] = []
-    on_stack: set[_Node] = set()
-    for start in list(edges):
-        if start in index:
-            continue
-        work: list[tuple[_Node, Iterator[_Node]]] = [(start, iter(edges.get(start, ())))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        on_stack.add(start)
-        while work:
-            node, others = work[-1]
-            for other in others:
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    on_stack.add(other)
-                    work.append((other, iter(edges.get(other, ()))))
-                    break
-                if other in on_stack:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = []
-                    while True:
-                        member = stack.pop()
-                        on_stack.discard(member)
-                        component.append(member)
-                        if member == node:
-                            break
-                    yield component
+    """Nodes that can be reached from one another, together (Kosaraju's algorithm, without recursion)."""
+    back: dict[_Node, dict[_Node, None]] = defaultdict(dict)
+    for node, others in edges.items():
+        for other in others:
+            back[other][node] = None
+    seen: set[_Node] = set()
+    order = [node for start in list(edges) for node in _postorder(start, edges, seen)]
+    seen.clear()
+    for start in reversed(order):
+        component = list(_postorder(start, back, seen))
+        if component:
+            yield component
+
+
+def _postorder(start: _Node, edges: Mapping[_Node, Iterable[_Node]], seen: set[_Node]) -> Iterator[_Node]:
+    """What can be reached and was not seen before, each node after those that it leads to."""
+    if start in seen:
+        return
+    seen.add(start)
+    path = [(start, iter(edges.get(start, ())))]
+    while path:
+        node, others = path[-1]
+        other = next((one for one in others if one not in seen), None)
+        if other is None:
+            path.pop()
+            yield node
+        else:
+            seen.add(other)
+            path.append((other, iter(edges.get(other, ()))))
