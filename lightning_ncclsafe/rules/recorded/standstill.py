@@ -343,7 +343,8 @@ class _Standstill:
     def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
         inside = set(ranks)
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
-        pairs = pairs or list(self._mutual(ranks))
+        # Or one side stands in a send or receive whose other side comes after what the first has not come to.
+        pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
         if pairs:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
@@ -359,14 +360,6 @@ class _Standstill:
         first = self.open[rank][0]
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
         return end is not None and end[1] == peer
-
-    def _mutual(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Pairs whose devices stand in a send or receive with each other, and each in another one."""
-        at_peers = [rank for rank in ranks if self.open[rank][0].is_p2p]
-        for one in at_peers:
-            for other in at_peers:
-                if one < other and other in self.edges[one] and one in self.edges[other]:
-                    yield one, other
 
     def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
         """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
