@@ -74,7 +74,7 @@ def mesh_dump(rank: int, world: int, entries: int) -> bytes:
     """One rank of a job with tensor and data parallel groups, in each of which all ranks wait for the culprit's row."""
     frames = [{"name": f"f{depth}", "filename": "/home/me/project/train.py", "line": 10 + depth} for depth in range(20)]
     row, column = rank // TENSOR, rank % TENSOR
-    tensor, data = f"{1 + row}", f"{1000 + column}"
+    tensor, data = f"{1 + row}", f"d{column}"
     members = {
         "0": list(range(world)),
         tensor: [row * TENSOR + place for place in range(TENSOR)],

@@ -186,19 +186,20 @@ class _Standstill:
 
     def frozen(self) -> dict[int, list[_Op]]:
         """Ranks that hold open what has ended on others of the group, and what that is."""
-        lag: dict[int, set[int]] = defaultdict(set)
+        through: dict[_Op, list[int]] = {}
         found: dict[int, list[_Op]] = defaultdict(list)
         for rank, waits in self.waits.items():
             for name, call in waits.items():
                 if not is_of_all(call) or call.launching:
                     continue
                 op = (name, call.seq)
-                through = [m for m in self.members.get(name, ()) if m != rank and self.seen(m, op) is Seen.ENDED]
-                if through:
-                    lag[rank].update(through)
+                if op not in through:
+                    through[op] = [one for one in self.members.get(name, ()) if self.seen(one, op) is Seen.ENDED]
+                if through[op]:
                     found[rank].append(op)
         # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
-        self.moved = any(other in lag for others in lag.values() for other in others)
+        ahead = {rank for ops in found.values() for op in ops for rank in through[op]}
+        self.moved = not ahead.isdisjoint(found)
         # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
         self.moved |= len(found) > 1 and 2 * len(found) >= len(self.open)
         return found
