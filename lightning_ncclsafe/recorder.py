@@ -235,7 +235,7 @@ class Recorder(Generic[_Entry]):
         when they end: where the very last that has ended is still there, with all before it, they are parts.
         """
         _, completed = _counted(self._status.get(number, {}))
-        sent = {work.seq for work in works if work.kind is not Kind.COLLECTIVE and 0 < work.seq <= completed}
+        sent = {work.seq for work in works if _is_loose(work) and 0 < work.seq <= completed}
         is_whole = completed in sent and len(sent) == completed - min(sent) + 1
         return completed if is_whole else 0
 
@@ -249,7 +249,7 @@ class Recorder(Generic[_Entry]):
                 work.state = self._of_parts(work, work is last)
             else:
                 self._on_nccl(work, completed)
-            if work.kind is not Kind.COLLECTIVE and work.seq <= sent and not work.gave_up:
+            if _is_loose(work) and work.seq <= sent and not work.gave_up:
                 work.state = State.ENDED
         _end_in_order(works)
 
@@ -334,6 +334,11 @@ def _counted(status: Entry) -> tuple[int, int]:
 def _is_whole(entry: Entry) -> bool:
     name = entry.get("profiling_name")
     return isinstance(name, str) and name.endswith("coalesced")
+
+
+def _is_loose(work: Work[Any]) -> bool:
+    """Whether it is a send or receive of which there is no whole."""
+    return work.kind is not Kind.COLLECTIVE and not _is_whole(work.entry)
 
 
 def _is_in(work: Work[_Entry], wholes: Mapping[tuple[str, int], bool]) -> bool:

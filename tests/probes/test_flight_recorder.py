@@ -136,3 +136,31 @@ def test_the_more_ranks_the_fewer_entries_of_each_are_told_and_all_outstanding_o
     kept = flight_recorder._newest([*ended, *outstanding], 8)
     assert kept == outstanding
     assert [call.seq for call in flight_recorder._newest(ended, 8)] == [*range(52, 60)]
+
+
+def test_a_group_that_sends_and_receives_does_not_look_behind() -> None:
+    """A batch leaves its parts and a whole, and its number in the counters: 9 here, beside 4 collectives."""
+    dump = nccl("completed", retired=True)
+    parts = [
+        {**dump["entries"][0], "record_id": record, "profiling_name": name, "is_p2p": is_p2p, "p2p_seq_id": 9} | more
+        for record, name, is_p2p, more in (
+            (4, "nccl:send 0->1", True, {"state": "scheduled", "retired": False}),
+            (5, "nccl:recv 0<-1", True, {"state": "scheduled", "retired": False}),
+            (6, "nccl:coalesced", False, {"state": "started", "retired": False}),
+        )
+    ]
+    dump["entries"] += parts
+    dump["pg_status"]["0"] = {key: "9" for key in dump["pg_status"]["0"]}
+    (group,), collectives = flight_recorder.parse(dump, {})
+    assert (group.last_enqueued, group.last_completed, group.is_mixed) == (4, 4, True)
+    assert [(one.op, one.seq, one.is_p2p, one.completed) for one in collectives[1:]] == [
+        ("send 0->1", 9, True, False),
+        ("recv 0<-1", 9, True, False),
+    ]
+
+
+def test_a_rank_that_is_blocked_inside_its_first_call_of_nccl_waits() -> None:
+    """Its events were never recorded, and so look completed; the watchdog would have retired it long since."""
+    dump = nccl("completed", retired=False)
+    (group,), (call,) = flight_recorder.parse(dump, {})
+    assert (call.completed, call.launching, group.last_enqueued, group.last_completed) == (False, True, 4, 3)

@@ -75,6 +75,52 @@ def test_a_rank_whose_recorder_is_off_is_no_rank_without_a_dump() -> None:
     assert all("no dump" not in f.summary for f in diagnosis.findings)
 
 
+def member(rank: int, first: str, second: str) -> dict[str, Any]:
+    """A rank that has called number 7 of two groups with the same members, in this order; neither ends."""
+    config = {name: {"name": name, "desc": name, "ranks": "[0, 1, 2]"} for name in ("tp", "ep")}
+    entries = [
+        {
+            "record_id": record,
+            "pg_id": ("tp", "ep").index(name),
+            "process_group": (name, name),
+            "collective_seq_id": 7,
+            "p2p_seq_id": 0,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": 1_758_610_505_000_000_000 + record,
+            "input_sizes": [[8]],
+            "output_sizes": [[8]],
+            "state": "scheduled",
+            "retired": False,
+            "is_p2p": False,
+        }
+        for record, name in enumerate((first, second))
+    ]
+    counters = {"last_enqueued_collective": 7, "last_started_collective": -1, "last_completed_collective": 6}
+    return {"version": "2.9", "pg_config": config, "pg_status": {"0": counters, "1": counters}, "entries": entries}
+
+
+def test_crossed_orders_show_in_the_order_of_calls() -> None:
+    dumps = {0: member(0, "tp", "ep"), 1: member(1, "ep", "tp"), 2: member(2, "tp", "ep")}
+    (finding,) = judged(dumps).findings
+    assert (finding.rule, finding.ranks) == ("crossed-groups", (1,))
+    assert "rank 1 has another order than most" in finding.summary
+
+
+def test_other_sizes_under_one_number_are_the_codes_fault() -> None:
+    dumps = {rank: member(rank, "tp", "ep") for rank in range(3)}
+    for rank, elements in ((0, 131_072), (1, 122_880), (2, 131_072)):
+        dumps[rank]["entries"][0] |= {"profiling_name": "nccl:_all_gather_base", "input_sizes": [[elements]]}
+    diagnosis = judged(dumps)
+    assert told(dumps) == [("mismatched-collective", (1,), Confidence.CERTAIN)]
+    assert "link or a device" not in diagnosis.findings[0].summary
+
+
+def test_a_barrier_beside_an_all_reduce_is_the_codes_fault() -> None:
+    dumps = {rank: member(rank, "tp", "ep") for rank in range(3)}
+    dumps[2]["entries"][0]["profiling_name"] = "nccl:broadcast"
+    assert told(dumps)[0][:2] == ("diverged-collectives", (2,))
+
+
 def test_simulated_incidents() -> None:
     """The floors are a little below what was reached; see ``python tests/reading/simulated_incidents.py``."""
     table = scores(incidents(SEEDS))

@@ -245,7 +245,7 @@ def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
 
 
 def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None:
-    entries = [call(number, number) for number in range(1, MOST_ENTRIES + 3)]
+    entries = [waits(0, 1, pg=6), *(call(number, number) for number in range(1, MOST_ENTRIES + 3))]
     evidence = Evidence()
     for rank in (0, 1):
         evidence.add_dump(f"rank_{rank}", {"entries": entries})
@@ -254,3 +254,4 @@ def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None
         "The recorders of ranks 0-1 kept more than 20,000 entries: the newest were read."
     ]
     assert job.ranks[0].collectives[-1].seq == MOST_ENTRIES + 2
+    assert {one.group for one in job.ranks[0].collectives} == {"35"}
