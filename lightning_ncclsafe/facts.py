@@ -89,13 +89,16 @@ class Collective:
         backend: ``"nccl"``, ``"nccl2"``, ``"gloo"``, …
         completed: Whether the recorder saw it end on this rank.
         started: Whether the recorder saw it start on the device (NCCL only; always false on gloo).
+        launching: Whether the host may still be inside the call, so that the device has not been given it.
+        gave_up: Whether NCCL's watchdog has given it up; it has not ended then.
         input_sizes: Shapes of the inputs.
         output_sizes: Shapes of the outputs.
         dtypes: Data types of the inputs.
         created_ns: Wall-clock time of the call, nanoseconds since the epoch.
         duration_ms: Duration on the device in milliseconds where the back end gives it, else None.
         timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
-        is_p2p: Whether it is a point-to-point operation, which has its own numbering.
+        is_p2p: Whether it is a point-to-point operation, which has its own numbering; those that were started together
+            have one number, and end together.
         stack: Where it was called, outermost frame first; of dumps and logs only, and there where they say so.
     """
 
@@ -105,6 +108,8 @@ class Collective:
     backend: str = ""
     completed: bool = False
     started: bool = False
+    launching: bool = False
+    gave_up: bool = False
     input_sizes: tuple[tuple[int, ...], ...] = ()
     output_sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -126,6 +131,7 @@ class Group:
         last_enqueued: Highest sequence number this rank has called; 0 if none.
         last_started: Highest sequence number that started on the device; -1 where the back end does not say.
         last_completed: Highest sequence number that completed on this rank; 0 if none.
+        is_mixed: Whether sends and receives were seen in it, which PyTorch's own counters count along.
     """
 
     name: str
@@ -134,6 +140,7 @@ class Group:
     last_enqueued: int = 0
     last_started: int = -1
     last_completed: int = 0
+    is_mixed: bool = False
 
 
 class NotRecorded(str, Enum):

@@ -222,8 +222,16 @@ RANK = RankFacts(
     ),
     stack=(FRAME, dataclasses.replace(FRAME, line=43)),
     groups=(
-        Group(name="1", description="tp", ranks=(0, 3), last_enqueued=61, last_started=60, last_completed=59),
-        Group(name="2", description="dp", ranks=(1,), last_enqueued=1, last_started=0, last_completed=1),
+        Group(
+            name="1",
+            description="tp",
+            ranks=(0, 3),
+            last_enqueued=61,
+            last_started=60,
+            last_completed=59,
+            is_mixed=True,
+        ),
+        Group(name="2", description="dp", ranks=(1,), last_enqueued=1, last_started=0, last_completed=1, is_mixed=True),
     ),
     unrecorded=(
         UnrecordedGroup(name="3", why=NotRecorded.NO_DUMP, description="pp", backend="gloo", calls=12),
@@ -243,6 +251,8 @@ RANK = RankFacts(
             created_ns=1_790_000_000_000_000_001,
             duration_ms=1.25,
             timeout_ms=600_000,
+            launching=True,
+            gave_up=True,
             is_p2p=True,
             stack=(FRAME,),
         ),
@@ -357,6 +367,8 @@ RANK = RankFacts(
     ),
     record=RecordFacts(
         has_dump=True,
+        is_idle=True,
+        is_empty=True,
         has_log=True,
         group_known=False,
         waited_ms=600_061,

@@ -11,8 +11,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_GROUP
-from lightning_ncclsafe.probes.flight_recorder import place_of
-from lightning_ncclsafe.recorder_entries import without_parts
+from lightning_ncclsafe.recorder import Kind, Recorder
 from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 Entry = dict[str, Any]
@@ -107,7 +106,7 @@ class Recording:
             lost += max(entries[0]["record_id"] - read_to - 1, 0) if read_to >= 0 else 0
             self._read_to[number] = entries[-1]["record_id"]
             self.new += sum(entry["record_id"] > read_to for entry in entries)
-            whole = without_parts(entries, place_of)
+            whole = _as_they_count(entries)
             wanted = [entry for entry in whole if entry["record_id"] > read_to or entry["record_id"] in unfinished]
             forgotten = unfinished.keys() - {entry["record_id"] for entry in wanted}
             found += [unfinished.pop(record) for record in sorted(forgotten)]
@@ -187,6 +186,14 @@ class Recording:
 
 def _op(profiling_name: str) -> str:
     return profiling_name.partition(":")[2] or profiling_name
+
+
+def _as_they_count(entries: list[Entry]) -> list[Entry]:
+    """What was coalesced as a whole; that of sends and receives is no collective, whatever its entry says."""
+    if not any(entry["profiling_name"].endswith("coalesced") for entry in entries):
+        return entries
+    works = Recorder(entries, {}).works
+    return [{**work.entry, "is_p2p": True} if work.kind is Kind.BATCH else work.entry for work in works]
 
 
 def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:

@@ -1,5 +1,6 @@
 """Collectives and groups as PyTorch's Flight Recorder has recorded them on this rank."""
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.recorder_entries import Entry, has_ended, without_parts
+from lightning_ncclsafe.recorder import Entry, Kind, Recorder, State, Work, backend_of
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
 KEPT_PER_GROUP = 48
@@ -97,28 +98,21 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
         names: Name and description by ``pg_id``, as far as they are known; those that the dump tells are added.
             Positions are kept per ``pg_id``, a number of this process that means another group on another rank.
     """
-    entries = dump.get("entries", [])
-    names.update(
-        {str(entry["pg_id"]): (str(entry["process_group"][0]), str(entry["process_group"][1])) for entry in entries}
-    )
+    recorder = Recorder(dump.get("entries", []), dump.get("pg_status", {}), time.time_ns())
+    names.update(recorder.names)
     groups = [
         Group(
-            name=names[pg_id][0],
-            description=names[pg_id][1],
-            last_enqueued=max(int(status["last_enqueued_collective"]), 0),
-            last_started=int(status["last_started_collective"]),
-            last_completed=max(int(status["last_completed_collective"]), 0),
+            name=names[number][0],
+            description=names[number][1],
+            last_enqueued=position.called,
+            last_started=position.started,
+            last_completed=position.completed,
+            is_mixed=position.is_mixed,
         )
-        for pg_id, status in dump.get("pg_status", {}).items()
-        if pg_id in names
+        for number, position in recorder.positions.items()
+        if number in names and number in dump.get("pg_status", {})
     ]
-    ended = {group.name: group.last_completed for group in groups if group.last_completed <= group.last_enqueued}
-    return groups, [_collective(entry, ended) for entry in without_parts(entries, place_of)]
-
-
-def place_of(entry: Entry) -> tuple[object, object]:
-    """Group and sequence number of a collective, as this process numbers them."""
-    return entry["pg_id"], entry["collective_seq_id"]
+    return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
 
 
 def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
@@ -127,24 +121,24 @@ def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
     return replace(group, description=members.description, ranks=members.ranks)
 
 
-def _collective(entry: Entry, ended: Mapping[str, int]) -> Collective:
-    backend, _, op = str(entry["profiling_name"]).partition(":")
-    is_p2p, group = bool(entry.get("is_p2p")), str(entry["process_group"][0])
-    seq = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
+def _collective(entry: Entry, work: Work[Any]) -> Collective:
+    backend, op = backend_of(entry)
     return Collective(
-        group=group,
-        seq=seq,
-        op=op or backend,
-        backend=backend if op else "",
-        completed=has_ended(entry, seq, ended.get(group, 0)),
-        started=entry.get("state") in ("started", "completed"),
+        group=work.group,
+        seq=work.seq,
+        op=op,
+        backend=backend,
+        completed=not work.is_open,
+        started=work.entry.get("state") in ("started", "completed"),
+        launching=work.state is State.LAUNCHING,
+        gave_up=work.gave_up,
         input_sizes=_sizes(entry.get("input_sizes")),
         output_sizes=_sizes(entry.get("output_sizes")),
         dtypes=tuple(map(str, entry.get("input_dtypes") or ())),
         created_ns=int(entry.get("time_created_ns") or 0),
         duration_ms=float(entry["duration_ms"]) if entry.get("duration_ms") is not None else None,
         timeout_ms=int(entry.get("timeout_ms") or 0),
-        is_p2p=is_p2p,
+        is_p2p=work.kind is not Kind.COLLECTIVE,
     )
 
 

@@ -3,16 +3,16 @@
 import json
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
-from lightning_ncclsafe.reading.entries import is_dump, parsed
+from lightning_ncclsafe.reading.entries import Parsed, is_dump, parsed
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.unpickling import MOST_BYTES, MOST_CONTAINERS, unpickled
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.recorded_facts import RecordFacts
 
-__all__ = ["MOST_BYTES", "MOST_CONTAINERS", "dump_facts", "from_json", "from_pickle", "rank_of"]
+__all__ = ["MOST_BYTES", "MOST_CONTAINERS", "Dump", "from_json", "from_pickle", "rank_of", "read_dump"]
 
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
 _RANK = re.compile(r"rank[-_=.]?(\d{1,7})", re.IGNORECASE)
@@ -57,13 +57,21 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
         raise ReadingError(f"it is no whole JSON ({str(error)[:100]})") from error
 
 
-def dump_facts(dump: dict[Any, Any], rank: int) -> RankFacts:
+class Dump(NamedTuple):
+    """What a dump says of the rank that wrote it, and what other dumps may complete."""
+
+    facts: RankFacts
+    parsed: Parsed
+
+
+def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
     """What a dump says of the rank that wrote it."""
-    groups, collectives = parsed(dump)
-    return RankFacts(
+    found = parsed(dump)
+    facts = RankFacts(
         rank=rank,
         progress=Progress(phase=Phase.UNKNOWN),
-        groups=groups,
-        collectives=collectives,
-        record=RecordFacts(has_dump=True),
+        groups=found.groups,
+        collectives=found.collectives,
+        record=RecordFacts(has_dump=True, is_idle=found.is_idle, is_empty=found.is_empty),
     )
+    return Dump(facts, found)

@@ -7,20 +7,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, dump_facts, from_json, from_pickle, rank_of
-from lightning_ncclsafe.reading.entries import is_dump
+from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, from_json, from_pickle, rank_of, read_dump
+from lightning_ncclsafe.reading.entries import MOST_ENTRIES, is_dump
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
+from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
-from lightning_ncclsafe.reading.merging import job_of, later
+from lightning_ncclsafe.reading.merging import job_of, later, renamed
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
 from lightning_ncclsafe.reading.values import whole
+from lightning_ncclsafe.recorded_facts import RecordFacts
 from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"
@@ -54,6 +57,9 @@ class Evidence:
     files: int = 0
     _paths: dict[int, str] = field(default_factory=dict)
     _twice: dict[int, tuple[str, str]] = field(default_factory=dict)
+    _places: dict[int, Places] = field(default_factory=dict)
+    _cut: dict[int, int] = field(default_factory=dict)
+    _unknown_backends: set[str] = field(default_factory=set)
 
     def read(self, path: str) -> None:
         """Reads a file, all that is in a folder, or with ``"-"`` a log from standard input."""
@@ -76,21 +82,77 @@ class Evidence:
         except (ReadingError, OSError) as error:
             self.errors.append(f"{path}: {_words(error)}")
 
+    def add_dump(self, path: str, dump: dict[Any, Any]) -> None:
+        """Takes a dump that was read already.
+
+        Args:
+            path: Where it lay; its name says which rank wrote it.
+            dump: What it holds.
+
+        Raises:
+            ReadingError: If the name does not say so.
+        """
+        rank = rank_of(path)
+        if rank is None:
+            raise ReadingError("its name does not say which rank wrote it: let it end with the rank, trace_3")
+        facts, found = read_dump(dump, rank)
+        self.files += 1
+        self._unknown_backends.update(found.unknown_backends)
+        if found.left_out:
+            self._cut[rank] = found.left_out
+        if rank in self._paths:
+            self._places.pop(rank, None)
+        else:
+            self._places[rank] = found.places
+        if rank in self.dumps:
+            facts, both = later(self.dumps[rank], facts)
+            if both:
+                self._twice[rank] = (self._paths[rank], path)
+        self.dumps[rank] = facts
+        self._paths[rank] = path
+
     def job(self) -> JobFacts | None:
         """The job that dumps and logs tell of; None where they tell of none."""
         said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
         if not (self.dumps or said or self.log.unnamed or log.statements or unread):
             return None
-        left_out = apart(self.dumps)
+        dumps = self._completed_dumps()
+        left_out = apart(dumps)
         return job_of(
-            {rank: facts for rank, facts in self.dumps.items() if rank not in left_out.ranks},
+            {rank: facts for rank, facts in dumps.items() if rank not in left_out.ranks},
             said,
             self.log.world_size,
             unnamed=self.log.unnamed,
-            missing=(*left_out.reasons, *self._of_two(), *self.missing, *self.log.remarks, *unread),
+            missing=(*left_out.reasons, *self._of_two(), *self._cut_short(), *self.missing, *self.log.remarks, *unread),
             outdated=left_out.older,
             log=log,
         )
+
+    def _completed_dumps(self) -> dict[int, RankFacts]:
+        """Dumps with what only others tell: which group a position belongs to, and its name on other members."""
+        dumps = dict(self.dumps)
+        if complete(self._places.values()):
+            for rank, places in self._places.items():
+                dumps[rank] = replace(dumps[rank], groups=groups_of(places))
+        mixed = set().union(*(places.mixed for places in self._places.values()))
+        for rank, places in self._places.items():
+            if mixed and _has_nothing_open(dumps[rank]) and places.is_even_but_for(mixed):
+                dumps[rank] = replace(dumps[rank], record=replace(dumps[rank].record or RecordFacts(), is_idle=True))
+        for rank, names in called_otherwise(self._places).items():
+            dumps[rank] = renamed(dumps[rank], names)
+        return dumps
+
+    def _cut_short(self) -> Iterator[str]:
+        if self._cut:
+            yield (
+                f"The recorders of {ranks_words(self._cut)} kept more than {MOST_ENTRIES:,} entries: the newest were "
+                "read."
+            )
+        if self._unknown_backends:
+            yield (
+                f"How the back end {', '.join(sorted(self._unknown_backends))} records that something has ended is not "
+                "known here: it is read as gloo's."
+            )
 
     def _of_two(self) -> Iterator[str]:
         if self._twice:
@@ -106,7 +168,7 @@ class Evidence:
 
     def _read(self, source: Source) -> None:
         if source.kind is Kind.PICKLE:
-            self._add_dump(source, from_pickle(content(source, MOST_BYTES)))
+            self.add_dump(source.path, from_pickle(content(source, MOST_BYTES)))
         elif source.kind in (Kind.JSON, Kind.REPORT):
             self._read_json(source)
         elif source.kind is Kind.TEXT:
@@ -129,22 +191,9 @@ class Evidence:
             self.reports.append((source.path, from_report(data)))
             self.files += 1
         elif isinstance(plain, dict) and is_dump(plain):
-            self._add_dump(source, plain)
+            self.add_dump(source.path, plain)
         elif source.named:
             raise ReadingError("it is JSON, but neither a dump of PyTorch's Flight Recorder nor a report")
-
-    def _add_dump(self, source: Source, dump: dict[object, object]) -> None:
-        rank = rank_of(source.path)
-        if rank is None:
-            raise ReadingError("its name does not say which rank wrote it: let it end with the rank, trace_3")
-        facts = dump_facts(dump, rank)
-        self.files += 1
-        if rank in self.dumps:
-            facts, both = later(self.dumps[rank], facts)
-            if both:
-                self._twice[rank] = (self._paths[rank], source.path)
-        self.dumps[rank] = facts
-        self._paths[rank] = source.path
 
     def _read_log(self, source: Source) -> None:
         if not source.named and os.path.basename(source.path) in _IN_WORDS:
@@ -163,6 +212,11 @@ class Evidence:
                 self.missing.append(
                     f"Of {source.path} only the first {MOST_UNPACKED / 1024**3:.1f} GiB, unpacked, were read."
                 )
+
+
+def _has_nothing_open(facts: RankFacts) -> bool:
+    is_empty = facts.record is None or facts.record.is_empty
+    return not is_empty and all(call.completed for call in facts.collectives)
 
 
 def _is_expected(source: Source) -> bool:

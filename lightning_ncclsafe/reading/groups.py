@@ -1,67 +1,169 @@
 """Process groups in a Flight Recorder's dump: who is in them, and how far the rank that dumped has come in each.
 
 Members stand under a group's name, positions under a number that the process has given it, which means another group on
-another rank; only an entry has both. So where a group's entries have left the ring, its position may have no name.
+another rank; only an entry has both. So where a group's entries have left the ring, or only open ones were written, its
+position may have no name, unless a rank with the same kinds of groups tells it.
 """
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_ncclsafe.facts import Group
-from lightning_ncclsafe.reading.values import mapping, ranks, whole
+from lightning_ncclsafe.reading.values import mapping, ranks, text
+from lightning_ncclsafe.recorder import Position, Recorder
 
 DEFAULT_GROUP = ("0", "default_pg")
 MOST_GROUPS = 4096
 
-_Names = Mapping[str, tuple[str, str]]
 
+@dataclass(slots=True)
+class Places:
+    """Numbers, names, members and positions of the groups of one dump.
 
-def groups_of(dump: dict[Any, Any], names: _Names, called: Mapping[str, int]) -> tuple[Group, ...]:
-    """The groups of which the position is known.
-
-    Args:
-        dump: The dump.
-        names: Name and description by the process's own number, as far as entries tell.
-        called: The highest sequence number among the entries of each group, by its name.
+    Attributes:
+        names: Name and description by the process's own number, as far as they are known.
+        members: Global ranks by name.
+        about: Descriptions by name.
+        positions: Positions by number.
+        only: Members of the one group there is, where it was registered before it had a name.
     """
-    config = {str(key): ranks(mapping(value).get("ranks")) for key, value in mapping(dump.get("pg_config")).items()}
-    status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
-    # Gloo registers a group before it has a name.
-    only = config.pop("", ()) if len(called) == 1 else ()
-    known = _known(names, config, status)
+
+    names: dict[str, tuple[str, str]]
+    members: dict[str, tuple[int, ...]]
+    about: dict[str, str]
+    positions: Mapping[str, Position]
+    only: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, dump: dict[Any, Any], recorder: Recorder[Any]) -> "Places":
+        """What a dump says; names are completed where no other one is possible."""
+        config = {str(key): mapping(value) for key, value in mapping(dump.get("pg_config")).items()}
+        members = {text(name): ranks(one.get("ranks")) for name, one in config.items()}
+        names = {number: (text(name), text(about)) for number, (name, about) in recorder.names.items()}
+        known = {name for name, _ in names.values()}
+        # Gloo registers a group before it has a name.
+        only = members.pop("", ()) if len(known) == 1 else ()
+        if "0" in recorder.positions and DEFAULT_GROUP[0] not in known:
+            # The first group that a process makes, of which a dump of active entries may have none, is the default one.
+            names.setdefault("0", DEFAULT_GROUP)
+        about = {text(name): text(one.get("desc")) for name, one in config.items()}
+        places = cls(names, members, about, recorder.positions, only)
+        places._complete()
+        return places
+
+    @property
+    def unnamed(self) -> list[str]:
+        """Numbers of groups whose names are not known."""
+        return [number for number in self.positions if number not in self.names]
+
+    @property
+    def unnumbered(self) -> list[str]:
+        """Names of groups whose numbers are not known."""
+        known = {name for name, _ in self.names.values()}
+        return [name for name in self.members if name and name not in known]
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Members and description of a group, which are the same on all ranks."""
+        return self.members.get(name, ()), self.about.get(name, "")
+
+    @property
+    def mixed(self) -> set[tuple[tuple[int, ...], str]]:
+        """Groups in which sends and receives were seen."""
+        return {self.kind(name) for number, (name, _) in self.names.items() if self._is_mixed(number)}
+
+    def _is_mixed(self, number: str) -> bool:
+        position = self.positions.get(number)
+        return position is not None and position.is_mixed
+
+    def is_even_but_for(self, mixed: Container[tuple[tuple[int, ...], str]]) -> bool:
+        """Whether by its counters nothing is outstanding, but for groups of which they do not tell."""
+        uneven = [number for number, position in self.positions.items() if position.called > position.completed]
+        return all(number in self.names and self.kind(self.names[number][0]) in mixed for number in uneven)
+
+    def take(self, number: str, about: str) -> None:
+        """Gives a number the name of the only group of that kind, if there is only one."""
+        fitting = [name for name in self.unnumbered if self.about.get(name) == about]
+        if len(fitting) == 1:
+            self.names[number] = (fitting[0], about)
+
+    def _complete(self) -> None:
+        unnamed, unnumbered = self.unnamed, self.unnumbered
+        if len(unnamed) == len(unnumbered) == 1:
+            self.names[unnamed[0]] = (unnumbered[0], self.about.get(unnumbered[0], ""))
+
+
+def complete(all_places: Iterable[Places]) -> bool:
+    """Names positions by dumps of other ranks with the same kinds of groups, which number them alike.
+
+    Returns:
+        Whether any was named.
+    """
+    alike: dict[object, list[Places]] = defaultdict(list)
+    for places in all_places:
+        kinds = Counter(places.about.values())
+        alike[(frozenset(places.positions), frozenset(kinds.items()))].append(places)
+    changed = False
+    for same in alike.values():
+        told: dict[str, set[str]] = defaultdict(set)
+        for places in same:
+            for number, (_, about) in places.names.items():
+                told[number].add(about)
+        for places in same:
+            before = len(places.names)
+            for number in places.unnamed:
+                if len(told[number]) == 1:
+                    places.take(number, next(iter(told[number])))
+            places._complete()
+            changed |= len(places.names) != before
+    return changed
+
+
+def called_otherwise(all_places: Mapping[int, Places]) -> dict[int, dict[str, str]]:
+    """Names that one group has on some ranks only, by rank, and the name that it has on the lowest of its members.
+
+    Names are numbered or hashed by each process for itself, so that members of one group may disagree on its name.
+    """
+    by_members: dict[tuple[tuple[int, ...], str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for rank, places in sorted(all_places.items()):
+        for name, there in places.members.items():
+            if name and rank in there:
+                by_members[(there, places.about.get(name, ""))][rank].append(name)
+    renamed: dict[int, dict[str, str]] = defaultdict(dict)
+    for by_rank in by_members.values():
+        is_one = all(len(names) == 1 for names in by_rank.values())
+        if is_one and len({names[0] for names in by_rank.values()}) > 1:
+            common = next(iter(by_rank.values()))[0]
+            for rank, names in by_rank.items():
+                renamed[rank][names[0]] = common
+    return renamed
+
+
+def groups_of(places: Places) -> tuple[Group, ...]:
+    """The groups of which the position is known."""
     groups = [
-        _group(name, description, config.get(name) or only, status.get(number, {}), called.get(name, 0))
-        for number, (name, description) in list(known.items())[:MOST_GROUPS]
+        _group(name, about, places.members.get(name) or places.only, places.positions.get(number))
+        for number, (name, about) in list(places.names.items())[:MOST_GROUPS]
     ]
     found = {group.name for group in groups}
-    if not status.keys() - known.keys():
+    if not places.unnamed:
         # A group has a position from its first collective on: what is left has called none.
-        groups += [Group(name=name, ranks=there) for name, there in config.items() if name and name not in found]
+        groups += [
+            Group(name=name, ranks=there) for name, there in places.members.items() if name and name not in found
+        ]
     return tuple(groups[:MOST_GROUPS])
 
 
-def _known(names: _Names, config: Mapping[str, object], status: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Names by number, completed where no other one is possible."""
-    known = dict(names)
-    if "0" in status and DEFAULT_GROUP[0] not in {name for name, _ in known.values()}:
-        # The first group that a process makes, of which a dump of active entries may have none, is the default one.
-        known.setdefault("0", DEFAULT_GROUP)
-    numbers = status.keys() - known.keys()
-    unnumbered = config.keys() - {name for name, _ in known.values()} - {""}
-    if len(numbers) == len(unnumbered) == 1:
-        known[next(iter(numbers))] = (next(iter(unnumbered)), "")
-    return known
-
-
-def _group(name: str, description: str, members: tuple[int, ...], status: dict[Any, Any], called: int) -> Group:
-    enqueued = max(whole(status.get("last_enqueued_collective")), called, 0)
-    completed = whole(status.get("last_completed_collective"))
+def _group(name: str, about: str, members: tuple[int, ...], position: Position | None) -> Group:
+    if position is None:
+        return Group(name=name, description=about, ranks=members)
     return Group(
         name=name,
-        description=description,
+        description=about,
         ranks=members,
-        last_enqueued=enqueued,
-        last_started=min(whole(status.get("last_started_collective"), -1), enqueued),
-        # Some versions give what was in memory there before anything had completed.
-        last_completed=completed if 0 < completed <= enqueued else 0,
+        last_enqueued=position.called,
+        last_started=position.started,
+        last_completed=position.completed,
+        is_mixed=position.is_mixed,
     )

@@ -42,7 +42,7 @@ def job_of(
     membership = Membership(said, size)
     logs = {one.rank: one.facts(membership.members) for one in said}
     told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
-    ranks = _distinct(told)
+    ranks = _unmixed(_distinct(told))
     counted = max([membership.size, *_sizes(dumps.values())])
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
@@ -138,16 +138,42 @@ def _distinct(told: list[RankFacts]) -> list[RankFacts]:
             if group.ranks:
                 members[group.name][id(group.ranks)] = group.ranks
     shared = {name for name, variants in members.items() if len(set(variants.values())) > 1}
-    return [_renamed(facts, shared) for facts in told] if shared else told
+    return [renamed(facts, _with_ranks(facts, shared)) for facts in told] if shared else told
 
 
-def _renamed(facts: RankFacts, shared: set[str]) -> RankFacts:
-    names = {g.name: f"{g.name} of {ranks_words(g.ranks)}" for g in facts.groups if g.name in shared and g.ranks}
+def _with_ranks(facts: RankFacts, shared: set[str]) -> dict[str, str]:
+    return {g.name: f"{g.name} of {ranks_words(g.ranks)}" for g in facts.groups if g.name in shared and g.ranks}
+
+
+def renamed(facts: RankFacts, names: Mapping[str, str]) -> RankFacts:
+    """The same with other names for some of its groups."""
     return replace(
         facts,
         groups=tuple(replace(group, name=names.get(group.name, group.name)) for group in facts.groups),
         collectives=tuple(replace(call, group=names.get(call.group, call.group)) for call in facts.collectives),
     )
+
+
+def _unmixed(told: list[RankFacts]) -> list[RankFacts]:
+    """Counters count sends and receives along: where any member shows some, the others' say nothing of collectives."""
+    mixed = {group.name for facts in told for group in facts.groups if group.is_mixed}
+    return [_by_entries(facts, mixed) for facts in told] if mixed else told
+
+
+def _by_entries(facts: RankFacts, mixed: set[str]) -> RankFacts:
+    groups = []
+    for group in facts.groups:
+        if group.name not in mixed or group.is_mixed:
+            groups.append(group)
+            continue
+        calls = [call for call in facts.collectives if call.group == group.name]
+        if calls:
+            called = max(call.seq for call in calls)
+            done = min((call.seq - 1 for call in calls if not call.completed), default=called)
+            groups.append(replace(group, last_enqueued=called, last_completed=done, is_mixed=True))
+        elif group.name == DEFAULT_GROUP[0] and not group.last_enqueued:
+            groups.append(group)
+    return replace(facts, groups=tuple(groups))
 
 
 def ranks_by_group(ranks: Iterable[RankFacts]) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,8 @@ from lightning_ncclsafe.rules.wording import group_words, ranks_words
 
 # Of these no rank sees the end before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
+# Counters do not tell the operation: the root of so many broadcasts may have left them before the others come.
+_BROADCASTS = 4
 # One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
 _OLDER = (
@@ -80,11 +82,13 @@ def _longest_ns(facts: RankFacts) -> int:
 
 
 def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    # Of a group in which no collective was seen, counters may be those of sends and receives.
+    seen = {call.group for facts in dumps.values() for call in facts.collectives if not call.is_p2p}
     done: dict[_Key, int] = defaultdict(int)
     called_in: dict[_Key, dict[int, int]] = defaultdict(dict)
     numbered_apart: set[str] = set()
     for rank, facts in dumps.items():
-        ended = _ended(facts, numbered_apart)
+        ended = _ended(facts, numbered_apart, seen)
         for group in filter(_is_one, facts.groups):
             key = group.name, id(group.ranks)
             done[key] = max(done[key], ended.get(group.name, 0))
@@ -106,7 +110,7 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
             )
 
 
-def _ended(facts: RankFacts, numbered_apart: set[str]) -> dict[str, int]:
+def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:
     """The last number of each group that ended here, and so was called by all."""
     ended: dict[str, int] = {}
     for call in facts.collectives:
@@ -115,6 +119,9 @@ def _ended(facts: RankFacts, numbered_apart: set[str]) -> dict[str, int]:
             numbered_apart.add(call.group)
         elif call.completed and call.op.startswith(_OF_ALL):
             ended[call.group] = max(ended.get(call.group, 0), call.seq)
+    for group in facts.groups:
+        if group.name in seen and not group.is_mixed:
+            ended[group.name] = max(ended.get(group.name, 0), group.last_completed - _BROADCASTS)
     return ended
 
 

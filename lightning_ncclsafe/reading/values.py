@@ -4,25 +4,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from lightning_ncclsafe.recorder import whole
+
+__all__ = ["MOST_RANKS", "items", "mapping", "ranks", "shapes", "text", "texts", "whole"]
+
 MOST_RANKS = 262_144
 """Whoever names a rank beyond that has not counted."""
 _LONGEST_RANKS = 2_000_000
 _LONGEST_TEXT = 400
-_LARGEST = 2**63
 _MOST_SHAPES = 4096
 _MOST_LENGTHS = 64
-
-
-def whole(value: object, default: int = 0) -> int:
-    """A whole number of 64 bits, also where it is written as text."""
-    if isinstance(value, str) and len(value) < 20:
-        try:
-            value = int(value)
-        except ValueError:
-            return default
-    if type(value) is not int or not -_LARGEST <= value < _LARGEST:
-        return default
-    return value
 
 
 def text(value: object) -> str:

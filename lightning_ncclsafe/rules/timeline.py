@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, NotRecorded, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.activity import Activity, Kind, activity
@@ -89,6 +90,8 @@ class Timeline:
         self.silent: tuple[int, ...] = job.silent
         self.others_said: dict[frozenset[int], str] = {}
         """What is said of those that wait, by the ranks that are left out of it."""
+        self.roots: tuple[Any, ...] | None = None
+        """Where waiting ends by dumps, once that has been asked for."""
         self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
 
     @cached_property

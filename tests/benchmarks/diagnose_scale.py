@@ -21,7 +21,9 @@ from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 BEGAN_NS = 1_790_000_000_000_000_000
 CULPRIT = 5
-SCENES = ("host-stuck", "no-dump", "diverged-collectives", "all-joined", "gpu-stuck")
+LAST = 10_000
+SCENES = ("host-stuck", "no-dump", "diverged-collectives", "all-joined", "gpu-stuck", "mesh")
+TENSOR = 8
 
 
 def entry(seq: int, *, state: str, op: str = "nccl:all_reduce", frames: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,26 +52,62 @@ def entry(seq: int, *, state: str, op: str = "nccl:all_reduce", frames: list[dic
 
 
 def dump(scene: str, rank: int, world: int, entries: int) -> bytes:
-    """The dump of one rank: all have come to number 1,000, in which the others wait for the culprit."""
+    """The dump of one rank: all have come to number 10,000, in which the others wait for the culprit."""
     frames = [
         {"name": f"f{depth}", "filename": f"/home/me/project/train_{depth % 3}.py", "line": 10 + depth}
         for depth in range(20)
     ]
     is_late = rank == CULPRIT
-    last = 999 if is_late and scene == "host-stuck" else 1000
-    done = last if last == 999 or (scene == "gpu-stuck" and not is_late) else 999
-    made = [entry(seq, state="completed", frames=frames) for seq in range(1001 - entries, 1000)]
-    if last == 1000:
+    last = LAST - 1 if is_late and scene == "host-stuck" else LAST
+    done = last if last < LAST or (scene == "gpu-stuck" and not is_late) else LAST - 1
+    made = [entry(seq, state="completed", frames=frames) for seq in range(LAST + 1 - entries, LAST)]
+    if last == LAST:
         op = "nccl:broadcast" if is_late and scene == "diverged-collectives" else "nccl:all_reduce"
-        made.append(entry(1000, state="completed" if done == 1000 else "started", op=op, frames=frames))
+        made.append(entry(LAST, state="completed" if done == LAST else "started", op=op, frames=frames))
     status = {"last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": done}
     config = {"name": "0", "desc": "default_pg", "ranks": str(list(range(world)))}
     plain = {"version": "2.10", "pg_config": {"0": config}, "pg_status": {"0": status}, "entries": made}
     return pickle.dumps(plain, protocol=2)
 
 
+def mesh_dump(rank: int, world: int, entries: int) -> bytes:
+    """One rank of a job with tensor and data parallel groups, in each of which all ranks wait for the culprit's row."""
+    frames = [{"name": f"f{depth}", "filename": "/home/me/project/train.py", "line": 10 + depth} for depth in range(20)]
+    row, column = rank // TENSOR, rank % TENSOR
+    tensor, data = f"{1 + row}", f"d{column}"
+    members = {
+        "0": list(range(world)),
+        tensor: [row * TENSOR + place for place in range(TENSOR)],
+        data: list(range(column, world, TENSOR)),
+    }
+    is_stuck_row = row == CULPRIT // TENSOR
+    in_tensor = LAST - (rank == CULPRIT)
+    in_data = LAST - is_stuck_row
+    made = []
+    for seq in range(LAST + 1 - entries // 2, LAST + 1):
+        for number, name, about, last in ((1, tensor, "tp", in_tensor), (2, data, "dp", in_data)):
+            waits = seq == LAST and (number == 2 or is_stuck_row)
+            if seq <= last:
+                one = entry(seq, state="scheduled" if waits else "completed", frames=frames)
+                made.append(one | {"pg_id": number, "process_group": (name, about)})
+    status = {
+        "1": {"last_enqueued_collective": in_tensor, "last_completed_collective": LAST - is_stuck_row},
+        "2": {"last_enqueued_collective": in_data, "last_completed_collective": LAST - 1},
+    }
+    config = {
+        name: {"name": name, "desc": about, "ranks": str(members[name])}
+        for name, about in (("0", "default_pg"), (tensor, "tp"), (data, "dp"))
+    }
+    return pickle.dumps({"version": "2.10", "pg_config": config, "pg_status": status, "entries": made}, protocol=2)
+
+
 def write(folder: Path, scene: str, world: int, entries: int) -> int:
     """Writes the dumps; returns their bytes."""
+    if scene == "mesh":
+        sizes = [
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(mesh_dump(rank, world, entries)) for rank in range(world)
+        ]
+        return sum(sizes)
     likely = dump(scene, 0, world, entries)
     written = 0
     for rank in range(world):

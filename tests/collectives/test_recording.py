@@ -384,3 +384,13 @@ def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: A
     dump[0] = value
     with pytest.raises(pickle.UnpicklingError, match="it should be plain data"):
         list(_torch.recorder_entries())
+
+
+def test_a_batch_of_sends_and_receives_is_no_collective() -> None:
+    """Its whole has the number of the collective before it, and does not say that it is none."""
+    parts = [
+        entry(number, 9, name=name, retired=False, is_p2p=True)
+        for number, name in ((1, "nccl:send 0->1"), (2, "nccl:recv 0<-1"))
+    ]
+    whole = nccl(3, duration_ms=1.0) | {"profiling_name": "nccl:coalesced", "collective_seq_id": 1, "p2p_seq_id": 9}
+    assert seqs(Read()(nccl(0, duration_ms=1.0), *parts, whole, last=True)) == [1]

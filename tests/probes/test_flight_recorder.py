@@ -83,9 +83,10 @@ def test_nccl_entries_have_a_state_and_a_duration() -> None:
 def test_what_nccl_has_retired_and_not_completed_has_timed_out() -> None:
     dump = nccl("started", retired=True)
     assert not flight_recorder.parse(dump, {})[1][0].completed
-    # Those of a communicator end one after the other: its position tells of this one, too.
+    # What was given up counts as completed in the counters, and has not.
     dump["pg_status"]["0"] |= {"last_completed_collective": 4}
-    assert flight_recorder.parse(dump, {})[1][0].completed
+    (group,), (given_up,) = flight_recorder.parse(dump, {})
+    assert (given_up.completed, given_up.gave_up, group.last_completed) == (False, True, 3)
 
 
 def test_newer_names_of_back_ends_are_read() -> None:
@@ -186,3 +187,31 @@ def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypa
     assert flight_recorder.position() == before
     monkeypatch.setattr(_torch, "counts", lambda: (4, None))
     assert flight_recorder.position() != before
+
+
+def test_a_group_that_sends_and_receives_does_not_look_behind() -> None:
+    """A batch leaves its parts and a whole, and its number in the counters: 9 here, beside 4 collectives."""
+    dump = nccl("completed", retired=True)
+    parts = [
+        {**dump["entries"][0], "record_id": record, "profiling_name": name, "is_p2p": is_p2p, "p2p_seq_id": 9} | more
+        for record, name, is_p2p, more in (
+            (4, "nccl:send 0->1", True, {"state": "scheduled", "retired": False}),
+            (5, "nccl:recv 0<-1", True, {"state": "scheduled", "retired": False}),
+            (6, "nccl:coalesced", False, {"state": "started", "retired": False}),
+        )
+    ]
+    dump["entries"] += parts
+    dump["pg_status"]["0"] = {key: "9" for key in dump["pg_status"]["0"]}
+    (group,), collectives = flight_recorder.parse(dump, {})
+    assert (group.last_enqueued, group.last_completed, group.is_mixed) == (4, 4, True)
+    assert [(one.op, one.seq, one.is_p2p, one.completed) for one in collectives[1:]] == [
+        ("send 0->1", 9, True, False),
+        ("recv 0<-1", 9, True, False),
+    ]
+
+
+def test_a_rank_that_is_blocked_inside_its_first_call_of_nccl_waits() -> None:
+    """Its events were never recorded, and so look completed; the watchdog would have retired it long since."""
+    dump = nccl("completed", retired=False)
+    (group,), (call,) = flight_recorder.parse(dump, {})
+    assert (call.completed, call.launching, group.last_enqueued, group.last_completed) == (False, True, 4, 3)

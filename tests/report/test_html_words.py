@@ -64,8 +64,8 @@ def test_what_is_not_known_is_not_told() -> None:
 def test_a_table_has_no_empty_columns() -> None:
     calls = (Collective(group="0", seq=1, op="barrier"), Collective(group="0", seq=2, op="barrier"))
     titles, rows = table_of(calls, frozenset({"group", "is_p2p"}))
-    assert titles == ["seq", "op", "completed", "started", "timeout"]
-    assert rows[1] == ["2", "barrier", "no", "no", "0.000\u00a0ms"]
+    assert titles == ["seq", "op", "completed", "started", "launching", "gave up", "timeout"]
+    assert rows[1] == ["2", "barrier", "no", "no", "no", "no", "0.000\u00a0ms"]
 
 
 def test_what_is_zero_everywhere_is_nothing() -> None:

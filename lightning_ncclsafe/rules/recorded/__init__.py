@@ -1,14 +1,14 @@
 """Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken."""
 
-from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
-from lightning_ncclsafe.rules.hang.gpu_stuck import gpu_stuck
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
 from lightning_ncclsafe.rules.recorded.all_joined import all_joined
+from lightning_ncclsafe.rules.recorded.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.recorded.dead_rank import dead_rank
 from lightning_ncclsafe.rules.recorded.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.recorded.failed_rank import failed_rank
+from lightning_ncclsafe.rules.recorded.gpu_stuck import gpu_stuck
 from lightning_ncclsafe.rules.recorded.host_stuck import host_stuck
 from lightning_ncclsafe.rules.recorded.late_at_init import late_at_init
 from lightning_ncclsafe.rules.recorded.mismatched_collective import mismatched_collective

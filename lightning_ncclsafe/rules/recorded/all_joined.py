@@ -7,6 +7,7 @@ from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
+from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     quotes,
@@ -53,7 +54,12 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         have the times of all calls.
     """
     view = timeline(job)
-    if gone(view) or split_of(job) is not None or view.stragglers:
+    if gone(view) or split_of(job) is not None:
+        return
+    if has_dumps(job):
+        yield from _of_dumps(view)
+        return
+    if view.stragglers:
         return
     for group in view.groups:
         calls = view.joined(group)
@@ -63,10 +69,24 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
             return
 
 
-def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
+def _of_dumps(view: Timeline) -> Iterator[Finding]:
+    groups = {group.name: group for group in view.groups}
+    for root in roots_of(view, Cause.JOINED)[:1]:
+        name, seq = root.ops[0]
+        calls = {
+            call_rank: call
+            for call_rank in root.ranks
+            for call in view.facts[call_rank].collectives
+            if (call.group, call.seq, call.is_p2p) == (name, seq, False)
+        }
+        if len(groups[name].members) == len(calls) > 1:
+            yield _finding(view, groups[name], calls, known=root.is_sure)
+
+
+def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, known: bool = True) -> Finding:
     ranks = tuple(sorted(calls))
     late = _late(calls)
-    is_sure = _is_complete(view.job, group) and late is None
+    is_sure = known and _is_complete(view.job, group) and late is None
     fault = "a link or a device is at fault, not the training code"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
         fault = f"if they had stood there for long, {fault}"

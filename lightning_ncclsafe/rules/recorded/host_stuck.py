@@ -1,5 +1,6 @@
 """The cause host-stuck: a rank has nothing outstanding, and has not called what the others wait in."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
@@ -7,19 +8,22 @@ from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
+from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     called_words,
+    consequence_evidence,
     counters_evidence,
     last_call_evidence,
     last_site,
     one_element,
     quotes,
     waiting_in,
+    waiting_on_peers,
     waiting_words,
 )
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
 
 _REMEDY = (
     "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. It is "
@@ -48,13 +52,73 @@ def host_stuck(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     if gone(view):
         return
-    held = [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
+    if has_dumps(job):
+        found = roots_of(view, Cause.HOST)
+        for is_sure in (True, False):
+            culprits = [root for root in found if root.is_sure is is_sure]
+            if culprits:
+                yield _of_dumps(view, culprits, is_sure)
+    held = [] if has_dumps(job) else [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
     if held:
         # Its other groups wait for the same reason.
         group, ranks = max(held, key=lambda one: len(one[0].oldest))
         yield _finding(view, group, ranks)
-    else:
+    elif not roots(view):
         yield from _named(view)
+
+
+def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
+    """All ranks of which dumps say so, in whichever groups others wait for them."""
+    by_op: dict[tuple[str, int] | None, list[int]] = defaultdict(list)
+    for root in culprits:
+        by_op[root.ops[0] if root.ops else None] += root.ranks
+    ranks = tuple(sorted(rank for root in culprits for rank in root.ranks))
+    parts = [_part(view, op, tuple(sorted(who))) for op, who in by_op.items()]
+    groups = {group.name: group for group in view.groups}
+    first = next((groups[op[0]] for op in by_op if op is not None), None)
+    site = last_site(view.facts[ranks[0]], first.name) if len(ranks) == 1 and first is not None else ""
+    return Finding(
+        rule="host-stuck",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
+        summary=f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
+        ranks=ranks,
+        evidence=(*_evidence(view, culprits), *consequence_evidence(culprits)),
+        remedy=_REMEDY,
+    )
+
+
+def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) -> str:
+    if op is None:
+        waiting = waiting_on_peers(view, ranks)
+        return (
+            f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} finished all that {verb(ranks, 'it', 'they')} called, "
+            f"and not called the other side, while {waiting_words(waiting)}"
+        )
+    group = next(one for one in view.groups if one.name == op[0])
+    waiting = waiting_in(view.facts, group)
+    known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
+    called = f"{called_words(group, ranks)} and finished all" if known else "finished all that was called there"
+    of = "" if known else f" of {group_words(group.name)}"
+    return (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {called}, and never called number {op[1]:,}{of}, while "
+        f"{waiting_words(waiting)}"
+    )
+
+
+def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
+    groups = {group.name: group for group in view.groups}
+    for root in culprits[:4]:
+        if root.ops:
+            group = groups[root.ops[0][0]]
+            waiting = waiting_in(view.facts, group)
+            for rank in root.ranks:
+                yield from last_call_evidence(view.facts[rank], group, waiting)
+    for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
+        yield from counters_evidence(view.facts, groups[name])
+        yield from one_element(waiting_in(view.facts, groups[name]).values())
+    for root in culprits[:2]:
+        yield from quotes(view.facts[root.ranks[0]])
 
 
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:

@@ -4,17 +4,20 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.recorded.absent import Absence, absences
+from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
+from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
+    consequence_evidence,
     counters_evidence,
     one_element,
     record_kinds,
     waiting_in,
+    waiting_on_peers,
     waiting_words,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words
+from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _REMEDY = (
     "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor does "
@@ -41,23 +44,27 @@ def no_dump(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     if not record_kinds(job)[0]:
         return
-    for absence in absences(view):
-        if not view.joined(absence.group):
-            yield _finding(view, absence)
-            return
+    found = roots_of(view, Cause.UNREAD)
+    if found and not gone(view):
+        yield _finding(view, max(found, key=lambda root: len(root.held)), found)
 
 
-def _finding(view: Timeline, absence: Absence) -> Finding:
-    ranks, group = absence.ranks, absence.group
-    waiting = waiting_in(view.facts, group)
-    only = len(ranks) == 1 and len(waiting) == len(group.members) - 1 and split_of(view.job) is None
+def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
+    ranks = tuple(sorted(rank for root in found for rank in root.ranks))
+    group = next((one for one in view.groups if first.ops and one.name == first.ops[0][0]), None)
+    waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
+    only = len(view.silent) == 1 and all(seen is Cause.UNREAD for seen in (root.cause for root in roots(view)))
+    only = only and split_of(view.job) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     if older:
         who = f"The dumps of {ranks_words(older)} are of an earlier moment than those of others, which wait"
         whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
         then = f"Unless the run still moved then, these wait for {whom}"
     else:
+        empty = tuple(rank for rank in ranks if rank in view.facts)
         who = f"no dump of {ranks_words(ranks)} was read, and the others wait"
+        if empty:
+            who = f"the {verb(ranks, 'dump', 'dumps')} of {ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing"
         then = f"{'It is' if len(ranks) == 1 else 'One of them is'} probably what they wait for"
     text = f"{who}: {waiting_words(waiting)}. {then}"
     return Finding(
@@ -66,6 +73,10 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
         confidence=Confidence.LIKELY if only and not older else Confidence.POSSIBLE,
         summary=f"{capitalised(text)}.",
         ranks=ranks,
-        evidence=(*counters_evidence(view.facts, group), *one_element(waiting.values())),
+        evidence=(
+            *(counters_evidence(view.facts, group) if group is not None else ()),
+            *one_element(waiting.values()),
+            *consequence_evidence(found),
+        ),
         remedy=_REMEDY,
     )

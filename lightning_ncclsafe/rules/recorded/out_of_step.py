@@ -8,6 +8,7 @@ from lightning_ncclsafe.recorded_facts import StatementKind
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
+from lightning_ncclsafe.rules.recorded.standstill import has_dumps
 from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
@@ -48,7 +49,7 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
         (diverged-collectives, gpu-stuck).
     """
     view = timeline(job)
-    if gone(view):
+    if gone(view) or has_dumps(job):
         return
     for said in stated(job, StatementKind.AHEAD)[:1]:
         yield Finding(

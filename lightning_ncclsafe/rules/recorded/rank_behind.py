@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.recorded.standstill import has_moved
 from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
@@ -38,6 +39,8 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
         What the ranks of which nothing was read have done.
     """
     view = timeline(job)
+    if has_moved(job):
+        return
     waiting = [group for group in view.groups if group.seq is not None]
     if waiting:
         yield _finding(view, min(waiting, key=lambda group: (-len(group.oldest), group.name)))

@@ -1,7 +1,7 @@
 """Words for what was recorded of ranks: what they wait in, what they called last, and when."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -9,7 +9,8 @@ from lightning_ncclsafe.facts import Collective, Frame, JobFacts, Phase, Progres
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.meaning import meaning
-from lightning_ncclsafe.rules.timeline import GroupView
+from lightning_ncclsafe.rules.recorded.standstill import Root, peer_of
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline
 from lightning_ncclsafe.rules.wording import (
     capitalised,
     collective_words,
@@ -111,6 +112,28 @@ def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Co
         rank: oldest_outstanding(facts[rank], group.name) or Collective(group=group.name, seq=seq, op=UNKNOWN_CALL)
         for rank, seq in group.oldest.items()
     }
+
+
+def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collective]:
+    """The send or receive in which ranks wait for one of these, the oldest of each."""
+    awaited = set(ranks)
+    members = {group.name: group.members for group in view.groups}
+    found: dict[int, Collective] = {}
+    for rank, facts in view.facts.items():
+        for call in facts.collectives:
+            end = peer_of(call, members.get(call.group, ())) if call.is_p2p and not call.completed else None
+            if end is not None and end[1] in awaited and rank not in awaited:
+                found.setdefault(rank, call)
+    return found
+
+
+def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
+    """The ranks that merely wait for a cause, also by way of others."""
+    found = list(found)
+    held = {rank for root in found for rank in root.held} - {rank for root in found for rank in root.ranks}
+    if held:
+        text = f"{ranks_words(sorted(held))} {verb(sorted(held), 'waits', 'wait')} for this, also by way of others"
+        yield Evidence(source="flight recorder", text=f"{capitalised(text)}: that is a consequence.")
 
 
 def called_words(group: GroupView, ranks: Iterable[int]) -> str:

@@ -1,14 +1,12 @@
 """The cause unmatched-p2p: a send or receive whose other side was never called, mostly between pipeline stages."""
 
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, told
+from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, told
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
@@ -17,113 +15,64 @@ _REMEDY = (
     "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one another "
     "in a circle, pair each send with its receive in dist.batch_isend_irecv. "
 ) + LOOK_THERE
-# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
-_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-_LONGEST_CHAIN = 10_000
 _LISTED = 6
 
 
-class Wait(NamedTuple):
-    """What a rank waits in, and the rank that it waits for."""
-
-    call: Collective
-    peer: int
-
-
 def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
-    """Ranks wait in a send or receive, and following who waits for whom leads to one rank, or in a circle.
+    """Ranks wait in sends and receives of which the other side is not called, because it waits for them in turn.
 
     Symptom:
-        "nccl:recv 1<-0" that has not completed on rank 1, without a send on rank 0; timeouts with OpType=RECV.
+        "nccl:recv 1<-0" that has not completed on rank 1, without a send on rank 0, which waits as well.
 
     Cause:
         Pipeline stages that disagree about the number or the order of what they exchange; a stage that is elsewhere.
 
     Remedy:
-        Look at what the rank at the end of the chain does instead.
+        Pair each send with a receive; see in which order neighbours call them.
 
     Cannot see:
-        Operations that were started together and recorded as one, where the recorder did not keep their parts.
+        Which side has called one too many. A rank that has nothing outstanding and that neighbours wait for is told as
+        host-stuck.
     """
     view = timeline(job)
-    waits = {rank: wait for rank, facts in sorted(view.facts.items()) if (wait := _wait(facts)) is not None}
-    if not waits or gone(view):
-        return
-    ends: dict[int, list[int]] = defaultdict(list)
-    for rank in waits:
-        ends[_end(waits, rank)].append(rank)
-    # A rank at the end that waits for others in a collective is explained by what they wait for.
-    for end, ranks in ends.items():
-        if end in waits or end not in view.facts or not view.waits(end):
-            yield _finding(view, waits, end, ranks)
-            return
+    if not gone(view):
+        yield from (_finding(view, root) for root in roots_of(view, Cause.UNMATCHED))
 
 
 def pending_p2p(facts: RankFacts) -> Iterator[Collective]:
-    """Sends and receives that have not completed, the oldest first.
-
-    Of what was started together only the whole is seen to end; what comes after it on the device ends after it.
-    """
-    done: dict[str, int] = defaultdict(lambda: -1)
-    for call in facts.collectives:
-        if call.is_p2p and call.completed:
-            done[call.group] = max(done[call.group], call.seq)
-    yield from (
-        call for call in facts.collectives if call.is_p2p and not call.completed and call.seq > done[call.group]
-    )
+    """Sends and receives that have not completed, the oldest first."""
+    yield from (call for call in facts.collectives if call.is_p2p and not call.completed)
 
 
-def _wait(facts: RankFacts) -> Wait | None:
-    for call in pending_p2p(facts):
-        ends = _ENDS.match(call.op)
-        members = next((group.ranks for group in facts.groups if group.name == call.group), ())
-        number = int(ends[3]) if ends else -1
-        if 0 <= number < len(members):
-            return Wait(call, members[number])
-    return None
-
-
-def _end(waits: dict[int, Wait], rank: int) -> int:
-    """The rank at the end of the chain; of a circle its lowest."""
-    path = {rank: None}
-    while rank in waits and len(path) < _LONGEST_CHAIN:
-        rank = waits[rank].peer
-        if rank in path:
-            circle = list(path)[list(path).index(rank) :]
-            return min(circle)
-        path[rank] = None
-    return rank
-
-
-def _finding(view: Timeline, waits: dict[int, Wait], end: int, ranks: list[int]) -> Finding:
-    is_circle = end in waits
-    circle = _circle(waits, end) if is_circle else (end,)
-    chain = [f"rank {rank} waits in {waits[rank].call.op} for rank {waits[rank].peer}" for rank in ranks[:_LISTED]]
-    if is_circle:
-        tail = f"{ranks_words(circle)} {verb(circle, 'waits', 'wait')} for one another in a circle"
-    elif end in view.facts:
-        tail = f"rank {end} waits for nobody, and has not called the other side"
-    else:
-        tail = f"nothing was read of rank {end}"
-    site = call_site(waits[ranks[0]].call)
+def _finding(view: Timeline, root: Root) -> Finding:
+    first = {rank: next(pending_p2p(view.facts[rank]), None) for rank in root.circle}
+    calls = {rank: call for rank, call in first.items() if call is not None}
+    passed = tuple(rank for rank, call in first.items() if call is None)
+    members = {group.name: group.members for group in view.groups}
+    parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
+    more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
+    why = "they wait for one another in a circle"
+    if passed:
+        why = f"{ranks_words(passed)} {verb(passed, 'has', 'have')} gone on without the other side"
+    sites = (call_site(call) for call in calls.values())
     return Finding(
         rule="unmatched-p2p",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY if is_circle or end in view.facts else Confidence.POSSIBLE,
-        summary=f"{capitalised('; '.join(chain))}: {tail}.",
-        ranks=circle,
-        location=location_of(site) if is_circle else "",
-        evidence=tuple(
-            Evidence(source="flight recorder", rank=rank, text=f"Has not completed {told(waits[rank].call)}.")
-            for rank in ranks[:_LISTED]
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
+        ranks=root.ranks,
+        location=next((location_of(site) for site in sites if site is not None), ""),
+        evidence=(
+            *(
+                Evidence(source="flight recorder", rank=rank, text=f"Has not completed {told(call)}.")
+                for rank, call in list(calls.items())[:_LISTED]
+            ),
+            *consequence_evidence([root]),
         ),
         remedy=_REMEDY,
     )
 
 
-def _circle(waits: dict[int, Wait], start: int) -> tuple[int, ...]:
-    found, rank = {start}, waits[start].peer
-    while rank != start:
-        found.add(rank)
-        rank = waits[rank].peer
-    return tuple(sorted(found))
+def _hop(rank: int, call: Collective, members: tuple[int, ...]) -> str:
+    end = peer_of(call, members) if call.is_p2p else None
+    return f"rank {rank} waits in {call.op}" + (f" for rank {end[1]}" if end is not None else "")

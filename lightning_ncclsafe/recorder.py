@@ -1,0 +1,366 @@
+"""The model of PyTorch's Flight Recorder: what raw entries and counters of one rank mean, here or in a dump.
+
+An entry's own words are not to be taken at face value. ``completed`` is also what a collective looks like inside whose
+call the host still blocks; ``retired`` is what NCCL's watchdog does to a work that it has given up, too; a batch of
+sends and receives leaves parts that never end and one whole that counts as no collective; and a group's counters are
+those of the last work of either kind. Whoever reads a recorder asks here.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+Entry = Mapping[Any, Any]
+_Entry = TypeVar("_Entry", bound=Entry)
+
+# NCCL's watchdog retires what has ended within some 0.1 s.
+_RETIRED_WITHIN_NS = 2_000_000_000
+_LARGEST = 2**63
+# Back ends whose recorder is known; each has a meaning of its own for "retired".
+_KNOWN = ("nccl", "gloo", "fake")
+
+
+class State(str, Enum):
+    """How far a work has come."""
+
+    LAUNCHING = "launching"
+    """The host is inside the call: the device has not been given it. Its first call of NCCL may block there."""
+    WAITING = "waiting"
+    """Called; nothing says that the device has begun with it."""
+    RUNNING = "running"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """It has ended or is being launched, and nothing tells which."""
+
+
+class Kind(str, Enum):
+    """What a work is."""
+
+    COLLECTIVE = "collective"
+    P2P = "point-to-point"
+    BATCH = "batch"
+    """Sends and receives that were started together, and end together."""
+
+
+@dataclass(slots=True)
+class Work(Generic[_Entry]):
+    """One work of a rank, as it counts: what was coalesced is one.
+
+    Attributes:
+        entry: The entry that tells of it; of a batch whose whole is not there, its last part.
+        number: The process's own number of its group (``pg_id``), which means another group on another rank.
+        group: Name of its group.
+        kind: What it is.
+        seq: Its number in the sequence that it belongs to: of collectives, or of sends and receives.
+        state: How far it has come.
+        gave_up: Whether the watchdog has given it up; it counts as completed in the counters then, and has not.
+        parts: Of a batch its sends and receives, oldest first.
+    """
+
+    entry: _Entry
+    number: str
+    group: str
+    kind: Kind
+    seq: int
+    state: State = State.UNKNOWN
+    gave_up: bool = False
+    parts: tuple[_Entry, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known to have ended."""
+        return self.state is not State.ENDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a rank has come with a group's collectives.
+
+    Attributes:
+        called: The last number that it has called.
+        started: The last one that has started on the device; -1 where the recorder does not say.
+        completed: The last one that has ended.
+        is_mixed: Whether sends and receives were seen in the group, which its counters count along.
+    """
+
+    called: int
+    started: int = -1
+    completed: int
+    is_mixed: bool = False
+
+
+def whole(value: object, default: int = 0) -> int:
+    """A whole number of 64 bits, also where it is written as text; else the default."""
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            value = int(value)
+        except ValueError:
+            return default
+    if type(value) is not int or not -_LARGEST <= value < _LARGEST:
+        return default
+    return value
+
+
+def seq_of(entry: Entry) -> int:
+    """An entry's number in the numbering that it belongs to; before torch 2.5 there was one for all."""
+    key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
+    return max(whole(entry.get(key, entry.get("seq_id"))), 0)
+
+
+def group_of(entry: Entry) -> tuple[str, str]:
+    """Name and description of an entry's group; before torch 2.4 there was the name alone."""
+    group = entry.get("process_group")
+    if isinstance(group, str):
+        return group, ""
+    if isinstance(group, (list, tuple)):
+        name, about = (*group[:2], "", "")[:2]
+        return name if isinstance(name, str) else "", about if isinstance(about, str) else ""
+    return "", ""
+
+
+def backend_of(entry: Entry) -> tuple[str, str]:
+    """Back end and operation, ``("nccl", "all_reduce")``; the first is empty where the entry does not tell."""
+    name = entry.get("profiling_name")
+    backend, mark, op = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return (backend, op) if mark else ("", backend)
+
+
+def is_known(backend: str) -> bool:
+    """Whether it is known how this back end's recorder tells that a work has ended."""
+    return not backend or backend.startswith(_KNOWN)
+
+
+class Recorder(Generic[_Entry]):
+    """What the recorder of one rank says.
+
+    Attributes:
+        works: All works, oldest first.
+        positions: How far the rank has come in each group, by the process's own number of the group.
+        names: Name and description of groups by that number, as far as entries tell.
+        is_idle: Whether nothing is outstanding, by entries and counters; False as well where nothing was recorded.
+        only_open: Whether entries that have ended seem to be left out of this dump.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
+        """Takes the entries, oldest first, counters (``pg_status``), and the time at which both were read; 0: unknown.
+
+        A dump of everything holds works that have ended, unless there are none; one of open entries holds none.
+        """
+        self.only_open = not any(_says_ended(entry) for entry in entries)
+        self.names: dict[str, tuple[str, str]] = {}
+        self._now_ns = now_ns
+        self._mixed: set[str] = set()
+        self._newest: dict[str, int] = {}
+        self._status = status
+        self.works = self._wholes(entries)
+        by_group: dict[str, list[Work[_Entry]]] = defaultdict(list)
+        for work in self.works:
+            by_group[work.number].append(work)
+        for number, works in by_group.items():
+            self._judge(works, self._completed(number, status), self._sent(number, works))
+        self.positions = {
+            number: self._position(number, status.get(number, {}), by_group.get(number, []))
+            for number in {**status, **by_group}
+        }
+        uneven = any(one.called > one.completed for one in self.positions.values())
+        self.is_idle = bool(self.positions) and not uneven and not any(work.is_open for work in self.works)
+
+    def _wholes(self, entries: Sequence[_Entry]) -> list[Work[_Entry]]:
+        """Works of entries: parts of what was coalesced are taken together."""
+        works: list[Work[_Entry]] = []
+        # Of each group, sends and receives that may be parts of a batch, by their place among the works.
+        loose: dict[str, list[int]] = defaultdict(list)
+        wholes: dict[tuple[str, int], bool] = {}
+        left_out: set[int] = set()
+        for entry in entries:
+            number = str(whole(entry.get("pg_id"), -1))
+            names = self.names.get(number)
+            if names is None:
+                names = self.names[number] = group_of(entry)
+            seq = seq_of(entry)
+            name = entry.get("profiling_name")
+            is_p2p = entry.get("is_p2p") is True
+            thread = entry.get("thread_id")
+            self._newest[thread if isinstance(thread, str) else ""] = len(works)
+            if isinstance(name, str) and name.endswith("coalesced"):
+                parts = _parts_of(entry, works, loose.pop(number, []))
+                if parts or is_p2p:
+                    left_out.update(parts)
+                    self._mixed.add(number)
+                    own = tuple(works[index].entry for index in parts)
+                    seq = max(whole(entry.get("p2p_seq_id", entry.get("seq_id"))), 0)
+                    works.append(Work(entry, number, names[0], Kind.BATCH, seq, parts=own))
+                    continue
+                wholes[(number, seq)] = True
+            if is_p2p:
+                self._mixed.add(number)
+                loose[number].append(len(works))
+            else:
+                loose.pop(number, None)
+            works.append(Work(entry, number, names[0], Kind.P2P if is_p2p else Kind.COLLECTIVE, seq))
+        if wholes:
+            left_out.update(index for index, work in enumerate(works) if _is_in(work, wholes))
+        self._bundle(works, left_out)
+        if not left_out:
+            return works
+        places = {index: place for place, index in enumerate(i for i in range(len(works)) if i not in left_out)}
+        self._newest = {thread: places.get(index, -1) for thread, index in self._newest.items()}
+        return [work for index, work in enumerate(works) if index not in left_out]
+
+    def _bundle(self, works: list[Work[_Entry]], left_out: set[int]) -> None:
+        """Parts of one batch of which there is no whole: sends and receives of one number."""
+        before: dict[tuple[str, int], int] = {}
+        for index, work in enumerate(works):
+            if work.kind is not Kind.P2P or index in left_out:
+                continue
+            first = before.get((work.number, work.seq))
+            if first is not None:
+                left_out.add(first)
+                earlier = works[first].parts or (works[first].entry,)
+                works[index] = Work(
+                    work.entry, work.number, work.group, Kind.BATCH, work.seq, parts=(*earlier, work.entry)
+                )
+            before[(work.number, work.seq)] = index
+
+    def _completed(self, number: str, status: Mapping[str, Entry]) -> int:
+        """The last collective of a group that has ended by its counters; 0 where they do not tell."""
+        return 0 if number in self._mixed else _counted(status.get(number, {}))[1]
+
+    def _sent(self, number: str, works: list[Work[_Entry]]) -> int:
+        """Up to which number sends and receives have ended, where that is known; 0 where it is not.
+
+        A batch of one leaves a part that looks like a single send for ever. Single ones leave a dump of open entries
+        when they end: where the very last that has ended is still there, with all before it, they are parts.
+        """
+        _, completed = _counted(self._status.get(number, {}))
+        sent = {work.seq for work in works if _is_loose(work) and 0 < work.seq <= completed}
+        is_whole = completed in sent and len(sent) == completed - min(sent) + 1
+        return completed if is_whole else 0
+
+    def _judge(self, works: list[Work[_Entry]], completed: int, sent: int) -> None:
+        """Says of the works of one group how far they have come."""
+        last = self.works[-1] if self.works else None
+        for work in works:
+            if not backend_of(work.entry)[0].startswith("nccl"):
+                work.state = _elsewhere(work.entry)
+            elif work.kind is Kind.BATCH and not _is_whole(work.entry):
+                work.state = self._of_parts(work, work is last)
+            else:
+                self._on_nccl(work, completed)
+            if _is_loose(work) and work.seq <= sent and not work.gave_up:
+                work.state = State.ENDED
+        _end_in_order(works)
+
+    def _on_nccl(self, work: Work[_Entry], completed: int) -> None:
+        entry = work.entry
+        said = entry.get("state")
+        is_counted = work.kind is Kind.COLLECTIVE and 0 < work.seq <= completed
+        if said == "completed":
+            # Events that were never recorded look completed: whose host is inside the call has come no further.
+            is_sure = entry.get("retired", True) is not False or is_counted
+            is_last = not is_sure and any(self.works[index] is work for index in self._newest.values() if index >= 0)
+            work.state = self._launched(entry) if is_last else State.ENDED
+            return
+        work.gave_up = entry.get("retired") is True
+        if is_counted and not work.gave_up:
+            work.state = State.ENDED
+        else:
+            work.state = State.RUNNING if said == "started" else State.WAITING
+
+    def _launched(self, entry: Entry) -> State:
+        """Of what looks completed, is not retired, and after which its thread has called nothing."""
+        if not self._now_ns:
+            return State.UNKNOWN
+        is_old = self._now_ns - whole(entry.get("time_created_ns")) > _RETIRED_WITHIN_NS
+        return State.LAUNCHING if is_old else State.ENDED
+
+    def _of_parts(self, work: Work[_Entry], is_last: bool) -> State:
+        """Of a batch without a whole, which is recorded when the host has launched it, and left out once it ended."""
+        if not is_last:
+            return State.ENDED
+        return State.UNKNOWN if self.only_open or not self._now_ns else self._launched(work.entry)
+
+    def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> Position:
+        """The counters, or what entries say where those count sends and receives along."""
+        calls = [work for work in works if work.kind is Kind.COLLECTIVE]
+        outstanding = min((work.seq for work in calls if work.is_open), default=0)
+        called = max((work.seq for work in calls), default=0)
+        if number in self._mixed:
+            # Sends and receives carry the number of the collective before them.
+            called = max([called, *(whole(work.entry.get("collective_seq_id")) for work in works)])
+            return Position(called=called, completed=outstanding - 1 if outstanding else called, is_mixed=True)
+        enqueued, completed = _counted(status)
+        called = max(enqueued, called)
+        if outstanding:
+            completed = min(completed, outstanding - 1)
+        elif any(work.state is State.ENDED for work in calls):
+            completed = max(completed, max(work.seq for work in calls))
+        started = min(whole(status.get("last_started_collective"), -1), called)
+        return Position(called=called, started=started, completed=completed)
+
+
+def _end_in_order(works: Sequence[Work[Any]]) -> None:
+    """On a group's stream, collectives end one after the other: a later one tells of those before it."""
+    later_has_ended = False
+    for work in reversed(works):
+        if work.kind is not Kind.COLLECTIVE:
+            continue
+        if later_has_ended:
+            work.state, work.gave_up = State.ENDED, False
+        elif work.state is State.ENDED and work.entry.get("state") == "completed":
+            later_has_ended = True
+
+
+def _says_ended(entry: Entry) -> bool:
+    return entry.get("state") == "completed" or entry.get("retired") is True
+
+
+def _elsewhere(entry: Entry) -> State:
+    """Of gloo, and of whatever else: it has ended when it is retired."""
+    if _says_ended(entry):
+        return State.ENDED
+    return State.RUNNING if entry.get("state") == "started" else State.WAITING
+
+
+def _counted(status: Entry) -> tuple[int, int]:
+    """Last called and last completed by a group's counters; some versions give what was in memory before."""
+    enqueued = max(whole(status.get("last_enqueued_collective")), 0)
+    completed = whole(status.get("last_completed_collective"))
+    return enqueued, completed if 0 < completed <= enqueued else 0
+
+
+def _is_whole(entry: Entry) -> bool:
+    name = entry.get("profiling_name")
+    return isinstance(name, str) and name.endswith("coalesced")
+
+
+def _is_loose(work: Work[Any]) -> bool:
+    """Whether it is a send or receive of which there is no whole."""
+    return work.kind is not Kind.COLLECTIVE and not _is_whole(work.entry)
+
+
+def _is_in(work: Work[_Entry], wholes: Mapping[tuple[str, int], bool]) -> bool:
+    """Whether it is a part of a coalesced collective, of which the whole is there."""
+    return work.kind is Kind.COLLECTIVE and (work.number, work.seq) in wholes and not _is_whole(work.entry)
+
+
+def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int]) -> list[int]:
+    """The sends and receives directly before a whole, which are its parts: they have its number, or count up to it."""
+    number = whole(entry.get("p2p_seq_id", entry.get("seq_id")), -1)
+    same = [index for index in loose if works[index].seq == number]
+    if len(same) != 1:
+        return same
+    parts = same
+    for index in reversed(loose[: loose.index(same[0])]):
+        one, next_one = works[index], works[parts[0]]
+        if _says_ended(one.entry) or one.seq != next_one.seq - 1 or not _follows(one.entry, next_one.entry):
+            break
+        parts = [index, *parts]
+    return parts
+
+
+def _follows(one: Entry, other: Entry) -> bool:
+    """Whether nothing was recorded between two entries."""
+    return whole(other.get("record_id"), -2) - whole(one.get("record_id"), -2) in (0, 1)

@@ -1,0 +1,75 @@
+"""The cause crossed-groups, as recorded: ranks called collectives of several groups in another order."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups as crossed_on_stacks
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
+from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, told
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, group_words, location_of, ranks_words, verb
+
+_REMEDY = (
+    "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
+    "group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, too: "
+    "each waits on the device for those before it. No timeout is long enough for this."
+)
+_LISTED = 4
+
+
+def crossed_groups(job: JobFacts) -> Iterable[Finding]:
+    """Ranks wait in one group for others, which wait in another group for them.
+
+    Symptom:
+        Each group reports a timeout of its own; the recorders' order of calls (record_id) differs between ranks.
+
+    Cause:
+        Groups of overlapping members (data and tensor parallel, experts) that are entered in an order that depends on
+        the rank.
+
+    Remedy:
+        One order of groups on all ranks.
+
+    Cannot see:
+        Which of two orders is the one that was meant, where as many ranks have the one as the other.
+    """
+    if not has_dumps(job):
+        yield from crossed_on_stacks(job)
+        return
+    view = timeline(job)
+    if not gone(view):
+        yield from (_finding(view, root) for root in roots_of(view, Cause.ORDER))
+
+
+def _finding(view: Timeline, root: Root) -> Finding:
+    first = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
+    parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
+    more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
+    sites = (call_site(first[rank]) for rank in root.ranks)
+    odd = (
+        ""
+        if root.ranks == root.circle
+        else (f"; {ranks_words(root.ranks)} {verb(root.ranks, 'has', 'have')} another order than most")
+    )
+    return Finding(
+        rule="crossed-groups",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
+        summary=f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
+        ranks=root.ranks,
+        location=next((location_of(site) for site in sites if site is not None), ""),
+        evidence=(*_evidence(view, root), *consequence_evidence([root])),
+        remedy=_REMEDY,
+    )
+
+
+def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
+    groups = {group.name: group for group in view.groups}
+    for rank in root.circle[:_LISTED]:
+        calls = [call for call in view.facts[rank].collectives if not call.completed][:3]
+        order = ", then ".join(f"{told(call)} of {group_words(call.group)}" for call in calls)
+        yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
+    for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
+        yield from counters_evidence(view.facts, groups[name])

@@ -1,0 +1,91 @@
+"""The cause gpu-stuck, as recorded: on one device something is open that has ended on others of its group."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
+from lightning_ncclsafe.rules.recorded.telling import consequence_evidence, counters_evidence, oldest_outstanding, told
+from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+
+_REMEDY = (
+    "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
+    "temperature; and in the rank's own output for a CUDA error. If the same GPU stands out in several jobs, take its "
+    "host out (--exclude) and have it checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a "
+    "kernel of yours: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+)
+
+
+def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
+    """A rank holds open what has ended on members of its group, or has not started what all others have.
+
+    Symptom:
+        A dump in which a collective is still "scheduled" that other dumps no longer have, or call completed.
+
+    Cause:
+        A GPU or its driver that hangs or has failed (Xid, ECC, fallen off the bus), a kernel that never ends.
+
+    Remedy:
+        Look at that GPU and at the kernel's log; take the host out.
+
+    Cannot see:
+        Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
+        that no rank gets through looks like a link that is at fault (all-joined).
+    """
+    view = timeline(job)
+    found = roots_of(view, Cause.DEVICE)
+    if found and not gone(view):
+        yield _finding(view, found)
+
+
+def _finding(view: Timeline, found: list[Root]) -> Finding:
+    groups = {group.name: group for group in view.groups}
+    ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
+    parts = [_part(view, groups, root) for root in found[:4]]
+    return Finding(
+        rule="gpu-stuck",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised('; '.join(parts))}.",
+        ranks=ranks,
+        evidence=(*_evidence(view, groups, found), *consequence_evidence(found)),
+        remedy=_REMEDY,
+    )
+
+
+def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
+    rank = root.ranks[0]
+    of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
+    has = verb(root.ranks, "has", "have")
+    if not root.ops:
+        waiting = next(call for call in view.facts[rank].collectives if not call.completed)
+        return f"{of} {has} not started {told(waiting)}, whose other side has started"
+    name, seq = root.ops[0]
+    call = oldest_outstanding(view.facts[rank], name)
+    others = tuple(
+        other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
+    )
+    what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
+    if not others:
+        return f"{of} {has} not started {what}, which those of all others have"
+    through = f"those of {ranks_words(others)} are through with it"
+    return f"{of} {verb(root.ranks, 'does', 'do')} not end {what}, while {through}"
+
+
+def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
+    facts = view.facts[rank]
+    if any(call.group == name and call.seq == seq and not call.is_p2p for call in facts.collectives):
+        return any(c.group == name and c.seq == seq and c.completed and not c.is_p2p for c in facts.collectives)
+    return any(group.name == name and group.last_completed >= seq for group in facts.groups)
+
+
+def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -> Iterator[Evidence]:
+    for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
+        yield from counters_evidence(view.facts, groups[name])
+    for root in found[:4]:
+        for rank in root.ranks[:4]:
+            count = sum(not call.completed for call in view.facts[rank].collectives)
+            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not ended."
+            yield Evidence(source="flight recorder", rank=rank, text=text)

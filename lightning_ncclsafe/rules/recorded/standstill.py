@@ -1,0 +1,475 @@
+"""Who waits for whom by the dumps of a job, and where that ends: with which ranks, and for what reason.
+
+A rank waits, in each group, for those members that have not called its oldest open collective, or whose devices have
+something older to get through; and in a send or receive for a peer without the other side. Where such a chain ends
+there is a root. All others wait for one that waits, and are no causes of their own:
+
+* A rank with nothing outstanding: its host does not call (``HOST``).
+* A rank on which something is open that has ended on a member of its group, which no device can end before all have
+  begun: its device does not come forward, or does not answer (``DEVICE``). For whom it waits says nothing.
+* A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive is alone).
+* A collective that all have called, and none gets through (``JOINED``).
+* A rank of which nothing was read (``UNREAD``).
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from lightning_ncclsafe.facts import Collective, Group, JobFacts
+from lightning_ncclsafe.rules.timeline import Timeline, signature
+
+# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
+_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
+# Of these no rank sees the end before all have called them.
+_OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
+
+_Op = tuple[str, int]
+_Node = Hashable
+
+
+class Cause(str, Enum):
+    """Why it ends there."""
+
+    HOST = "host"
+    DEVICE = "device"
+    ORDER = "order"
+    UNMATCHED = "unmatched"
+    JOINED = "joined"
+    UNREAD = "unread"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """Where waiting ends.
+
+    Attributes:
+        cause: Why.
+        ranks: The ranks that are the cause, ascending; of a collective that all have called, all of them.
+        held: Ranks that wait for it, also by way of others, ascending.
+        ops: What these wait in there: group and number, those in which most wait first.
+        circle: Of a circle, all ranks of it.
+        is_sure: Whether what others have called is known, and not only inferred.
+    """
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    ops: tuple[_Op, ...] = ()
+    circle: tuple[int, ...] = ()
+    is_sure: bool = True
+
+
+class Seen(Enum):
+    """What is known of a rank and a number of a group."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    ABSENT = "absent"
+    CALLED = "called"
+    """It was called; whether it has ended is not known."""
+    UNKNOWN = "unknown"
+    UNREAD = "unread"
+
+
+_MISSED = (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN)
+
+
+def has_dumps(job: JobFacts) -> bool:
+    """Whether dumps were read, so that it is known what ranks have called."""
+    return any(facts.record is not None and facts.record.has_dump for facts in job.ranks)
+
+
+def has_moved(job: JobFacts) -> bool:
+    """Whether so many dumps are of earlier moments than others that it was a job that moved which was dumped."""
+    return len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size
+
+
+def roots(view: Timeline) -> tuple[Root, ...]:
+    """Where waiting ends in a job of which dumps were read; those for which most wait first."""
+    if view.roots is None:
+        view.roots = _found(view)
+    found: tuple[Root, ...] = view.roots
+    return found
+
+
+def _found(view: Timeline) -> tuple[Root, ...]:
+    return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
+
+
+def roots_of(view: Timeline, cause: Cause) -> list[Root]:
+    """The same of one kind."""
+    return [root for root in roots(view) if root.cause is cause]
+
+
+def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[3]) if ends else -1
+    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
+
+
+def is_of_all(call: Collective) -> bool:
+    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
+    return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
+
+
+class _Standstill:
+    def __init__(self, view: Timeline) -> None:
+        self.view = view
+        self.members = {group.name: group.members for group in view.groups}
+        self.groups: dict[int, dict[str, Group]] = {
+            rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
+        }
+        self.open = {
+            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
+        }
+        self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
+        self.ended: dict[_Op, set[int]] = defaultdict(set)
+        for rank, facts in view.facts.items():
+            for call in facts.collectives:
+                if call.is_p2p:
+                    continue
+                if call.completed:
+                    self.ended[(call.group, call.seq)].add(rank)
+                else:
+                    self.calls[(call.group, call.seq)].setdefault(rank, call)
+        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
+        self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
+        self.ends = {rank: self._ends(rank) for rank in self.open}
+        self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+        self.unmatched: set[tuple[int, int]] = set()
+        self.moved = False
+        self.lost = {rank for rank in self.open if self._has_lost(rank)}
+
+    def _has_lost(self, rank: int) -> bool:
+        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
+        return any(
+            call.seq > group.last_completed + 1
+            for name, call in self.waits[rank].items()
+            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
+        )
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether it is known that nothing is outstanding there."""
+        record = self.view.facts[rank].record
+        return record is not None and record.is_idle and not self.open[rank]
+
+    def seen(self, rank: int, op: _Op) -> Seen:
+        """What is known of a rank and a number."""
+        facts = self.view.facts.get(rank)
+        if facts is None or (facts.record is not None and facts.record.is_empty):
+            return Seen.UNREAD
+        if rank in self.calls.get(op, ()):
+            return Seen.OPEN
+        group = self.groups[rank].get(op[0])
+        if rank in self.ended.get(op, ()):
+            return Seen.ENDED
+        if group is None:
+            return Seen.ABSENT if self.is_idle(rank) else Seen.UNKNOWN
+        if op[1] > group.last_enqueued:
+            return Seen.ABSENT
+        if op[1] <= group.last_completed:
+            return Seen.ENDED
+        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost them all.
+        return Seen.ENDED if op[0] in self.waits[rank] else Seen.CALLED
+
+    def is_head(self, rank: int, call: Collective) -> bool:
+        """Whether a rank's device has nothing older to get through, as far as is known."""
+        first = self.open[rank][0]
+        same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
+        return same or (call.started and not call.completed)
+
+    def frozen(self) -> dict[int, list[_Op]]:
+        """Ranks that hold open what has ended on others of the group, and what that is."""
+        through: dict[_Op, list[int]] = {}
+        found: dict[int, list[_Op]] = defaultdict(list)
+        for rank, waits in self.waits.items():
+            for name, call in waits.items():
+                if not is_of_all(call) or call.launching:
+                    continue
+                op = (name, call.seq)
+                if op not in through:
+                    through[op] = [one for one in self.members.get(name, ()) if self.seen(one, op) is Seen.ENDED]
+                if through[op]:
+                    found[rank].append(op)
+        # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
+        ahead = {rank for ops in found.values() for op in ops for rank in through[op]}
+        self.moved = not ahead.isdisjoint(found)
+        # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
+        self.moved |= len(found) > 1 and 2 * len(found) >= len(self.open)
+        return found
+
+    def roots(self) -> Iterator[Root]:
+        frozen = self.frozen()
+        if self.moved or (frozen and self.view.job.outdated):
+            return
+        for rank in self.open:
+            if rank not in frozen:
+                self._wait(rank)
+        components = list(_components(self.edges))
+        home = {node: number for number, nodes in enumerate(components) for node in nodes}
+        ends = [
+            number
+            for number, nodes in enumerate(components)
+            if all(home[other] == number for node in nodes for other in self.edges.get(node, ()))
+        ]
+        before: dict[_Node, list[_Node]] = defaultdict(list)
+        for node, others in self.edges.items():
+            for other in others:
+                before[other].append(node)
+        found = [root for number in ends for root in self._root(components[number], frozen, before)]
+        if not any(root.cause is not Cause.JOINED for root in found):
+            found = [Root(cause=Cause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()] or found
+        yield from _ranked(found)
+
+    def _wait(self, rank: int) -> None:
+        """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
+        for name, call in self.waits[rank].items():
+            op = (name, call.seq)
+            if op not in self.edges:
+                self._wait_in(op)
+            # What lies behind something older is held up by that, unless some have not even called it.
+            is_missed = any(seen in _MISSED for seen in self.edges[op].values())
+            if is_missed or (self.is_head(rank, call) and self.edges[op].get(rank) is None):
+                self.edges[rank][op] = Seen.OPEN
+        for (name, kind, peer), call in self.ends[rank].items():
+            seen = self._seen_of_peer(rank, peer, (name, "recv" if kind == "send" else "send", rank), call)
+            if seen is not None:
+                self.edges[rank].setdefault(peer, seen)
+
+    def _seen_of_peer(self, rank: int, peer: int, side: tuple[str, str, int], call: Collective) -> Seen | None:
+        """Why a send or receive waits for its peer; None where both have come to it."""
+        self.edges.setdefault(rank, {})
+        if peer not in self.ends or self.seen(peer, ("", 0)) is Seen.UNREAD:
+            return Seen.UNREAD
+        other = self.ends[peer].get(side)
+        if other is None:
+            self.unmatched.add((rank, peer))
+            return Seen.ABSENT
+        if self.is_head(rank, call) and not self.is_head(peer, other):
+            return Seen.CALLED
+        return Seen.OPEN if call.started and not other.started else None
+
+    def _wait_in(self, op: _Op) -> None:
+        """For whom a collective waits: those that have not called it, else those that have not come to it."""
+        edges = self.edges[op]
+        called = self.calls[op]
+        started = {rank for rank, call in called.items() if call.started}
+        for rank in self.members.get(op[0], ()):
+            seen = self.seen(rank, op)
+            if seen in _MISSED:
+                edges[rank] = seen
+            elif seen is Seen.OPEN and not self.is_head(rank, called[rank]):
+                edges[rank] = Seen.CALLED
+        if Seen.ABSENT in edges.values():
+            # What is known to be missing explains it.
+            self.edges[op] = {node: seen for node, seen in edges.items() if seen is not Seen.UNKNOWN}
+        elif 0 < len(started) < len(called):
+            edges.update(dict.fromkeys(called.keys() - started - edges.keys(), Seen.OPEN))
+
+    def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
+        found: dict[tuple[str, str, int], Collective] = {}
+        for call in self.open[rank]:
+            if call.is_p2p:
+                end = peer_of(call, self.members.get(call.group, ()))
+                if end is not None:
+                    found.setdefault((call.group, *end), call)
+        return found
+
+    def _root(
+        self, nodes: list[_Node], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+    ) -> Iterator[Root]:
+        ranks = tuple(sorted(node for node in nodes if isinstance(node, int)))
+        ops = [node for node in nodes if isinstance(node, tuple)]
+        held = tuple(sorted(rank for rank in _all_before(nodes, before) if rank not in ranks))
+        if not ranks:
+            yield from self._joined(ops[0], held)
+        elif len(nodes) == 1:
+            yield from self._alone(ranks[0], held, frozen, before)
+        else:
+            yield self._circle(ranks, ops, held)
+
+    def _alone(
+        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+    ) -> Iterator[Root]:
+        ops = sorted((node for node in before.get(rank, ()) if isinstance(node, tuple)), key=self._most)
+        seen = [self.edges[node][rank] for node in before.get(rank, ())]
+        if rank in frozen:
+            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
+        elif not seen:
+            return
+        elif Seen.UNREAD in seen:
+            yield Root(cause=Cause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
+        elif Seen.OPEN in seen:
+            # Its device has not come to what others' have started.
+            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
+        elif not self.open[rank] and self._has_passed(rank, held):
+            ranks = tuple(sorted((rank, *held)))
+            yield Root(cause=Cause.UNMATCHED, ranks=ranks, circle=ranks)
+        elif not self.open[rank]:
+            sure = Seen.ABSENT in seen and len(held) * 2 >= len(self.open) - len(held)
+            yield Root(cause=Cause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _has_passed(self, rank: int, held: tuple[int, ...]) -> bool:
+        """Whether a rank that only one other waits for, in a send or receive, has gone on from there.
+
+        Both have been through a collective that was called later; or all others have come to their end as well.
+        """
+        waiting = held[0] if len(held) == 1 else -1
+        if (waiting, rank) not in self.unmatched or not self.open[waiting][0].is_p2p:
+            return False
+        calls = self.view.facts[waiting].collectives
+        later = calls[calls.index(self.open[waiting][0]) :]
+        together = (c for c in later if c.completed and not c.is_p2p and is_of_all(c))
+        others = [other for other in self.open if other not in (rank, waiting)]
+        return any(rank in self.members.get(call.group, ()) for call in together) or (
+            len(others) > 0 and all(self.is_idle(other) for other in others)
+        )
+
+    def _most(self, op: _Op) -> tuple[int, str, int]:
+        return (-len(self.calls[op]), *op)
+
+    def _joined(self, op: _Op, held: tuple[int, ...]) -> Iterator[Root]:
+        called = self.calls[op]
+        if len({signature(call) for call in called.values()}) > 1:
+            return
+        sure = self.lost.isdisjoint(called)
+        yield Root(cause=Cause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
+
+    def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
+        inside = set(ranks)
+        pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
+        # Or one side stands in a send or receive whose other side comes after what the first has not come to.
+        pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
+        if pairs:
+            at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
+            named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
+            both = tuple(sorted(named))
+            return Root(cause=Cause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
+        ops = sorted(ops, key=self._most)
+        odd = self._odd_ones(ranks, ops)
+        sure = self.lost.isdisjoint(ranks)
+        return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
+
+    def _stands_at(self, rank: int, peer: int) -> bool:
+        """Whether the oldest that is open on a rank is a send or receive with a peer."""
+        first = self.open[rank][0]
+        end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
+        return end is not None and end[1] == peer
+
+    def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
+        """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
+
+        Ranks of other groups of the same kinds have a say, too.
+        """
+        orders = {rank: order for rank in self.view.facts if (order := self._order(rank, ops))}
+        counts = Counter(orders.values()).most_common()
+        if len(counts) < 2 or counts[0][1] == counts[1][1]:
+            return circle
+        odd = tuple(rank for rank in circle if orders.get(rank, counts[0][0]) != counts[0][0])
+        return odd or circle
+
+    def _order(self, rank: int, ops: list[_Op]) -> tuple[str, ...]:
+        """Which of the first two kinds of group a rank has called first, at these numbers; empty where not known."""
+        about = {group.name: group.description or group.name for group in self._described}
+        kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
+        if len(kinds) < 2:
+            return ()
+        places: list[tuple[float, str]] = []
+        for kind, (_, seq) in kinds:
+            own = [name for name in self.groups[rank] if about.get(name, name) == kind]
+            place = self._place(rank, (own[0], seq)) if len(own) == 1 else None
+            if place is None:
+                return ()
+            places.append((place, kind))
+        if places[0][0] == places[1][0]:
+            return ()
+        return tuple(kind for _, kind in sorted(places))
+
+    def _place(self, rank: int, op: _Op) -> float | None:
+        """Where in its order of calls: what has ended comes before what is open, and that before what is not called."""
+        seen = self.seen(rank, op)
+        if seen is Seen.OPEN:
+            return float(self.open[rank].index(self.calls[op][rank]))
+        return {Seen.ENDED: -1.0, Seen.ABSENT: math.inf}.get(seen)
+
+    @cached_property
+    def _described(self) -> list[Group]:
+        return [group for groups in self.groups.values() for group in groups.values() if group.description]
+
+
+def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
+    seen: set[str] = set()
+    for call in calls:
+        if not call.is_p2p and call.group not in seen:
+            seen.add(call.group)
+            yield call.group, call
+
+
+def _in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
+    """Ranks that wait for one another in sends and receives alone; others of the circle wait for these."""
+    edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+    for one, other in pairs:
+        edges[one][other] = Seen.ABSENT
+    circles = (component for component in _components(edges) if len(component) > 1)
+    return {node for component in circles for node in component if isinstance(node, int)}
+
+
+def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> set[int]:
+    """All ranks from which these can be reached."""
+    seen = set(nodes)
+    todo = list(seen)
+    while todo:
+        for node in before.get(todo.pop(), ()):
+            if node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return {node for node in seen if isinstance(node, int)}
+
+
+def _ranked(found: list[Root]) -> list[Root]:
+    """What is known for certain comes before what is not; where a culprit is known, it explains what else stands."""
+    known = [root for root in found if root.cause in (Cause.HOST, Cause.DEVICE) and root.is_sure]
+    circles = [root for root in found if root.cause in (Cause.ORDER, Cause.UNMATCHED) and (root.is_sure or not known)]
+    if known or circles:
+        explained = {rank for root in (*known, *circles) for rank in root.held}
+        unread = [root for root in found if root.cause is Cause.UNREAD and not explained.issuperset(root.held)]
+        found = [*known, *circles, *unread]
+    return sorted(found, key=lambda root: -len(root.held))
+
+
+def _components(edges: Mapping[_Node, Mapping[_Node, Seen]]) -> Iterator[list[_Node]]:
+    """Nodes that can be reached from one another, together (Kosaraju's algorithm, without recursion)."""
+    back: dict[_Node, dict[_Node, None]] = defaultdict(dict)
+    for node, others in edges.items():
+        for other in others:
+            back[other][node] = None
+    seen: set[_Node] = set()
+    order = [node for start in list(edges) for node in _postorder(start, edges, seen)]
+    seen.clear()
+    for start in reversed(order):
+        component = list(_postorder(start, back, seen))
+        if component:
+            yield component
+
+
+def _postorder(start: _Node, edges: Mapping[_Node, Iterable[_Node]], seen: set[_Node]) -> Iterator[_Node]:
+    """What can be reached and was not seen before, each node after those that it leads to."""
+    if start in seen:
+        return
+    seen.add(start)
+    path = [(start, iter(edges.get(start, ())))]
+    while path:
+        node, others = path[-1]
+        other = next((one for one in others if one not in seen), None)
+        if other is None:
+            path.pop()
+            yield node
+        else:
+            seen.add(other)
+            path.append((other, iter(edges.get(other, ()))))
