@@ -23,12 +23,12 @@ _ROW = re.compile(r"^\[rank(\d)\]:   (\d) .* values:(\w+) ", re.MULTILINE)
 LIMIT_S = 100
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
-# Waits for its storage; training takes a second or two, the storage stalls for longer.
-OFFLOADED = ("slow_log_storage", "--offload", "--stall", "3", "--suspect-after", "9")
 # Limits that are never reached: the end does not come from them.
 UNSEEDED = ("unseeded_split", "--suspect-after", "200", "--timeout", "300")
 # Forked ranks need not import torch again, which is most of the time, and on a busy machine longer than the limit.
 FORKED = ("--suspect-after", "2", "--start-method", "fork")
+# Waits for its storage; training takes a second or two, the storage stalls for longer.
+OFFLOADED = ("slow_log_storage", "--offload", "--stall", "3", "--suspect-after", "9", "--start-method", "fork")
 LIMITED = ("rank0_evaluation", *FORKED, "--timeout", "6")
 FIRST = [LIMITED, OFFLOADED, UNSEEDED]
 # Some of them keep a core busy, and the others are not to be held up by that.

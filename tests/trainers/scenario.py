@@ -209,7 +209,9 @@ def strategy_of(options: argparse.Namespace) -> SafeDDP | SafeModelParallel:
 def batches_of(trainer: L.Trainer) -> str:
     loop = trainer.fit_loop.epoch_loop
     begun, validation = loop.batch_progress.total.ready, loop.val_loop.batch_progress.current.completed
-    recorded = [entry["profiling_name"] for dump in recorder_dumps(collectives=True) for entry in dump["entries"]]
+    recorded = [
+        entry["profiling_name"] for dump in recorder_dumps(collectives=True) for entry in dump.get("entries", ())
+    ]
     broadcasts = sum(name.endswith(":broadcast") for name in recorded)
     return f"begun {begun} batches and ended {validation} of validation, with {broadcasts} broadcasts"
 
