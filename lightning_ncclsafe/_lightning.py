@@ -19,6 +19,7 @@ _HOMES = {
     ".core.saving": ("save_hparams_to_yaml",),
     ".loggers": ("CometLogger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
     ".loggers.logger": ("DummyLogger",),
+    ".plugins.io": ("TorchCheckpointIO",),
     ".strategies": ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "ParallelStrategy", "StrategyRegistry"),
     ".strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
     ".strategies.launchers.launcher": ("_Launcher",),

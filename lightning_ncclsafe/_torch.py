@@ -166,17 +166,35 @@ def with_prefix(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store.clone())
 
 
-def forget_groups(store: Any) -> None:
-    """Deletes what the process groups of an earlier start have left on the store of torchrun's agent.
+# Set by NCCL's watchdogs at an error, for the monitors of all ranks: they dump, wait eight minutes and abort. In this
+# order: torch 2.4 and later, older releases.
+_SIGNALS = ("exception_dump", "timeout_dump")
+# What process groups leave behind, those of our own connections too.
+_LEFT_BEHIND = ("default_pg/", "ncclsafe/")
+_STARTS = "ncclsafe/starts/"
 
-    Ranks of this start would take the addresses in there for those of one another (pytorch/pytorch#135712).
+
+def starts_of(store: Any) -> Any:
+    """The part of a store on which the starts of a job are told apart: all else of ours belongs to one start."""
+    return with_prefix(_STARTS.rstrip("/"), store)
+
+
+def forget_last_start(store: Any) -> None:
+    """Deletes what an earlier start has left on the store of torchrun's agent.
+
+    Ranks of this start would take the addresses in there for those of one another (pytorch/pytorch#135712), and the
+    monitor of NCCL's watchdogs would take an error of the last start for one of this, and abort a healthy run.
 
     Args:
         store: A connection to it; no rank of this start may have made its process group yet.
     """
-    if not dist.is_initialized() and hasattr(store, "list_keys"):
+    if dist.is_initialized():
+        return
+    for signal in _SIGNALS:
+        store.delete_key(signal)
+    if hasattr(store, "list_keys"):
         for key in store.list_keys():
-            if key.startswith("default_pg/"):
+            if key.startswith(_LEFT_BEHIND) and not key.startswith(_STARTS):
                 store.delete_key(key)
 
 
@@ -208,22 +226,8 @@ def operation_threads() -> int:
     return torch.get_num_threads()
 
 
-def groups_can_be_aborted() -> bool:
-    """Whether aborting the process groups makes a main thread that waits in one raise.
-
-    True for NCCL. ``ProcessGroup.abort()`` does not wake a thread that waits in a gloo collective (torch 2.13), so
-    there the process has to exit.
-    """
-    return distributed_is_initialized() and "nccl" in str(dist.get_backend()) and torch.cuda.is_available()
-
-
-def abort_groups() -> None:
-    """Aborts every process group of this process; waits in NCCL then raise ``DistBackendError``."""
-    dist.distributed_c10d._abort_process_group()
-
-
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception says only that a collective failed, because a peer is gone or late, or by our own abort.
+    """Whether an exception says only that a collective failed, because a peer is gone or late, or by an abort.
 
     Gloo has no exception type of its own: it raises ``RuntimeError`` with its source path or a socket's error in the
     text.

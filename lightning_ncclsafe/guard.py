@@ -12,7 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe import _torch, codec
-from lightning_ncclsafe.ending import end_frozen, end_run, say_goodbye, stay_until_all_finished, wait_for_others
+from lightning_ncclsafe.ending import (
+    AT_LIMIT_S,
+    Ending,
+    end_frozen,
+    end_run,
+    say_goodbye,
+    stay_until_all_finished,
+    wait_for_others,
+)
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, NotRecorded, Phase, RankFacts
@@ -62,6 +70,7 @@ class Guard:
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
         probe: Sees this rank.
+        ending: What is closed when the run is ended.
         write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
         before_exit: What else is left to do then.
         moment: What kind of moment the Trainer is in, and the index of its batch; costs next to nothing.
@@ -77,6 +86,7 @@ class Guard:
         report_dir: Path,
         exchange: Exchange,
         probe: RankProbe,
+        ending: Ending | None = None,
         write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
         moment: Callable[[], tuple[Moment, int]] = lambda: (Moment(phase=Phase.INIT), -1),
@@ -93,6 +103,7 @@ class Guard:
         self._whereabouts = Whereabouts(
             rank=place.rank, world_size=place.world_size, host=probe.card.host, launch=launch_words()
         )
+        self._ending = ending or Ending()
         self._write_logs = write_logs
         self._before_exit = before_exit
         self._on_tick = on_tick
@@ -103,7 +114,6 @@ class Guard:
         self._reporter = Reporter(report_dir, limits, say)
         self._joined = False
         self._off = False
-        self._is_ending = False
         self._open: Incident | None = None
         self._incidents = 0
         self._suspicions = 0
@@ -156,9 +166,10 @@ class Guard:
             error: What was raised.
 
         Returns:
-            The error to raise in its place, if it only says that a collective failed and the cause is known.
+            The error to raise in its place, if it only says that a collective failed and the cause is known. At the
+            limit it does not return: the process exits.
         """
-        is_consequence = self._is_ending or _torch.is_communication_error(error)
+        is_consequence = self._ending.is_closed or _torch.is_communication_error(error)
         nobody_to_tell = self._off or self._place.world_size == 1 or _is_orderly(error)
         if not nobody_to_tell and not self._is_explained(is_consequence):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
@@ -166,7 +177,11 @@ class Guard:
             self._watchdog.wake()
             self._exception_is_told.wait(2 * report_deadline_s(self._place.world_size))
         self._main_thread_left.set()
-        return self._timeout_error() if self._is_explained(is_consequence) else None
+        if not self._is_explained(is_consequence):
+            return None
+        self._leave_ended_run()
+        self._ending.exit_after_main_thread()
+        return self._timeout_error()
 
     @marked(Mark.STORE)
     def finish(self) -> None:
@@ -196,11 +211,13 @@ class Guard:
             if _torch.hosts_store(rank) and not self.ends_run:
                 wait_for_others(exchange, rank, world_size)
         if self.ends_run:
+            self._leave_ended_run()
             raise self._timeout_error()
 
     def close(self) -> None:
         """Ends the watch; threads, connections, files and signal handlers are given back."""
         self._off = True
+        self._ending.go_on()
         self._watchdog.stop()
         self._probe.close()
         for exchange in (self._exchange, self._next_exchange):
@@ -211,6 +228,13 @@ class Guard:
     def ends_run(self) -> bool:
         """Whether the run cannot go on, and is being ended."""
         return self._verdict is not None and self._verdict.ends_run
+
+    def _leave_ended_run(self) -> None:
+        """A collective broke, or nobody comes any more: nothing is saved. At the limit every rank leaves alike."""
+        self._ending.close(self._timeout_error)
+        if self._limit_is_told():
+            # The watchdog's thread ends the process.
+            self._ending.stay()
 
     def _timeout_error(self) -> CollectiveTimeoutError:
         verdict = self._verdict
@@ -350,7 +374,13 @@ class Guard:
         # In such a tick nothing else is noted of this rank's own standstill.
         self._idle_s = max(self._idle_s, idle_s)
         before, self._open = self._open, incident
+        ends = incident.kind is IncidentKind.TIMEOUT and self._limits.on_timeout == "abort"
+        if ends:
+            # Whatever the report is written to may be what hangs.
+            self._ending.exit_within(AT_LIMIT_S)
         verdict = self._gather(incident, idle_s)
+        if verdict is not None and not verdict.ends_run:
+            self._ending.go_on()
         if entry.is_leaving:
             # Nobody waits, and what ranks that work on are told about is no incident of theirs.
             self._open, self._incidents = before, max(self._incidents, incident.number)
@@ -402,22 +432,23 @@ class Guard:
         return self._reporter.report(self._whereabouts.complete(job))
 
     def _end(self) -> None:
-        """Ends the run on this rank, unless its main thread is already on its way out."""
-        if not self._main_thread_left.is_set():
-            self._is_ending = True
-            if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
-                # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
-                self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
-            end_run(
-                exchange=self._exchange,
-                rank=self._place.rank,
-                world_size=self._place.world_size,
-                main_thread_left=self._main_thread_left,
-                write_logs=self._write_logs,
-                logging_ranks=self._verdict.logging_ranks if self._verdict is not None else (),
-                end_frozen=self._end_frozen,
-                before_exit=self._before_exit,
-            )
+        """Ends the run on this rank; unless its main thread is on its way out already, and the limit not reached."""
+        if self._main_thread_left.is_set() and not self._limit_is_told():
+            return
+        if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
+            # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
+            self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
+        end_run(
+            ending=self._ending,
+            make_error=self._timeout_error,
+            exchange=self._exchange,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            write_logs=self._write_logs,
+            logging_ranks=self._verdict.logging_ranks if self._verdict is not None else (),
+            end_frozen=self._end_frozen,
+            before_exit=self._before_exit,
+        )
 
     def _end_frozen(self) -> None:
         """All ranks of a host do it, as with the first of them connections break and some may leave before that."""
@@ -426,6 +457,7 @@ class Guard:
 
     def _switch_off(self, error: Exception) -> None:
         self._off = True
+        self._ending.go_on()
         self._exception_is_told.set()
         self._leaving_is_told.set()
         with suppress(ExchangeError):

@@ -13,15 +13,31 @@ from lightning_ncclsafe._lightning import (
     CombinedLoader,
     ParallelStrategy,
     SIGTERMException,
+    TorchCheckpointIO,
     refuse_other_caller,
 )
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.guarded_launchers import guarded
 from lightning_ncclsafe.phase_timeouts import PhaseTimeouts
 from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
 from lightning_ncclsafe.watched import WatchedCall
 
 _SUFFIX = "_ncclsafe"
+
+
+class _GuardedCheckpointIO(TorchCheckpointIO):
+    """Lightning's own; a checkpoint is there whole, or as it was before."""
+
+    ending: Ending
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        with self.ending.written(path) as beside:
+            super().save_checkpoint(checkpoint, beside, storage_options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.ending.check()
+        super().remove_checkpoint(path)
 
 
 class GuardedStrategy(ParallelStrategy):
@@ -74,6 +90,7 @@ class GuardedStrategy(ParallelStrategy):
         self._limits = check_limits(suspect_after, self._timeout, on_timeout, phases_s)
         self._report_dir = report_dir
         self._sigterm_broadcast = sigterm_broadcast
+        self._ending = Ending()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -115,18 +132,74 @@ class GuardedStrategy(ParallelStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks; the barrier's name, which Lightning gives and drops, tells what for."""
+        self._ending.check()
         name = args[0] if args else kwargs.get("name")
         watched = self._watched
         with watched.tracker.action(f"barrier:{name or ''}") if watched else nullcontext():
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+        # It may have been an abort that ended the wait.
+        self._ending.check()
         # Trainer._run_stage meets here once everything is set up.
         if watched is not None and name == "run-stage":
             watched.set_up()
         if watched is not None and name == "Trainer.save_checkpoint":
             watched.steps.saved()
 
+    @property
+    def checkpoint_io(self) -> Any:
+        """What writes checkpoints: Lightning's own writes them beside, and then renames."""
+        outer: Any = super().checkpoint_io
+        inner = outer
+        # AsyncCheckpointIO and others hand on to another, which writes in a thread of theirs.
+        while (wrapped := getattr(inner, "checkpoint_io", None)) is not None:
+            inner = wrapped
+        if type(inner) is TorchCheckpointIO:
+            inner.__class__ = _GuardedCheckpointIO
+            inner.ending = self._ending
+        return outer
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's way to every checkpoint: that of the Trainer, ModelCheckpoint's and OnExceptionCheckpoint's.
+
+        Raises:
+            CollectiveTimeoutError: The run is being ended, as it may be on what follows.
+        """
+        self._ending.check()
+        super().save_checkpoint(*args, **kwargs)
+        self._ending.check()
+
+    def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """What ModelCheckpoint does with older checkpoints once it has saved."""
+        self._ending.check()
+        super().remove_checkpoint(*args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is saved of the model; strategies that shard it call collectives for that."""
+        self._ending.check()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, *args: Any, **kwargs: Any) -> Any:
+        """What is saved of an optimizer."""
+        self._ending.check()
+        return super().optimizer_state(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each step of an optimizer."""
+        self._ending.check()
+        return super().optimizer_step(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Lightning's hook for each batch of training."""
+        self._ending.check()
+        return super().training_step(*args, **kwargs)
+
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
+        self._ending.check()
         if self._watched is not None:
             self._watched.steps.backward()
         return super().backward(*args, **kwargs)
@@ -152,6 +225,7 @@ class GuardedStrategy(ParallelStrategy):
         return super().predict_step(*args, **kwargs)
 
     def _before_evaluation_batch(self) -> None:
+        self._ending.check()
         if self._watched is not None:
             self._watched.before_evaluation_batch()
 
@@ -167,10 +241,12 @@ class GuardedStrategy(ParallelStrategy):
     @contextmanager
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
+        self._ending.is_called_here()
         watched = self._watched = WatchedCall(
             trainer,
             self._limits,
             self._report_dir,
+            ending=self._ending,
             combined=CombinedLoader,
             sigterm_error=None if self._sigterm_broadcast else SIGTERMException,
         )

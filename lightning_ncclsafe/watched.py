@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
+from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
@@ -81,6 +82,7 @@ class WatchedCall:
         trainer: The ``Trainer``.
         limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
+        ending: Of this run, which may be ended in this call.
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
 
@@ -97,6 +99,7 @@ class WatchedCall:
         limits: Limits,
         report_dir: str | Path | None,
         *,
+        ending: Ending,
         combined: type,
         sigterm_error: type[BaseException] | None,
     ) -> None:
@@ -107,6 +110,7 @@ class WatchedCall:
         self._trainer = trainer
         self._limits = limits
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
+        self._ending = ending
         self._combined = combined
         self._sigterm_error = sigterm_error
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
@@ -172,7 +176,7 @@ class WatchedCall:
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Leaves nothing behind, but for the gate of a run that has been ended: Lightning's handlers save, too."""
         presenter, self._presenter = self._presenter, None
         stop_signal, self._stop_signal = self._stop_signal, None
         for attached in (presenter, stop_signal):
@@ -212,6 +216,7 @@ class WatchedCall:
                 stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
                 steps=self.steps,
             ),
+            ending=self._ending,
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
             moment=lambda: (self._moment(), self.trainer_probe.batch_idx()),
@@ -384,14 +389,14 @@ class WatchedCall:
         if self._guard is None or place is None or place.world_size == 1 or _start is not None or _torch.hosts_store(0):
             return
         store = _torch.agents_store()
-        exchange = TcpStoreExchange(_torch.with_prefix("ncclsafe/starts", store))
+        exchange = TcpStoreExchange(_torch.starts_of(store))
         try:
             _start = agree_on_start(
                 exchange,
                 rank=place.rank,
                 world_size=place.world_size,
                 deadline_s=self._limits.limit_s("init"),
-                clear=lambda: _torch.forget_groups(store),
+                clear=lambda: _torch.forget_last_start(store),
             )
         finally:
             exchange.close()

@@ -11,12 +11,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.guard import Guard, Place
@@ -28,6 +30,8 @@ from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
 Body = Callable[[int], None]
 Pipes = list[tuple[Connection, Connection]]
+# Of each rank: it is never used in the parent.
+ENDING = Ending()
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -57,6 +61,8 @@ def run_ranks(
     store_of_agent: bool = False,
     patience_s: float = 5.0,
     launcher_kills_after_s: float | None = None,
+    write_logs: Callable[[float], None] = lambda _: None,
+    report_dir: Path | None = None,
 ) -> Ranks:
     """Runs ``body(rank)`` in every rank under a guard.
 
@@ -70,8 +76,12 @@ def run_ranks(
         store_of_agent: Whether the store lives in the parent, and not in rank 0.
         patience_s: How long beyond ``timeout_s`` ranks have to end by themselves.
         launcher_kills_after_s: How long after the end of the first rank all others are killed.
+        write_logs: What each rank does between the verdict and its end.
+        report_dir: The folder of reports; in ``folder`` by default.
     """
     limits = Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout="abort")
+    reports_to = report_dir or folder / "reports"
+    made = {"write_logs": write_logs, "report_dir": reports_to}
     pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     # As torchrun's agent does; otherwise rank 0 hosts the store.
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store_of_agent else None
@@ -79,7 +89,7 @@ def run_ranks(
         if agent is not None:
             tell_port.send(agent.port)
     processes = [
-        _FORK.Process(target=_rank, args=(rank, body, before_joining, limits, folder, pipes, agent is None))
+        _FORK.Process(target=_rank, args=(rank, body, before_joining, limits, folder, pipes, agent is None, made))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -93,7 +103,7 @@ def run_ranks(
     for process in processes:
         process.kill()
         process.join()
-    reports = sorted((folder / "reports").glob("*/report.json"))
+    reports = sorted(reports_to.glob("*/report.json"))
     return Ranks(
         exit_codes=[process.exitcode for process in processes],
         diagnoses=[read_report(path.read_bytes()) for path in reports],
@@ -102,7 +112,14 @@ def run_ranks(
 
 
 def _rank(
-    rank: int, body: Body, before_joining: Body, limits: Limits, folder: Path, pipes: Pipes, hosts_store: bool
+    rank: int,
+    body: Body,
+    before_joining: Body,
+    limits: Limits,
+    folder: Path,
+    pipes: Pipes,
+    hosts_store: bool,
+    made: dict[str, Any],
 ) -> None:
     # The parent's output is captured by pytest; each rank has a file of its own.
     output = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -113,13 +130,15 @@ def _rank(
     tracker = PhaseTracker()
     trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=SimpleNamespace(value="train"))))
     place = Place(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+    ENDING.is_called_here()
     guard = Guard(
         place=place,
         limits=limits,
-        report_dir=folder / "reports",
         exchange=DirectoryExchange(folder / "init"),
         probe=RankProbe(rank=rank, local_rank=rank, tracker=tracker, trainer=trainer),
+        ending=ENDING,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        **made,
     )
     guard.start()
     before_joining(rank)
