@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
     from lightning.pytorch.loggers import WandbLogger as WandbLogger
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
+    from lightning.pytorch.plugins.io import TorchCheckpointIO as TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
     from lightning.pytorch.strategies import FSDPStrategy as FSDPStrategy
     from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy

@@ -1,9 +1,9 @@
 """Ending a run: its process exits once the report is written, and until then nobody trains on or saves.
 
 Process groups are not aborted. After an abort, waits in NCCL return as if nothing had happened, what was queued behind
-the aborted collective, an optimizer's step for instance, has run on partial sums, and the next line may save the result.
-An abort of several communicators may also deadlock, with locks that Python's exit needs. All of this ends with the
-process, which leaves by ``os._exit``: without handlers of ``atexit``, destructors or threads that are waited for.
+the aborted collective, an optimizer's step for instance, runs on partial sums, and the next line may save the result.
+An abort of several communicators may also deadlock, with locks that Python's exit needs. A process that leaves by
+``os._exit`` has no such next line, and no handlers of ``atexit``, destructors or threads to wait for.
 
 Others may abort all the same: PyTorch's own watchdog, where ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says so, or a broken
 connection. So the Trainer's thread is held meanwhile: it comes back from its wait, and not to the next line.
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -174,17 +174,15 @@ class Ending:
                 path.unlink(missing_ok=True)
 
 
-def _stay() -> None:
+def _stay() -> NoReturn:
     # A handler of a signal may raise here.
     while True:
         with suppress(BaseException):
             threading.Event().wait()
 
 
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-def _STAY(_: object) -> int:
-    _stay()
-    return 0
+# Kept here, as it has to be there for as long as it may be called.
+_STAY = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: _stay())
 
 
 class _Held(BaseException):
@@ -192,7 +190,6 @@ class _Held(BaseException):
 
     def __new__(cls, *args: object) -> "_Held":
         _stay()
-        return super().__new__(cls)
 
 
 class _Deadline:

@@ -1,18 +1,24 @@
-"""Ending a run: by abort where the main thread can be woken, by exit where it cannot."""
+"""Ending a run: the process exits after the report, in time, and nothing passes the gate meanwhile."""
 
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 from lightning_ncclsafe import _torch, ending
+from lightning_ncclsafe.ending import EXIT_CODE, Ending
+from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
 from lightning_ncclsafe.probes.rank import Card
 
@@ -31,76 +37,46 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise Exited
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(ending, "ABORT_GRACE_S", 0.2)
     return happened
 
 
+def make_error() -> CollectiveTimeoutError:
+    return CollectiveTimeoutError("rank 1 is in a slow evaluation")
+
+
 def end(
-    *, rank: int = 1, left: threading.Event | None = None, kill: Callable[[], None] = lambda: None
-) -> MemoryExchange:
-    exchange = MemoryExchange()
+    *,
+    rank: int = 1,
+    exchange: MemoryExchange | None = None,
+    write_logs: Callable[[float], None] = lambda _: None,
+    logging_ranks: tuple[int, ...] = (),
+    kill: Callable[[], None] = lambda: None,
+) -> None:
+    """Of an ending that knows no Trainer, so that this process is not held and has no deadline."""
     ending.end_run(
-        exchange=exchange,
+        ending=Ending(),
+        make_error=make_error,
+        exchange=exchange or MemoryExchange(),
         rank=rank,
         world_size=2,
-        main_thread_left=left or threading.Event(),
-        write_logs=lambda _: None,
+        write_logs=write_logs,
+        logging_ranks=logging_ranks,
         before_exit=kill,
     )
-    return exchange
 
 
-def nccl(monkeypatch: pytest.MonkeyPatch, abort: Callable[[], None]) -> None:
-    monkeypatch.setattr(_torch, "groups_can_be_aborted", lambda: True)
-    monkeypatch.setattr(_torch, "abort_groups", abort)
-
-
-def test_a_main_thread_that_the_abort_wakes_leaves_by_itself(
-    events: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = threading.Event()
-    nccl(monkeypatch, left.set)
-    end(left=left)
-    assert events == []
-
-
-def test_a_main_thread_that_does_not_come_back_is_not_waited_for(
-    events: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nccl(monkeypatch, lambda: events.append("aborted"))
-    with pytest.raises(Exited):
-        end()
-    assert events == ["aborted", f"exit {ending.EXIT_CODE}"]
-
-
-def test_an_abort_that_hangs_does_not_hold_up_the_end(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-    nccl(monkeypatch, lambda: (never.wait(), None)[1])
-    with pytest.raises(Exited):
-        end()
-    assert events == [f"exit {ending.EXIT_CODE}"]
-    never.set()
-
-
-def test_without_an_abort_the_process_exits_and_ends_what_it_launched(events: list[str]) -> None:
+def test_the_process_exits_and_ends_what_it_launched(events: list[str]) -> None:
     with pytest.raises(Exited):
         end(kill=lambda: events.append("killed"))
-    assert events == ["killed", f"exit {ending.EXIT_CODE}"]
+    assert events == ["killed", f"exit {EXIT_CODE}"]
 
 
 def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:
     shared = SharedMemory()
     threading.Timer(0.1, lambda: (events.append("other left"), ending.say_goodbye(MemoryExchange(shared), 1))).start()
     with pytest.raises(Exited):
-        ending.end_run(
-            exchange=MemoryExchange(shared),
-            rank=0,
-            world_size=2,
-            main_thread_left=threading.Event(),
-            write_logs=lambda _: None,
-            before_exit=lambda: None,
-        )
-    assert events == ["other left", f"exit {ending.EXIT_CODE}"]
+        end(rank=0, exchange=MemoryExchange(shared))
+    assert events == ["other left", f"exit {EXIT_CODE}"]
 
 
 def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
@@ -109,21 +85,19 @@ def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
     def write(_: float) -> None:
         events.append("written")
 
-    def end(rank: int) -> None:
+    def leave(rank: int) -> None:
         with suppress(Exited):
-            ending.end_run(
-                exchange=MemoryExchange(shared),
+            end(
                 rank=rank,
-                world_size=2,
-                main_thread_left=threading.Event(),
+                exchange=MemoryExchange(shared),
                 write_logs=write if rank == 0 else lambda _: None,
-                logging_ranks=[0],
-                before_exit=lambda: events.append(f"rank {rank} leaves"),
+                logging_ranks=(0,),
+                kill=lambda: events.append(f"rank {rank} leaves"),
             )
 
-    late = threading.Timer(0.1, end, args=(0,))
+    late = threading.Timer(0.1, leave, args=(0,))
     late.start()
-    end(1)
+    leave(1)
     late.join()
     assert events[:2] == ["written", "rank 1 leaves"]
 
@@ -133,16 +107,8 @@ def test_a_rank_that_does_not_write_its_logs_is_not_waited_for_long(
 ) -> None:
     monkeypatch.setattr(ending, "_LOGS_S", 0.1)
     with pytest.raises(Exited):
-        ending.end_run(
-            exchange=MemoryExchange(),
-            rank=1,
-            world_size=2,
-            main_thread_left=threading.Event(),
-            write_logs=lambda _: None,
-            logging_ranks=[0],
-            before_exit=lambda: None,
-        )
-    assert events == [f"exit {ending.EXIT_CODE}"]
+        end(logging_ranks=(0,))
+    assert events == [f"exit {EXIT_CODE}"]
 
 
 def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -> None:
@@ -151,7 +117,7 @@ def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -
 
     with pytest.raises(Exited):
         end(kill=kill)
-    assert events == [f"exit {ending.EXIT_CODE}"]
+    assert events == [f"exit {EXIT_CODE}"]
 
 
 @pytest.mark.parametrize(
@@ -189,3 +155,93 @@ def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_
     ending.end_frozen([card], said.append)
     assert frozen.wait(20) == -signal.SIGKILL
     assert said == [f"rank 3 cannot end itself: its process {frozen.pid} is killed"]
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    run, path = Ending(), tmp_path / "last.ckpt"
+    path.write_text("old")
+    with run.written(path) as beside:
+        Path(beside).write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    with pytest.raises(ValueError, match="disk"), run.written(path) as beside:
+        Path(beside).write_text("half")
+        raise ValueError("disk")
+    assert (path.read_text(), [*tmp_path.iterdir()]) == ("new", [path])
+
+
+def test_a_checkpoint_that_was_begun_before_the_end_does_not_get_its_name(tmp_path: Path) -> None:
+    run, path = Ending(), tmp_path / "last.ckpt"
+    path.write_text("old")
+    with pytest.raises(CollectiveTimeoutError), run.written(path) as beside:
+        Path(beside).write_text("new")
+        run.close(make_error)
+    assert (path.read_text(), [*tmp_path.iterdir()]) == ("old", [path])
+
+
+def test_what_is_no_local_file_is_written_where_it_belongs(tmp_path: Path) -> None:
+    """A bucket puts an object there whole; a folder is written by many ranks."""
+    run = Ending()
+    for path in ("s3://bucket/last.ckpt", str(tmp_path)):
+        with run.written(path) as there:
+            assert there == path
+    with pytest.raises(CollectiveTimeoutError), run.written("s3://bucket/last.ckpt"):
+        run.close(make_error)
+    with pytest.raises(CollectiveTimeoutError), run.written("s3://bucket/last.ckpt"):
+        pytest.fail("nothing is written any more")
+
+
+def exit_of(script: str, *, within_s: float) -> int:
+    """The exit status of a process in which a run is being ended."""
+    start = """
+        import atexit, itertools, threading, time
+        from lightning_ncclsafe import ending
+        from lightning_ncclsafe.errors import CollectiveTimeoutError
+        run = ending.Ending()
+        run.is_called_here()
+        ending._EXITS_S = 0.5
+        never = threading.Event()
+    """
+    began = time.monotonic()
+    code = textwrap.dedent(start) + textwrap.dedent(script)
+    process = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    assert time.monotonic() - began < within_s, process.stderr
+    return process.returncode
+
+
+LATE = {
+    "the interpreter's lock is held": "run.exit_within(0.5); sum(itertools.repeat(1, 10**12))",
+    "the main thread waits": "run.exit_within(0.5); never.wait()",
+    "a deadline is not put off": "run.exit_within(0.5); run.exit_within(60); never.wait()",
+    "a handler of atexit waits": "atexit.register(never.wait); run.exit_after_main_thread()",
+    "a handler made later waits": "run.exit_after_main_thread(); atexit.register(never.wait)",
+    "another thread waits": "threading.Thread(target=never.wait).start(); run.exit_after_main_thread()",
+    "a destructor waits": """
+        class Communicator:
+            def __del__(self):
+                time.sleep(60)
+        run.kept = Communicator()
+        run.exit_after_main_thread()
+    """,
+    "a destructor holds the lock": """
+        class Communicator:
+            def __del__(self, endless=itertools.repeat(1, 10**12), sum=sum):
+                sum(endless)
+        run.kept = Communicator()
+        run.exit_after_main_thread()
+    """,
+}
+
+
+@pytest.mark.parametrize("script", LATE.values(), ids=LATE)
+def test_a_process_that_does_not_end_by_itself_is_ended(script: str) -> None:
+    assert exit_of(script, within_s=30) == EXIT_CODE
+
+
+def test_a_process_that_ends_by_itself_has_its_own_status() -> None:
+    assert exit_of("ending._EXITS_S = 20; run.exit_after_main_thread(); raise SystemExit(3)", within_s=30) == 3
+    assert exit_of("run.exit_within(0.5); run.go_on(); time.sleep(1); raise SystemExit(3)", within_s=30) == 3
+
+
+def test_without_the_timer_of_the_system_a_thread_keeps_the_time() -> None:
+    assert exit_of("ending.sys.platform = 'darwin'; run.exit_within(0.5); never.wait()", within_s=30) == EXIT_CODE

@@ -76,7 +76,6 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_enable_collectives_timing": has(lambda: dist.ProcessGroup, "_enable_collectives_timing"),
     "_get_sequence_number_for_group": has(lambda: dist.ProcessGroup, "_get_sequence_number_for_group"),
     # Groups
-    "_abort_process_group": takes("torch.distributed.distributed_c10d", "_abort_process_group"),
     "_get_default_store": takes("torch.distributed.distributed_c10d", "_get_default_store"),
     "_set_pg_timeout": takes("torch.distributed.distributed_c10d", "_set_pg_timeout", timedelta(), None),
     "_world": lambda: (distributed._world.pg_map, distributed._world.pg_group_ranks),

@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_ncclsafe import HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch, watched
+from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.guarded_strategy import GuardedStrategy
 from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.settings import AgreementSettings, Limits
@@ -205,11 +206,17 @@ def test_the_guard_stands_before_the_strategy_and_hides_nothing_of_it(ours: type
         "_configure_launcher",
         "backward",
         "barrier",
+        "lightning_module_state_dict",
+        "optimizer_state",
+        "optimizer_step",
         "predict_step",
         "process_dataloader",
         "register_strategies",
+        "remove_checkpoint",
+        "save_checkpoint",
         "setup_environment",
         "test_step",
+        "training_step",
         "validation_step",
     }
     # Of these one comes to every batch of evaluation, and to every loader: nobody below may go past it.
@@ -380,7 +387,12 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
         callbacks=[HostPreflight()],
     )
     call = watched.WatchedCall(
-        trainer, Limits(suspect_after_s=1, timeout_s=2, on_timeout="abort"), None, combined=object, sigterm_error=None
+        trainer,
+        Limits(suspect_after_s=1, timeout_s=2, on_timeout="abort"),
+        None,
+        ending=Ending(),
+        combined=object,
+        sigterm_error=None,
     )
     call._make_preflight(watched.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
     before = dict(os.environ)

@@ -126,7 +126,6 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
     monkeypatch.setattr(_torch.dist, "is_available", lambda: False)
     assert flight_recorder.FlightRecorder().read() == ((), ())
     assert flight_recorder.position() == ()
-    assert not _torch.groups_can_be_aborted()
 
 
 def test_the_more_ranks_the_fewer_entries_of_each_are_told_and_all_outstanding_ones() -> None:
