@@ -100,7 +100,7 @@ class Ending:
             raise self._make_error()
 
     @contextmanager
-    def written(self, path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    def written(self, path: str | Path) -> Iterator[str | Path]:
         """Where to write a checkpoint, which gets its name when it is whole, unless the run is being ended by then.
 
         Args:

@@ -155,7 +155,7 @@ class GuardedStrategy(ParallelStrategy):
             inner = wrapped
         if type(inner) is TorchCheckpointIO:
             inner.__class__ = _GuardedCheckpointIO
-            inner.ending = self._ending
+            vars(inner)["ending"] = self._ending
         return outer
 
     @checkpoint_io.setter

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.settings import Limits
@@ -201,7 +202,7 @@ def test_a_call_that_has_ended_leaves(tmp_path: Path) -> None:
     (rank, *_) = ranks_of(training(20))
     trainer = SimpleNamespace(default_root_dir=tmp_path)
     limits = Limits(suspect_after_s=5, timeout_s=10, on_timeout="abort")
-    watched = WatchedCall(trainer, limits, None, combined=list, sigterm_error=SystemExit)
+    watched = WatchedCall(trainer, limits, None, ending=Ending(), combined=list, sigterm_error=SystemExit)
     watched._stop = rank.agreement
     rank.step()
     watched.finish()

@@ -8,6 +8,7 @@ import _thread
 import argparse
 import atexit
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -28,7 +29,9 @@ from torch.utils.data import DataLoader
 from lightning_ncclsafe import SafeDDP, watched
 
 RANKS, LATE_RANK, WAITING_RANK = 3, 1, 2
-TIMEOUT_S, START_S = 12.0, 90.0
+TIMEOUT_S, LIMIT_S = 12.0, 90.0
+# Of the first collective, which is not ended: connections are made in it, and its launch blocks the host.
+LATE_S, LATE_TIMEOUT_S, LARGE = 60.0, 120.0, 1 << 24
 STOPS_AT = 3
 # Long enough for a thread that is woken to do what it wants to.
 HARM_S = 1.0
@@ -83,11 +86,19 @@ class Stops(L.Callback):
         if self.scene == "communicators":
             self.groups = (None, *(dist.new_group() for _ in range(3)))
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.scene == LATE_FIRST:
+            if trainer.global_rank == LATE_RANK:
+                threading.Event().wait(float(os.environ.get("LATE_S", LATE_S)))
+            tensor = torch.ones(LARGE, device=pl_module.device)
+            dist.all_reduce(tensor, group=dist.new_group())
+            tensor[0].item()
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if trainer.global_step < STOPS_AT:
+        if trainer.global_step < STOPS_AT or self.scene == LATE_FIRST:
             return
         if trainer.global_rank == LATE_RANK:
-            threading.Event().wait(START_S)
+            threading.Event().wait(LIMIT_S)
         if trainer.global_rank == WAITING_RANK:
             tensor = torch.ones(8, device=pl_module.device)
             dist.all_reduce(tensor)
@@ -96,9 +107,7 @@ class Stops(L.Callback):
         if self.scene not in ("torch_save", "async_save"):
             wait_in_vain(self.groups)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.global_step >= STOPS_AT and trainer.global_rank == 0 and self.scene in ("torch_save", "async_save"):
             checkpoint["late"] = WaitsWhenSaved()
 
@@ -125,13 +134,14 @@ def harm(trainer: L.Trainer, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("scene", choices=[*SCENES, LATE_FIRST])
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     watched.drain_all = wake  # type: ignore[assignment]
     if options.scene == "at_exit":
         atexit.register(threading.Event().wait)
         threading.Thread(target=threading.Event().wait).start()
+    timeout_s = LATE_TIMEOUT_S if options.scene == LATE_FIRST else TIMEOUT_S
     there = options.folder / "checkpoints"
     trainer = L.Trainer(
         devices=1,
@@ -142,11 +152,13 @@ def main() -> None:
         enable_model_summary=False,
         plugins=[AsyncCheckpointIO()] if options.scene == "async_save" else None,
         callbacks=[
-            ModelCheckpoint(there, filename="{step}", every_n_train_steps=1, save_last=True),
+            ModelCheckpoint(
+                there, filename="{step}", every_n_train_steps=1, save_last=True, enable_version_counter=False
+            ),
             OnExceptionCheckpoint(there, "exception"),
             Stops(options.scene, options.folder),
         ],
-        strategy=SafeDDP(suspect_after=4, timeout=timedelta(seconds=TIMEOUT_S)),
+        strategy=SafeDDP(suspect_after=4, timeout=timedelta(seconds=timeout_s)),
     )
     try:
         trainer.fit(Net(), DataLoader(torch.zeros(64, 4), batch_size=1))
@@ -156,6 +168,7 @@ def main() -> None:
 
 
 SCENES = ("model_checkpoint", "torch_save", "async_save", "communicators", "at_exit")
+LATE_FIRST = "late_first"
 
 
 @dataclass(frozen=True)
@@ -175,9 +188,14 @@ class Outcome:
     took_s: float
 
 
-def run(scene: str, folder: Path, **more: str) -> Outcome:
+def start(scene: str, folder: Path, more: Mapping[str, str], limit_s: float) -> Ended:
     """Runs it with three ranks."""
-    ended = run_ranks([__file__, scene, str(folder)], RANKS, folder, timeout_s=START_S, more=more)
+    return run_ranks([__file__, scene, str(folder)], RANKS, folder, timeout_s=limit_s, more=more)
+
+
+def run(scene: str, folder: Path, **more: str) -> Outcome:
+    """Runs it until its guard ends it."""
+    ended = start(scene, folder, more, LIMIT_S)
     took_s = time.time() - (folder / "before.json").stat().st_mtime
     return Outcome(ended, json.loads((folder / "before.json").read_text()), contents(folder), took_s)
 
