@@ -169,14 +169,6 @@ def with_prefix(prefix: str, store: Any) -> Any:
 # Set by NCCL's watchdogs at an error, for the monitors of all ranks: they dump, wait eight minutes and abort. In this
 # order: torch 2.4 and later, older releases.
 _SIGNALS = ("exception_dump", "timeout_dump")
-# What process groups leave behind, those of our own connections too.
-_LEFT_BEHIND = ("default_pg/", "ncclsafe/")
-_STARTS = "ncclsafe/starts/"
-
-
-def starts_of(store: Any) -> Any:
-    """The part of a store on which the starts of a job are told apart: all else of ours belongs to one start."""
-    return with_prefix(_STARTS.rstrip("/"), store)
 
 
 def forget_last_start(store: Any) -> None:
@@ -194,7 +186,8 @@ def forget_last_start(store: Any) -> None:
         store.delete_key(signal)
     if hasattr(store, "list_keys"):
         for key in store.list_keys():
-            if key.startswith(_LEFT_BEHIND) and not key.startswith(_STARTS):
+            # Of its groups, and of what shares its store, as our own connections do.
+            if key.startswith("default_pg/"):
                 store.delete_key(key)
 
 

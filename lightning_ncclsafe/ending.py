@@ -12,6 +12,7 @@ connection. So the Trainer's thread is held meanwhile: it comes back from its wa
 import atexit
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -104,13 +105,13 @@ class Ending:
         """Where to write a checkpoint, which gets its name when it is whole, unless the run is being ended by then.
 
         Args:
-            path: Its name. Where that is no local file, it is written there.
+            path: Its name. What is no local file, as a bucket, a folder or a device, is written to as it is.
 
         Raises:
             CollectiveTimeoutError: The run is being ended. What has been there before is there still.
         """
         self.check()
-        if "://" in os.fspath(path) or os.path.isdir(path):
+        if "://" in os.fspath(path) or (os.path.lexists(path) and not os.path.isfile(path)):
             yield path
             return self.check()
         # In the same folder: to rename within a file system takes effect whole or not at all.
@@ -175,7 +176,9 @@ class Ending:
 
 
 def _stay() -> NoReturn:
-    # A handler of a signal may raise here.
+    # Their handlers in Python run in the main thread, where they may raise, or save. Of systems without it, Windows.
+    with suppress(AttributeError):
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
         with suppress(BaseException):
             threading.Event().wait()

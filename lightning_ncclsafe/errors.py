@@ -4,7 +4,9 @@ from lightning_ncclsafe.findings import Finding
 
 
 class CollectiveTimeoutError(RuntimeError):
-    """The run was ended because ranks waited for a collective that could not complete.
+    """The run is ended because ranks wait for a collective that cannot complete; from then on nothing is saved.
+
+    At the limit the process exits instead, with status 124, and this is raised where another thread wants to save.
 
     Attributes:
         findings: The causes found, the most probable first.

@@ -50,8 +50,8 @@ class GuardedStrategy(ParallelStrategy):
             report is written: a ``timedelta``, or seconds. Training is left alone. None means that this is learned
             from the run: several times what is usual in that phase, at least 10 s, at most half of the hard limit.
         on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
-            then the run ends with a non-zero exit on every rank. ``"report"``: only the report is written, and the
-            back end's own timeout, 15 s later, ends the run.
+            then every rank leaves with exit status 124. ``"report"``: only the report is written, and the back end's
+            own timeout, 15 s later, ends the run.
         report_dir: The folder that reports go to, one folder in it for each incident; made when there is one. None
             means ``<trainer.default_root_dir>/ncclsafe``.
         phase_timeouts: Hard limits that differ from phase to phase; see :class:`~lightning_ncclsafe.PhaseTimeouts`.

@@ -389,7 +389,7 @@ class WatchedCall:
         if self._guard is None or place is None or place.world_size == 1 or _start is not None or _torch.hosts_store(0):
             return
         store = _torch.agents_store()
-        exchange = TcpStoreExchange(_torch.starts_of(store))
+        exchange = TcpStoreExchange(_torch.with_prefix("ncclsafe/starts", store))
         try:
             _start = agree_on_start(
                 exchange,

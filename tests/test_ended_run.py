@@ -42,7 +42,7 @@ class Net(L.LightningModule):
 class Ends(L.Callback):
     before = None
     def end(self, trainer, hook):
-        if where == hook and trainer.global_step >= 2 and self.before is None:
+        if where == hook and trainer.global_step >= 4 and self.before is None:
             self.before = contents()
             trainer.strategy._ending.close(make_error)
     def on_train_batch_end(self, trainer, *_):
@@ -129,5 +129,5 @@ def test_no_callback_or_plugin_changes_a_checkpoint(where: str, plugin: str, tmp
     assert after == told["before"]
     assert ("io.ckpt" in told["after"]) == bool(own)
     assert told["loaded"] == len(told["after"])
-    assert where == "validation-end" or told["before"]
+    assert told["before"]
     assert not told["copy"]

@@ -180,9 +180,9 @@ def test_a_checkpoint_that_was_begun_before_the_end_does_not_get_its_name(tmp_pa
 
 
 def test_what_is_no_local_file_is_written_where_it_belongs(tmp_path: Path) -> None:
-    """A bucket puts an object there whole; a folder is written by many ranks."""
+    """A bucket puts an object there whole; a folder is written by many ranks; a device is not to be replaced."""
     run = Ending()
-    for path in ("s3://bucket/last.ckpt", str(tmp_path)):
+    for path in ("s3://bucket/last.ckpt", str(tmp_path), os.devnull):
         with run.written(path) as there:
             assert there == path
     with pytest.raises(CollectiveTimeoutError), run.written("s3://bucket/last.ckpt"):
@@ -218,16 +218,16 @@ LATE = {
     "another thread waits": "threading.Thread(target=never.wait).start(); run.exit_after_main_thread()",
     "a destructor waits": """
         class Communicator:
-            def __del__(self):
-                time.sleep(60)
-        run.kept = Communicator()
+            def __del__(self, sleep=time.sleep):
+                sleep(60)
+        kept = Communicator()
         run.exit_after_main_thread()
     """,
     "a destructor holds the lock": """
         class Communicator:
             def __del__(self, endless=itertools.repeat(1, 10**12), sum=sum):
                 sum(endless)
-        run.kept = Communicator()
+        kept = Communicator()
         run.exit_after_main_thread()
     """,
 }
