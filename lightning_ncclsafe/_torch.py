@@ -182,8 +182,8 @@ def forget_last_start(store: Any) -> None:
     """
     if dist.is_initialized():
         return
-    for signal in _SIGNALS:
-        store.delete_key(signal)
+    for error_signal in _SIGNALS:
+        store.delete_key(error_signal)
     if hasattr(store, "list_keys"):
         for key in store.list_keys():
             # Of its groups, and of what shares its store, as our own connections do.
