@@ -374,7 +374,8 @@ def main() -> int:
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
-    parser.add_argument("--processes", type=int, default=2)
+    # More than the two cores of CI: many tests wait for a limit, or for other processes.
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what has become of the tests, and the versions")
     parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     options, arguments = parser.parse_known_args()

@@ -4,12 +4,11 @@ The run is ended by the test, from within a training; held is nothing here, so t
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Warm
 
 SCRIPT = """
 import copy, json, pickle, sys, threading
@@ -96,29 +95,35 @@ sys.stdout.flush()
 """
 
 
-def end_in(where: str, plugin: str, folder: Path) -> dict[str, Any]:
+FIRST: list[tuple[str, ...]] = []
+
+
+def run_program(warm: Warm, folder: Path, where: str, plugin: str) -> dict[str, Any]:
     """One fit in a process of its own: a process group is global to it."""
-    command = [sys.executable, "-c", SCRIPT, where, str(folder), plugin]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50)
-    assert ended.returncode == 0, ended.stderr
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    script = folder / "fit.py"
+    script.write_text(SCRIPT)
+    codes, output = warm.run([str(script), where, str(folder), plugin], folder, timeout_s=50)
+    assert codes == [0], output
+    told: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith('{"said"')))
     return told
 
 
+CASES = [
+    ("train-batch-end", ""),
+    ("validation-end", ""),
+    ("train-epoch-end", ""),
+    ("during-save", ""),
+    ("train-batch-end", "async"),
+    ("during-save", "async-given"),
+    ("train-batch-end", "own"),
+]
+
+
 @pytest.mark.parametrize(
-    ("where", "plugin"),
-    [
-        ("train-batch-end", ""),
-        ("validation-end", ""),
-        ("train-epoch-end", ""),
-        ("during-save", ""),
-        ("train-batch-end", "async"),
-        ("during-save", "async-given"),
-        ("train-batch-end", "own"),
-    ],
+    ("where", "plugin"), [pytest.param(*case, marks=pytest.mark.program(*case), id=" ".join(case)) for case in CASES]
 )
-def test_no_callback_or_plugin_changes_a_checkpoint(where: str, plugin: str, tmp_path: Path) -> None:
-    told = end_in(where, plugin, tmp_path)
+def test_no_callback_or_plugin_changes_a_checkpoint(plugin: str, where: str, outcome: dict[str, Any]) -> None:
+    told = outcome
     # A plugin of the user's own is left as it is: whoever calls it himself passes no gate.
     own = 1 if plugin == "own" else 0
     refused = ["CollectiveTimeoutError"] * 7
