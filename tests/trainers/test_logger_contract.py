@@ -996,6 +996,13 @@ class FakeExperiment:
     def __internal_api__set_model_graph__(self, **kwargs: Any) -> None:
         self.calls.append("graph")
 
+    # Lightning 2.5.0 has these.
+    def set_model_graph(self, model: Any) -> None:
+        self.calls.append("graph")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
 
 class FakeComet(CometLogger):
     """Comet's logger without Comet."""
@@ -1010,6 +1017,9 @@ class FakeComet(CometLogger):
         return self._experiment
 
     name = version = save_dir = property(lambda self: "comet")  # type: ignore[assignment]
+
+    def reset_experiment(self) -> None:
+        """What it was given is looked at afterwards."""
 
     def log_hyperparams(self, params: Any) -> None:  # type: ignore[override]
         self._experiment.calls.append(("hyperparams", dict(params)))

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # The first test waits for all programs.
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(220)  # for two such programs, one after the other, on a busy machine
 
 SCENARIO = Path(__file__).with_name("logging_scenario.py")
 LOGGERS = ("tensorboard", "csv")
@@ -71,10 +71,11 @@ def run(folder: Path, *names: str, prefix: tuple[str, ...] = ()) -> Cases:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=55)
+        output, _ = process.communicate(timeout=100)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert process.returncode == 0, output
     return {name: case_in(folder / name, **end) for name, end in json.loads(output.splitlines()[-1]).items()}
 
