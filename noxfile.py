@@ -19,7 +19,7 @@ import nox
 RESULTS = Path("runs/matrix")
 # Each with the newest that fits of whatever is not named.
 SESSIONS = {
-    # ``lightning`` asks for any ``pytorch-lightning``, and would get today's. Its RichProgressBar fails with a later rich.
+    # ``lightning`` asks for any ``pytorch-lightning``, and would get today's. Its RichProgressBar needs that rich.
     "oldest": ("3.10", "torch==2.8.0", "lightning==2.5.0", "pytorch-lightning==2.5.0", "rich<14.1"),
     "today": ("3.11", "torch==2.13.0", "lightning"),
     "newest": ("3.13", "torch", "lightning"),

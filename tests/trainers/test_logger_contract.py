@@ -978,8 +978,8 @@ class FakeExperiment:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def log_metrics(self, dic: Any, prefix: str | None = None, step: int | None = None) -> None:
-        self.calls.append(("log_metrics", dic, step))
+    def log_metrics(self, dic: Any, prefix: str | None = None, step: int | None = None, epoch: Any = None) -> None:
+        self.calls.append(("log_metrics", dic, step, epoch))
 
     def __internal_api__log_metrics__(self, dic: Any, **kwargs: Any) -> None:
         self.calls.append(("internal", dic, kwargs["step"], kwargs["epoch"], kwargs["prefix"]))
