@@ -100,7 +100,7 @@ def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
     leave(1)
     late.join()
     assert events[0] == "written"
-    assert {*events[1:]} == {"rank 0 leaves", "rank 1 leaves"}
+    assert {"rank 0 leaves", "rank 1 leaves"} <= {*events[1:]}
 
 
 def test_a_rank_that_does_not_write_its_logs_is_not_waited_for_long(
