@@ -81,6 +81,7 @@ def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:
 
 def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
     shared = SharedMemory()
+    needed_no_more: list[bool] = []
 
     def write(_: float) -> None:
         events.append("written")
@@ -92,8 +93,13 @@ def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
                 exchange=MemoryExchange(shared),
                 write_logs=write if rank == 0 else lambda _: None,
                 logging_ranks=(0,),
-                kill=lambda: events.append(f"rank {rank} leaves"),
+                kill=lambda: go(rank),
             )
+
+    def go(rank: int) -> None:
+        events.append(f"rank {rank} leaves")
+        if rank == 0:
+            needed_no_more.append("left/1" in MemoryExchange(shared).get_many(["left/1"]))
 
     late = threading.Timer(0.1, leave, args=(0,))
     late.start()
@@ -101,6 +107,8 @@ def test_nobody_leaves_before_the_logs_are_written(events: list[str]) -> None:
     late.join()
     assert events[0] == "written"
     assert {"rank 0 leaves", "rank 1 leaves"} <= {*events[1:]}
+    # The host of the store leaves once the other has said that it needs it no more.
+    assert needed_no_more == [True]
 
 
 def test_a_rank_that_does_not_write_its_logs_is_not_waited_for_long(
