@@ -1,5 +1,6 @@
 """The only file that calls private functions of torch; what differs between its versions is decided here."""
 
+import ctypes
 import gc
 import io
 import json
@@ -11,9 +12,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import fetch, signal_handling, worker
 
 from lightning_ncclsafe.marks import Mark, marked
+from lightning_ncclsafe.recorder import MOST_ENTRIES
 
 # torch._C._distributed_c10d is absent from builds without distributed support.
 try:
@@ -35,6 +37,8 @@ except ImportError:  # pragma: no cover - needs such a build
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Whose collectives each of them is known to keep.
 _RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
+# CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver.
+_CAPTURE_MODE_RELAXED = 2
 GLOO_TIMEOUT_CHANGES = torch.__version__ >= "2.13"
 """Whether gloo's groups keep to a timeout that is set later: not in torch 2.8 (pytorch#165422), and in 2.13 they do."""
 
@@ -60,12 +64,47 @@ def recorder_dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
 
     Args:
         collectives: Whether to include the entries; without them only the position of each group is dumped, which
-            takes about 0.05 ms.
+            takes about 0.05 ms. Of a recorder of more than ``MOST_ENTRIES`` only the newest are included, and of
+            NCCL's only those that are outstanding.
     """
+    is_large = collectives and recorder_size(DEFAULT_RECORDER_SIZE) > MOST_ENTRIES
     for name in _RECORDERS:
         dump: Callable[[bool, bool], bytes] | None = getattr(_c10d, name, None)
         if dump is not None:
-            yield json.loads(dump(collectives, False))
+            with _captures_undisturbed() if collectives else nullcontext():
+                data = dump(collectives, is_large)
+            found = json.loads(data)
+            if is_large and "entries" in found:
+                found["entries"] = found["entries"][-MOST_ENTRIES:]
+            yield found
+
+
+@contextmanager
+def _captures_undisturbed() -> Iterator[None]:
+    """For reading entries of NCCL's recorder while another thread may capture a CUDA graph.
+
+    The recorder asks CUDA about the events of its entries. While a stream is captured in the default mode, such a call
+    of any thread makes the capture invalid, unless the thread has said that it has nothing to do with it. PyTorch's
+    watchdog says so, too (``CUDAStreamCaptureModeGuard``).
+    """
+    # Without CUDA there is no capture, and no driver to be loaded for this alone.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    is_said = exchange(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if is_said:
+            # What the thread had said before.
+            exchange(ctypes.byref(mode))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class GroupCalls(NamedTuple):
@@ -328,12 +367,17 @@ class _PlainUnpickler(pickle.Unpickler):
 def recorder_entries() -> Iterator[list[dict[str, Any]]]:
     """The entries of each Flight Recorder of this process, oldest first, without stacks.
 
-    As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile.
+    As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so of
+    recorders of more than ``MOST_ENTRIES`` nothing is read.
     """
+    if recorder_size(DEFAULT_RECORDER_SIZE) > MOST_ENTRIES:
+        return
     for name in _RECORDERS:
         dump: Callable[[bool, bool, bool], bytes] | None = getattr(_c10d, name.removesuffix("_json"), None)
         if dump is not None:
-            yield _load_plain(dump(True, False, False)).get("entries", [])
+            with _captures_undisturbed():
+                data = dump(True, False, False)
+            yield _load_plain(data).get("entries", [])
 
 
 def _load_plain(data: bytes) -> Any:

@@ -15,11 +15,15 @@ from typing import Any, Generic, TypeVar
 Entry = Mapping[Any, Any]
 _Entry = TypeVar("_Entry", bound=Entry)
 
+MOST_ENTRIES = 20_000
+"""Of a recorder with more of them, here or in a dump, these are read: the newest."""
+HOOK = "c10d"
+"""In the place of a back end, of what a ``FlightRecorderHook`` has recorded (torch 2.14): it sees calls, not ends."""
 # NCCL's watchdog retires what has ended within some 0.1 s.
 _RETIRED_WITHIN_NS = 2_000_000_000
 _LARGEST = 2**63
 # Back ends whose recorder is known; each has a meaning of its own for "retired".
-_KNOWN = ("nccl", "gloo", "fake")
+_KNOWN = ("nccl", "gloo", "fake", HOOK)
 
 
 class State(str, Enum):
@@ -132,6 +136,15 @@ def is_known(backend: str) -> bool:
     return not backend or backend.startswith(_KNOWN)
 
 
+def told_once(entries: list[_Entry]) -> list[_Entry]:
+    """Entries without those of a hook on a group whose back end records them itself."""
+    hooked = {entry.get("pg_id") for entry in entries if backend_of(entry)[0] == HOOK}
+    if not hooked:
+        return entries
+    native = {entry.get("pg_id") for entry in entries if backend_of(entry)[0] != HOOK}
+    return [entry for entry in entries if entry.get("pg_id") not in native or backend_of(entry)[0] != HOOK]
+
+
 class Recorder(Generic[_Entry]):
     """What the recorder of one rank says.
 
@@ -143,11 +156,12 @@ class Recorder(Generic[_Entry]):
         only_open: Whether entries that have ended seem to be left out of this dump.
     """
 
-    def __init__(self, entries: Sequence[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
+    def __init__(self, entries: list[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
         """Takes the entries, oldest first, counters (``pg_status``), and the time at which both were read; 0: unknown.
 
         A dump of everything holds works that have ended, unless there are none; one of open entries holds none.
         """
+        entries = told_once(entries)
         self.only_open = not any(_says_ended(entry) for entry in entries)
         self.names: dict[str, tuple[str, str]] = {}
         self._now_ns = now_ns
@@ -243,7 +257,10 @@ class Recorder(Generic[_Entry]):
         """Says of the works of one group how far they have come."""
         last = self.works[-1] if self.works else None
         for work in works:
-            if not backend_of(work.entry)[0].startswith("nccl"):
+            backend = backend_of(work.entry)[0]
+            if backend == HOOK:
+                work.state = _hooked(work, is_last=work is works[-1])
+            elif not backend.startswith("nccl"):
                 work.state = _elsewhere(work.entry)
             elif work.kind is Kind.BATCH and not _is_whole(work.entry):
                 work.state = self._of_parts(work, work is last)
@@ -322,6 +339,13 @@ def _elsewhere(entry: Entry) -> State:
     if _says_ended(entry):
         return State.ENDED
     return State.RUNNING if entry.get("state") == "started" else State.WAITING
+
+
+def _hooked(work: Work[Any], *, is_last: bool) -> State:
+    """Of what a hook has recorded, which is retired when its call returns: the last one may be waited for since."""
+    if not _says_ended(work.entry):
+        return State.WAITING
+    return State.UNKNOWN if is_last else State.ENDED
 
 
 def _counted(status: Entry) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_GROUP
-from lightning_ncclsafe.recorder import Kind, Recorder
+from lightning_ncclsafe.recorder import Kind, Recorder, told_once
 from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 Entry = dict[str, Any]
@@ -106,7 +106,7 @@ class Recording:
             lost += max(entries[0]["record_id"] - read_to - 1, 0) if read_to >= 0 else 0
             self._read_to[number] = entries[-1]["record_id"]
             self.new += sum(entry["record_id"] > read_to for entry in entries)
-            whole = _as_they_count(entries)
+            whole = _as_they_count(told_once(entries))
             wanted = [entry for entry in whole if entry["record_id"] > read_to or entry["record_id"] in unfinished]
             forgotten = unfinished.keys() - {entry["record_id"] for entry in wanted}
             found += [unfinished.pop(record) for record in sorted(forgotten)]

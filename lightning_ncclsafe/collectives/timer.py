@@ -14,6 +14,7 @@ from lightning_ncclsafe.collectives.tree import Told, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.marks import Mark, marked
+from lightning_ncclsafe.recorder import MOST_ENTRIES
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
@@ -94,9 +95,11 @@ class Timer:
 
     def start(self) -> None:
         """Starts the threads."""
-        if not _torch.recorder_size(RECORDER_SIZE):
+        size = _torch.recorder_size(RECORDER_SIZE)
+        if not 0 < size <= MOST_ENTRIES:
+            found = f"keeps {size:,} entries, too many to be read all the time" if size else "is off"
             self._recording.say(
-                "the Flight Recorder is off, so no collective is timed; unset TORCH_FR_BUFFER_SIZE, or set it to 2000."
+                f"the Flight Recorder {found}, so no collective is timed; unset TORCH_FR_BUFFER_SIZE or set it to 2000."
             )
         self._thread.start()
         try:

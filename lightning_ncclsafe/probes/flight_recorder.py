@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.recorder import Entry, Kind, Recorder, State, Work, backend_of
+from lightning_ncclsafe.recorder import HOOK, Entry, Kind, Recorder, State, Work, backend_of
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
 KEPT_PER_GROUP = 48
@@ -21,8 +21,11 @@ Names = dict[str, tuple[str, str]]
 
 
 def position() -> Position:
-    """Where each group of this rank stands, comparable for equality only: it changes when a collective is called,
-    starts or completes; where nothing is recorded, when one is called. Takes about 0.05 ms."""
+    """Where each group of this rank stands, comparable for equality only: it changes when a collective, a send or a
+    receive is called, starts or completes; where nothing is recorded, when one is called. Takes about 0.05 ms.
+
+    The counters are taken as they are: whether they count collectives or the rest along, what moves has moved.
+    """
     statuses = tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
         for dump in _torch.recorder_dumps(collectives=False)
@@ -53,8 +56,10 @@ class FlightRecorder:
             if index == len(self._names):
                 self._names.append({})
             found_groups, found_collectives = parse(dump, self._names[index])
-            groups |= {group.name: group for group in found_groups}
-            collectives += found_collectives
+            # A hook on NCCL's groups writes to the other recorder, and knows less of them than their own.
+            hooked = groups.keys() & {call.group for call in found_collectives if call.backend == HOOK}
+            groups |= {group.name: group for group in found_groups if group.name not in hooked}
+            collectives += [collective for collective in found_collectives if collective.group not in hooked]
         kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
         known = [_with_members(group, members.get(name)) for name, group in groups.items()]
         others = [call for call in calls if call.name not in groups and call.called != 0]

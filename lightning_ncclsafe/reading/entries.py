@@ -13,10 +13,8 @@ from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.reading.frames import Stacks
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
 from lightning_ncclsafe.reading.values import items, mapping, shapes, text, texts, whole
-from lightning_ncclsafe.recorder import Entry, Kind, Recorder, State, Work, backend_of, is_known
+from lightning_ncclsafe.recorder import MOST_ENTRIES, Entry, Kind, Recorder, State, Work, backend_of, is_known
 
-MOST_ENTRIES = 20_000
-"""Of a dump with more of them, these are read: the newest."""
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64
 _NEWEST_OF_ALL_GROUPS = 256

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Diagnosis
 from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, from_json, from_pickle, rank_of, read_dump
-from lightning_ncclsafe.reading.entries import MOST_ENTRIES, is_dump
+from lightning_ncclsafe.reading.entries import is_dump
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
@@ -24,6 +24,7 @@ from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CO
 from lightning_ncclsafe.reading.runs import apart
 from lightning_ncclsafe.reading.values import whole
 from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.recorder import MOST_ENTRIES
 from lightning_ncclsafe.rules.wording import ranks_words
 
 STANDARD_INPUT = "-"

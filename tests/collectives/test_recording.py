@@ -379,6 +379,12 @@ def test_the_dump_is_read_as_plain_data(dump: list[Any]) -> None:
     assert [*_torch.recorder_entries()] == [[entry(0)]]
 
 
+def test_a_recorder_that_takes_too_long_to_read_is_left_alone(dump: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    dump[0] = {"entries": [entry(0)], "version": "2.10"}
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20001")
+    assert [*_torch.recorder_entries()] == []
+
+
 @pytest.mark.parametrize("value", [Evil(), {"entries": [Evil()]}, io.BytesIO, os.system])
 def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: Any) -> None:
     dump[0] = value

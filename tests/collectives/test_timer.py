@@ -337,13 +337,16 @@ def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
     assert capfd.readouterr().err == ""
 
 
-def test_a_recorder_that_is_off_is_said_to_be_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+@pytest.mark.parametrize(("size", "words"), [("0", "is off"), ("20001", "keeps 20,001 entries")])
+def test_a_recorder_that_is_not_read_is_said_once(
+    size: str, words: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
     one = make(0, Recorder(), MemoryExchange(), world_size=1)
     one.start()
     one.end()
     (sentence,) = one.analysis.summary().missing
-    assert "the Flight Recorder is off" in sentence and "TORCH_FR_BUFFER_SIZE" in sentence
+    assert f"the Flight Recorder {words}" in sentence and "TORCH_FR_BUFFER_SIZE" in sentence
 
 
 def test_ranks_that_are_not_rank_0_keep_nothing_of_the_others(make: Make) -> None:

@@ -1,6 +1,8 @@
 """The recorder's dumps, of gloo and of NCCL, become facts."""
 
 import copy
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -177,6 +179,88 @@ def test_a_group_of_which_the_ring_has_no_entry_left_is_not_one_that_was_not_use
     recorder = flight_recorder.FlightRecorder()
     assert [group.name for group in recorder.read()[0]] == ["0"]
     assert [(group.name, group.why) for group in recorder.unrecorded] == [("1", NotRecorded.LOST)]
+
+
+def hooked(seq: int, *, retired: bool = True) -> dict[str, Any]:
+    """What a FlightRecorderHook records of an all-reduce (torch 2.14.1), which it retires when the call returns."""
+    return GLOO["entries"][0] | {
+        "profiling_name": "c10d:allreduce",
+        "collective_seq_id": seq,
+        "state": "scheduled",
+        "retired": retired,
+    }
+
+
+def test_what_a_hook_records_beside_a_back_end_is_not_a_second_call() -> None:
+    twice = [both for entry in GLOO["entries"] for both in (hooked(entry["collective_seq_id"]), entry)]
+    assert flight_recorder.parse(GLOO | {"entries": twice}, {}) == flight_recorder.parse(GLOO, {})
+
+
+def test_where_only_a_hook_records_the_last_call_may_be_waited_for() -> None:
+    _, collectives = flight_recorder.parse({"entries": [hooked(1), hooked(2)], "pg_status": {}}, {})
+    assert [(call.backend, call.seq, call.completed) for call in collectives] == [("c10d", 1, True), ("c10d", 2, False)]
+    _, (first, second) = flight_recorder.parse({"entries": [hooked(1), hooked(2, retired=False)], "pg_status": {}}, {})
+    assert first.completed and not second.completed
+
+
+def test_a_hook_on_a_group_of_nccl_writes_to_the_other_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = [entry | {"profiling_name": "nccl:all_reduce", "state": "completed"} for entry in GLOO["entries"]]
+    dumps = [GLOO | {"entries": nccl}, GLOO | {"entries": [hooked(1), hooked(2)]}]
+    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter(dumps))
+    (group,), collectives = flight_recorder.FlightRecorder().read()
+    assert group.last_enqueued == 4
+    assert {call.backend for call in collectives} == {"nccl"} and len(collectives) == len(nccl)
+
+
+class Driver:
+    """Stands in for CUDA's: keeps the capture mode of the calling thread, as the real one does."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+        self.failure = 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        if not self.failure:
+            self.mode, mode._obj.value = mode._obj.value, self.mode
+        return self.failure
+
+
+@pytest.mark.parametrize(("failure", "mode"), [(0, 2), (3, 0)])
+def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
+    failure: int, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, seen = Driver(), []
+    driver.failure = failure
+
+    def dump(*what: bool) -> bytes:
+        seen.append(driver.mode)
+        return pickle.dumps({}) if len(what) == 3 else b"{}"
+
+    monkeypatch.setattr(_torch, "_driver", lambda: driver)
+    monkeypatch.setattr(_torch.torch.cuda, "is_initialized", lambda: True)
+    for name in _torch._RECORDERS:
+        for each in (name, name.removesuffix("_json")):
+            monkeypatch.setattr(_torch._c10d, each, dump, raising=False)
+    assert [*_torch.recorder_dumps(collectives=True), *_torch.recorder_entries()] == [{}, {}, [], []]
+    assert seen == [mode] * 4 and driver.mode == 0
+    seen.clear()
+    assert [*_torch.recorder_dumps(collectives=False)] == [{}, {}] and seen == [0, 0]
+
+
+def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def dump(entries: bool, only_active: bool) -> str:
+        asked.append((entries, only_active))
+        return json.dumps({"entries": [*range(30_000)]})
+
+    for name in _torch._RECORDERS:
+        monkeypatch.setattr(_torch._c10d, name, dump, raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "30000")
+    assert [dump["entries"] for dump in _torch.recorder_dumps(collectives=True)] == [[*range(10_000, 30_000)]] * 2
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    assert all(len(dump["entries"]) == 30_000 for dump in _torch.recorder_dumps(collectives=True))
+    assert asked == [(True, True)] * 2 + [(True, False)] * 2
 
 
 def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
