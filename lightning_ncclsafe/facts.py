@@ -13,6 +13,7 @@ from lightning_ncclsafe.machine_facts import MachineFacts, TriedAddress
 from lightning_ncclsafe.preflight_facts import PreflightFacts
 from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts
 from lightning_ncclsafe.step_facts import StepFacts
+from lightning_ncclsafe.trainer_facts import TrainerFacts
 
 VOTE_GROUP = "ncclsafe votes"
 """Description of our own process group, on which ranks vote on whether all of them have a next batch."""
@@ -425,6 +426,7 @@ class RankFacts:
         failed_save: What the last save of a checkpoint on this rank raised, also where that was caught; None where it
             went well, or has not ended.
         steps: What its training steps have left out, and what it logs on all ranks.
+        trainer: What its Trainer has been told, and how its training loop has ended; None where it does not ``fit``.
         record: What was read of this rank; None where it answered itself.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
         missing: What could not be found out, one sentence each.
@@ -454,6 +456,7 @@ class RankFacts:
     exception: ExceptionFacts | None = None
     failed_save: ExceptionFacts | None = None
     steps: StepFacts = field(default_factory=StepFacts)
+    trainer: TrainerFacts | None = None
     record: RecordFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ from lightning_ncclsafe.preflight_facts import (
 )
 from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts, Statement, StatementKind
 from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
+from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 FRAME = Frame(
     file="/home/me/train.py",
@@ -364,6 +365,15 @@ RANK = RankFacts(
         logged=(LoggedKey(name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:"),),
         reducing="loss",
         peer=3,
+    ),
+    trainer=TrainerFacts(
+        settings={"max_steps": "20"},
+        callbacks=("EarlyStopping",),
+        validates_by_clock=True,
+        end=LoopEnd.SHOULD_STOP,
+        ended_at=("train.py:70 in training_step",),
+        batches_begun=4,
+        batches=40,
     ),
     record=RecordFacts(
         has_dump=True,

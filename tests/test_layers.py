@@ -18,7 +18,7 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("data_facts", "logger_facts", "recorded_facts", "recorder", "step_facts", "capacity_facts"),
+    ("data_facts", "logger_facts", "recorded_facts", "recorder", "step_facts", "trainer_facts", "capacity_facts"),
     ("known_code", "marks"),
     ("methods", "_torch", "_lightning"),
     ("preflight_facts",),

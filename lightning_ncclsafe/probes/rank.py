@@ -190,6 +190,7 @@ class RankProbe:
             "peers": lambda: tuple(self.look_at_peer(card) for card in self.peers),
             "workers": self._workers,
             "loaders": self._trainer.loaders,
+            "trainer": self._trainer.facts,
             "loggers": self._loggers,
             "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),

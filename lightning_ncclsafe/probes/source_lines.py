@@ -1,4 +1,4 @@
-"""Lines in the source of a hook of the user's: where it returns nothing, where it logs a key."""
+"""Lines in the source of a hook of the user's: where it returns nothing, logs a key, or has the loop end."""
 
 import ast
 import inspect
@@ -38,6 +38,25 @@ class HookSource:
         """The first line that names ``self.attribute``; 0 if there is none."""
         named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
         return next((node.lineno for node in named if isinstance(node.value, ast.Name)), 0)
+
+    def stops(self) -> tuple[str, ...]:
+        """Where it sets ``should_stop``: ``"file:line in training_step"``."""
+        assigned = (node for node in _inside(self._body) if isinstance(node, ast.Assign))
+        return tuple(self._place(node.lineno) for node in assigned if any(map(_is_should_stop, node.targets)))
+
+    def may_end_iteration(self) -> tuple[str, ...]:
+        """Where a ``StopIteration`` may leave it: it is raised, or ``next()`` is called without a default.
+
+        Lightning raises one itself where ``on_train_batch_start`` returns -1.
+        """
+        ends = (
+            node for node in _inside(self._body) if isinstance(node, (ast.Raise, ast.Call)) and _ends_iteration(node)
+        )
+        lines = [node.lineno for node in ends]
+        if self._name == "on_train_batch_start":
+            returns = (node for node in _inside(self._body) if isinstance(node, ast.Return))
+            lines += [node.lineno for node in returns if node.value is not None and ast.unparse(node.value) == "-1"]
+        return tuple(map(self._place, sorted(lines)))
 
     def _place(self, line: int) -> str:
         return f"{self.file}:{line} in {self._name}"
@@ -89,6 +108,17 @@ def _is_none(value: ast.expr | None) -> bool:
 
 def _is_log(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr in ("log", "log_dict")
+
+
+def _is_should_stop(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and target.attr == "should_stop"
+
+
+def _ends_iteration(node: ast.Raise | ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "next" and len(node.args) == 1
+    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return isinstance(raised, ast.Name) and raised.id == "StopIteration"
 
 
 def _texts(call: ast.Call) -> set[object]:

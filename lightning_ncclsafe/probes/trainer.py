@@ -1,7 +1,7 @@
 """Where a Lightning Trainer stands, read from its public state by duck type; Lightning is not imported here."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +9,8 @@ from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
 from lightning_ncclsafe.moments import FIRST_BATCH, Moment, make_moment
 from lightning_ncclsafe.probes.host import filesystem_of
+from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
+from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 # Values of Lightning's RunningStage.
 _PHASES = {
@@ -18,6 +20,27 @@ _PHASES = {
     "test": Phase.TEST,
     "predict": Phase.PREDICT,
 }
+_MOST_LINES = 8
+# What decides how many steps, validations and collectives a rank makes.
+_SETTINGS = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "accumulate_grad_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "reload_dataloaders_every_n_epochs",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "precision",
+)
 
 
 class TrainerProbe:
@@ -34,6 +57,7 @@ class TrainerProbe:
         self._trainer = trainer
         self._started = False
         self._processed_before: int | None = None
+        self._settings: dict[str, str] = {}
         self.finished = False
 
     @property
@@ -46,6 +70,8 @@ class TrainerProbe:
         self._started = value
         # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
         self._processed_before = self._processed()
+        # Now: a callback may change some of them from epoch to epoch.
+        self._settings = self._read_settings()
 
     def progress(self, actions: tuple[Action, ...], last_action: str, idle_s: float) -> Progress:
         """How far the Trainer has come."""
@@ -93,6 +119,25 @@ class TrainerProbe:
         batches = self._batch_counts()
         return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
 
+    def facts(self) -> TrainerFacts | None:
+        """What it has been told, and how its training loop has ended; None where it does not ``fit``."""
+        trainer = self._trainer
+        if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
+            return None
+        batches, count = trainer.fit_loop.epoch_loop.batch_progress, None
+        with suppress(TypeError, ValueError, OverflowError):
+            count = int(trainer.fit_loop.max_batches)
+        end = _loop_end(trainer, count)
+        return TrainerFacts(
+            settings=self._settings,
+            callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
+            validates_by_clock=self._validation_s() is not None,
+            end=end,
+            ended_at=tuple(itertools.islice(_ending_lines(trainer, end), _MOST_LINES)),
+            batches_begun=batches.current.ready,
+            batches=count,
+        )
+
     def validation_loaders(self) -> list[Any]:
         """Those of fit's validation, as far as they are there."""
         combined = getattr(self._trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
@@ -118,6 +163,18 @@ class TrainerProbe:
             for owner, path in owners
             if path
         )
+
+    def _read_settings(self) -> dict[str, str]:
+        trainer = self._trainer
+        found = {name: getattr(trainer, name, None) for name in _SETTINGS}
+        if (validation_s := self._validation_s()) is not None:
+            found["val_check_interval"] = f"{validation_s:g} s"
+        found |= {"first epoch": getattr(trainer, "current_epoch", 0), "first step": getattr(trainer, "global_step", 0)}
+        return {name: str(value) for name, value in found.items() if value is not None}
+
+    def _validation_s(self) -> float | None:
+        """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
+        return getattr(self._trainer, "_val_check_time_interval", None)
 
     def _phase(self, is_saving: bool) -> Phase:
         if self.finished:
@@ -159,6 +216,30 @@ class TrainerProbe:
         counts = getattr(self._loop(), "max_batches", None)
         # The fit loop has one count for its combined loader, the others one count per loader.
         return counts if isinstance(counts, list) else itertools.repeat(counts)
+
+
+def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.should_stop:
+        return LoopEnd.SHOULD_STOP
+    current = batches.current
+    # Lightning also calls that one the last at which on_train_batch_start has returned -1.
+    if not current.ready or (batches.is_last_batch if count is None else current.ready >= count):
+        return LoopEnd.DATA
+    if -1 != trainer.max_steps <= trainer.global_step:
+        return LoopEnd.MAX_STEPS
+    # What leaves a hook leaves its batch unfinished; between batches there is but the loader.
+    return LoopEnd.DATA if current.ready == current.started == current.completed else LoopEnd.UNKNOWN
+
+
+def _ending_lines(trainer: Any, end: LoopEnd) -> Iterator[str]:
+    """Lines of the user's own module and callbacks that may have made the training loop end so."""
+    for kind in dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks))):
+        for source in map(HookSource, own_functions(kind)):
+            if end is LoopEnd.SHOULD_STOP:
+                yield from source.stops()
+            elif end is LoopEnd.UNKNOWN:
+                yield from source.may_end_iteration()
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

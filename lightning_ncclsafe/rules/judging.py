@@ -22,9 +22,17 @@ _OF_EXCEPTIONS = (
     "timeout-misuse",
     "diverged-collectives",
 )
+# Ranks that do not make the same number of steps: what they then call, or leave out, follows from that.
+_OTHER_STEPS = ("different-trainer-settings", "stopped-early")
 # What follows from a cause that is known by its own name; where that is only possible, both are told.
 _FOLLOWS_FROM = {
+    "stopped-early": ("different-trainer-settings",),
+    "skipped-step": _OTHER_STEPS,
+    "unused-parameters": _OTHER_STEPS,
+    "mismatched-collective": _OTHER_STEPS,
+    "diverged-log-keys": _OTHER_STEPS,
     "diverged-collectives": (
+        *_OTHER_STEPS,
         "checkpoint-skipped-barrier",
         "crossed-groups",
         "diverged-log-keys",
@@ -32,7 +40,7 @@ _FOLLOWS_FROM = {
         "skipped-step",
         "unused-parameters",
     ),
-    "uneven-batches": ("skipped-step", "unused-parameters"),
+    "uneven-batches": (*_OTHER_STEPS, "skipped-step", "unused-parameters"),
 }
 
 _CONFIDENCES = tuple(Confidence)

@@ -21,19 +21,19 @@ def stream_shorter_than_it_claims(here: Here) -> None:
     here.fit(data=DataLoader(Claimed(batches, here.rank, BATCHES), batch_size=BATCH_SIZE), max_epochs=1)
 
 
-@fault("uneven-batches", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
+@fault("stopped-early", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
 def rank_that_ends_its_epoch_early(here: Here) -> None:
     class Enough(MeetingNet):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             if here.is_hit and batch_idx == 3:
                 here.begins()
-                return -1
+                return -1  # <- here
             return None
 
     here.fit(net=Enough(here), data=(rows(here), rows(here)))
 
 
-@fault("uneven-batches", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
+@fault("stopped-early", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
 def rank_that_stops_training(here: Here) -> None:
     """Its own loss is good enough."""
 

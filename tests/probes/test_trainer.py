@@ -1,6 +1,7 @@
 """The probe of the Trainer against real ones, looked at from their own hooks, as another thread may at any time."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.data_facts import LoaderFacts
@@ -17,6 +19,7 @@ from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import trainer as trainer_probe
 from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.trainer_facts import LoopEnd
 
 BATCHES = 3
 
@@ -346,3 +349,98 @@ def test_after_fit_reading_is_no_error(tmp_path: Path) -> None:
     assert progress(probe).global_step == 2 * BATCHES
     probe.loaders()
     probe.storage()
+
+
+class Short:
+    """A sampler of batches that gives fewer than its length says."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1]] * (BATCHES - 1))
+
+
+class Ending(Net):
+    """Ends its epoch in its second batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> int | None:
+        if self.how == "minus one" and batch_idx == 1:
+            return -1  # minus one
+        return None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.how == "stop" and batch_idx == 1:
+            self.trainer.should_stop = True  # stop
+        if self.how == "next" and batch_idx == 1:
+            next(iter(()))  # next
+        return super().training_step(batch, batch_idx)
+
+
+def lines_of(*marks: str) -> list[int]:
+    lines = Path(__file__).read_text().splitlines()
+    return [next(n for n, line in enumerate(lines, start=1) if line.endswith(f"  # {mark}")) for mark in marks]
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "end", "begun", "marks"),
+    [
+        ("", {}, LoopEnd.DATA, BATCHES, ()),
+        ("stop", {}, LoopEnd.SHOULD_STOP, 2, ("stop",)),
+        ("next", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
+        ("minus one", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
+        ("", {"max_steps": 2}, LoopEnd.MAX_STEPS, 2, ()),
+        ("", {"limit_train_batches": 2}, LoopEnd.DATA, 2, ()),
+        ("short", {}, LoopEnd.DATA, 2, ()),
+    ],
+)
+def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
+    how: str, options: dict[str, Any], end: LoopEnd, begun: int, marks: tuple[str, ...], tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, **{"max_epochs": 1, **options})
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    train, held = LOADERS["fit"]
+    short: Any = Short()
+    trainer.fit(Ending(how), DataLoader(Numbers(), batch_sampler=short) if how == "short" else train, held)
+    probe.finished = True
+    facts = probe.facts()
+    assert facts is not None
+    assert (facts.end, facts.batches_begun) == (end, begun)
+    assert facts.batches == options.get("limit_train_batches", BATCHES)
+    places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
+    assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
+
+
+def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=3, precision="bf16-mixed", limit_train_batches=0.5)
+    probe = TrainerProbe(trainer)
+    assert probe.facts() is None  # nothing has been asked of the Trainer yet
+    probe.started = True
+    trainer.accumulate_grad_batches = 4
+    trainer.fit(Net(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None and not facts.validates_by_clock
+    asked = {name: facts.settings[name] for name in ("accumulate_grad_batches", "precision", "limit_train_batches")}
+    assert asked == {"accumulate_grad_batches": "3", "precision": "bf16-mixed", "limit_train_batches": "0.5"}
+    assert (facts.settings["first epoch"], facts.settings["first step"]) == ("0", "0")
+    assert "gradient_clip_val" not in facts.settings
+    trainer.validate(Net(), loader(Held()), verbose=False)
+    assert probe.facts() is None
+
+
+def test_validation_by_the_clock(tmp_path: Path) -> None:
+    try:
+        trainer = make_trainer(tmp_path, val_check_interval=timedelta(minutes=90), check_val_every_n_epoch=None)
+    except (TypeError, MisconfigurationException):
+        pytest.skip("this Lightning does not validate by the clock")
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None and facts.validates_by_clock
+    assert facts.settings["val_check_interval"] == "5400 s"

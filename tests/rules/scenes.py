@@ -45,6 +45,8 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.rules.wording import location_of
+from lightning_ncclsafe.step_facts import StepFacts
+from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
 
@@ -164,6 +166,62 @@ def short_rank_in_validation(net: Backend) -> JobFacts:
 
 
 ONE_VALUE = ((1,),)
+
+
+SETTINGS = {"max_steps": "-1", "accumulate_grad_batches": "1", "first epoch": "0"}
+
+
+def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 21, **settings: str) -> RankFacts:
+    told = TrainerFacts(settings={**SETTINGS, **settings}, end=end, batches_begun=begun, batches=40)
+    return replace(facts, trainer=told)
+
+
+def should_stop_on_one_rank(net: Backend) -> JobFacts:
+    """Rank 1 validates before it ends, as its should_stop says; no loader is shorter than another."""
+    early = net.rank(1, ALL_REDUCE, seq=61, outstanding=1, sizes=ONE_VALUE, phase=Phase.VALIDATE, batch=39, last=True)
+    early = trained(early, LoopEnd.SHOULD_STOP, begun=20)
+    assert early.trainer is not None
+    early = replace(early, trainer=replace(early.trainer, ended_at=(f"{USER_FILE}:70 in training_step",)))
+    return job(*(early if rank == 1 else trained(net.waiting(rank, seq=61, batch=20)) for rank in range(4)))
+
+
+def one_rank_validates_by_its_clock(net: Backend) -> JobFacts:
+    early = net.rank(1, ALL_REDUCE, seq=61, outstanding=1, sizes=ONE_VALUE, phase=Phase.VALIDATE, batch=39, last=True)
+    ranks = [early if rank == 1 else net.waiting(rank, seq=61, batch=20) for rank in range(4)]
+    told = TrainerFacts(settings={"val_check_interval": "3600 s"}, validates_by_clock=True, batches=40)
+    return job(*(replace(facts, trainer=told) for facts in ranks))
+
+
+def a_stop_iteration_left_a_hook(net: Backend) -> JobFacts:
+    """Its batch counts as one without a backward pass, too."""
+    early = trained(net.finished(1, seq=60, batch=19), begun=20)
+    early = replace(early, steps=StepFacts(with_backward=19, skipped=1, skipped_epoch=0, skipped_batch=19))
+    others = {rank: trained(net.waiting(rank, seq=61, batch=20)) for rank in (0, 2, 3)}
+    others = {rank: replace(facts, steps=StepFacts(with_backward=21)) for rank, facts in others.items()}
+    return job(*(({1: early} | others)[rank] for rank in range(4)))
+
+
+def more_optimizer_steps_on_one_rank(net: Backend) -> JobFacts:
+    early = trained(net.finished(1, seq=60, batch=19), LoopEnd.MAX_STEPS, begun=20, max_steps="20")
+    return job(
+        *(early if rank == 1 else trained(net.waiting(rank, seq=61, batch=20), max_steps="20") for rank in range(4))
+    )
+
+
+def another_accumulation_on_one_rank(net: Backend) -> JobFacts:
+    """Rank 1 has left the backward pass in which the others wait: it has reduced nothing there."""
+    odd = trained(net.finished(1, seq=60, batch=39), LoopEnd.DATA, begun=40, accumulate_grad_batches="2")
+    odd = replace(odd, steps=StepFacts(with_backward=40, without_gradient=("net.0",), without_gradient_count=1))
+    others = {rank: trained(net.waiting(rank, seq=61, batch=20)) for rank in (0, 2, 3)}
+    others = {rank: replace(facts, steps=StepFacts(with_backward=21)) for rank, facts in others.items()}
+    return job(*(({1: odd} | others)[rank] for rank in range(4)))
+
+
+def two_ranks_resumed_elsewhere(net: Backend) -> JobFacts:
+    """In other epochs, though none has run out of data."""
+    ranks = [trained(net.waiting(rank, seq=61, batch=20), **{"first epoch": str(3 * (rank > 1))}) for rank in range(4)]
+    later = [replace(one, progress=replace(one.progress, epoch=3)) if one.rank > 1 else one for one in ranks]
+    return job(*later)
 
 
 def short_rank_broke_the_connection(net: Backend) -> JobFacts:
@@ -379,6 +437,18 @@ SCENES = (
     Scene("not yet joined, swapping", not_yet_joined_in_disk_sleep, "late-at-init", (3,)),
     Scene("short rank finished", short_rank_finished, "uneven-batches", (1,)),
     Scene("short rank in validation", short_rank_in_validation, "uneven-batches", (1,)),
+    Scene(
+        "should_stop on one rank",
+        should_stop_on_one_rank,
+        "stopped-early",
+        (1,),
+        f"{USER_FILE}:70 in training_step",
+    ),
+    Scene("one rank validates by its clock", one_rank_validates_by_its_clock, "stopped-early", (1,)),
+    Scene("a StopIteration left a hook", a_stop_iteration_left_a_hook, "stopped-early", (1,)),
+    Scene("more optimizer steps on one rank", more_optimizer_steps_on_one_rank, "stopped-early", (1,)),
+    Scene("another accumulation on one rank", another_accumulation_on_one_rank, "different-trainer-settings", (1,)),
+    Scene("two ranks resumed elsewhere", two_ranks_resumed_elsewhere, "different-trainer-settings", (0, 1, 2, 3)),
     Scene("short rank broke the connection", short_rank_broke_the_connection, "uneven-batches", (1,)),
     Scene("logger flushes", logger_flushes, "slow-logger", (0,)),
     Scene("offloaded logger blocks", offloaded_logger_blocks, "slow-logger", (0,)),

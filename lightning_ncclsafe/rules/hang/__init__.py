@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.hang.compile_skew import compile_skew
 from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.hang.data_stall import data_stall
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
+from lightning_ncclsafe.rules.hang.different_trainer_settings import different_trainer_settings
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.hang.diverged_log_keys import diverged_log_keys
 from lightning_ncclsafe.rules.hang.exception_during_save import exception_during_save
@@ -29,6 +30,7 @@ from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.skipped_step import skipped_step
 from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
+from lightning_ncclsafe.rules.hang.stopped_early import stopped_early
 from lightning_ncclsafe.rules.hang.stopped_process import stopped_process
 from lightning_ncclsafe.rules.hang.timeout_misuse import timeout_misuse
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
@@ -71,6 +73,8 @@ HANG_RULES: tuple[Rule, ...] = (
     blocked_on_disk,
     late_at_init,
     unfinished_rank,
+    different_trainer_settings,
+    stopped_early,
     uneven_batches,
     crossed_groups,
     diverged_log_keys,

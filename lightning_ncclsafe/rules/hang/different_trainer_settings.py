@@ -1,0 +1,96 @@
+"""The cause different-trainer-settings: ranks have been told to train differently."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.sentences import others_wait, recorder_evidence, severity
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
+
+_LISTED = 8
+_START = ("first epoch", "first step")
+_REMEDY = (
+    "Give the Trainer the same arguments on all ranks: look for what each rank works out for itself, from a clock, the "
+    "host's name, its memory, its environment or a file of its own. Decide it once: on one rank that broadcasts it, or "
+    "as an argument of the job."
+)
+_REMEDY_START = (
+    'Let all ranks resume from the same checkpoint: give ckpt_path one path that all hosts see, and not "last" or '
+    "whatever is newest in a folder of the rank's own; see that the file is there on all of them before they start."
+)
+
+
+def different_trainer_settings(job: JobFacts) -> Iterable[Finding]:
+    """Ranks have different settings of the Trainer, or go on from different steps, so they make different collectives.
+
+    Symptom:
+        Ranks wait in different collectives, or one has ended its epoch while the others are in a batch; the numbers of
+        backward passes, optimizer steps or validations are not the same.
+
+    Cause:
+        accumulate_grad_batches, val_check_interval, limit_*, max_* or precision that each rank works out for itself;
+        a checkpoint that is not the same on all hosts.
+
+    Remedy:
+        Give the Trainer the same arguments on all ranks, and all ranks the same checkpoint.
+
+    Cannot see:
+        What is changed after training has begun; settings of the model, the optimizer or the strategy.
+    """
+    view = timeline(job)
+    differing = _differing(view)
+    if not differing or not (view.waiting or view.raised):
+        return
+    odd = _odd_ones_out(differing)
+    waiting = others_wait(view, ())
+    # Whoever is at work may be what the others wait for, whatever else is different.
+    is_explained = bool(view.working(view.facts))
+    yield Finding(
+        rule="different-trainer-settings",
+        severity=severity(job),
+        confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
+        summary=joined(
+            (
+                f"Ranks train with different settings: {'; '.join(_words(differing))}.",
+                f"{capitalised(waiting)}." if waiting else "",
+            )
+        ),
+        ranks=odd,
+        evidence=(*_evidence(differing), *recorder_evidence(view)),
+        remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
+    )
+
+
+def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
+    """Of each setting that is not the same everywhere, the ranks by value."""
+    by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    told = {rank: facts.trainer.settings for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
+    for name in dict.fromkeys(name for settings in told.values() for name in settings):
+        for rank, settings in told.items():
+            by_name[name][settings.get(name, "not set")].append(rank)
+    return {name: dict(values) for name, values in by_name.items() if len(values) > 1}
+
+
+def _odd_ones_out(differing: dict[str, dict[str, list[int]]]) -> tuple[int, ...]:
+    """Ranks that have not what most have; all of them where no value has a majority."""
+    odd: set[int] = set()
+    for values in differing.values():
+        count = Counter({value: len(ranks) for value, ranks in values.items()})
+        usual, most = count.most_common(1)[0]
+        has_majority = 2 * most > count.total()
+        odd.update(rank for value, ranks in values.items() if value != usual or not has_majority for rank in ranks)
+    return tuple(sorted(odd))
+
+
+def _words(differing: dict[str, dict[str, list[int]]]) -> Iterator[str]:
+    for name, values in list(differing.items())[:_LISTED]:
+        yield f"{name} is " + ", ".join(f"{value} on {ranks_words(ranks)}" for value, ranks in values.items())
+    if len(differing) > _LISTED:
+        yield f"{len(differing) - _LISTED} more"
+
+
+def _evidence(differing: dict[str, dict[str, list[int]]]) -> Iterator[Evidence]:
+    for words in _words(differing):
+        yield Evidence(source="trainer", text=f"{words}.")

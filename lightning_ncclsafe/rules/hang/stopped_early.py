@@ -1,0 +1,124 @@
+"""The cause stopped-early: a rank has left the training loop alone, and not because its data ended."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts, Phase
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.positions import ended_first
+from lightning_ncclsafe.rules.sentences import batch_words, others_wait, recorder_evidence, severity
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
+
+# Lightning's callbacks that set trainer.should_stop.
+_STOPPING = frozenset({"EarlyStopping", "Timer"})
+_REMEDIES = {
+    LoopEnd.SHOULD_STOP: (
+        "Decide on all ranks together: log what EarlyStopping monitors with sync_dist=True, and reduce a condition of "
+        "your own before you set trainer.should_stop (self.trainer.strategy.reduce_boolean_decision(stop, all=False))."
+    ),
+    LoopEnd.MAX_STEPS: (
+        "Look for optimizer steps that one rank makes and another leaves out: manual optimization under a condition, "
+        "steps skipped by a gradient scaler, another accumulation. max_epochs ends all ranks after the same batch."
+    ),
+    LoopEnd.UNKNOWN: (
+        "Look for a StopIteration that leaves training_step or a hook on this rank, of next() on an iterator of your "
+        "own for instance, and for an on_train_batch_start that returns -1: Lightning takes both for the end of the "
+        "epoch. End it on all ranks, or on none."
+    ),
+}
+_REMEDY_CLOCK = (
+    "Give val_check_interval a number of batches: as a time, each rank's own clock decides when to validate, and they "
+    "do not agree on a batch."
+)
+
+
+def stopped_early(job: JobFacts) -> Iterable[Finding]:
+    """Some ranks have left the training loop while others are in a batch, and the Trainer says why.
+
+    Symptom:
+        The run hangs at a batch in the midst of an epoch; some ranks are in validation, save, or have finished.
+
+    Cause:
+        trainer.should_stop set from a rank's own values; validation by each rank's own clock; a StopIteration that
+        leaves a hook; optimizer steps that are not counted alike.
+
+    Remedy:
+        Decide on all ranks together when to stop and when to validate.
+
+    Cannot see:
+        Who has set trainer.should_stop; loops of the user's own.
+    """
+    view = timeline(job)
+    early = ended_first(view)
+    told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
+    others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
+    if not early or told.keys() != view.facts.keys():
+        return
+    ends = {told[rank].end for rank in early}
+    if all(told[rank].validates_by_clock and view.facts[rank].progress.phase is Phase.VALIDATE for rank in early):
+        yield _finding(view, early, others, "begun to validate by its own clock", Confidence.LIKELY, _REMEDY_CLOCK)
+    elif ends == {LoopEnd.SHOULD_STOP} and not any(told[rank].end in ends for rank in others):
+        how = f"stopped training: trainer.should_stop is set there, and not on {ranks_words(others)}"
+        yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
+    elif ends == {LoopEnd.MAX_STEPS}:
+        how = "stopped training, with max_steps reached"
+        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
+    elif ends == {LoopEnd.UNKNOWN} and all(_is_cut_short(told[rank]) for rank in early):
+        how = "left its epoch early, though neither its data nor its steps have ended and nothing has told it to stop"
+        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
+
+
+def _is_cut_short(trainer: TrainerFacts) -> bool:
+    return trainer.batches is not None and 0 < trainer.batches_begun < trainer.batches
+
+
+def _finding(
+    view: Timeline, early: tuple[int, ...], others: tuple[int, ...], how: str, confidence: Confidence, remedy: str
+) -> Finding:
+    text = (
+        f"{ranks_words(early)} {verb(early, 'has', 'have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
+        f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
+    )
+    waiting = others_wait(view, ())
+    places = _places(view, early)
+    has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
+    return Finding(
+        rule="stopped-early",
+        severity=Severity.ERROR if has_finished else severity(view.job),
+        confidence=confidence,
+        summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        ranks=early,
+        location=places[0] if len(places) == 1 else "",
+        evidence=(*_evidence(view, early), *recorder_evidence(view)),
+        remedy=remedy,
+    )
+
+
+def _told(view: Timeline, rank: int) -> TrainerFacts:
+    trainer = view.facts[rank].trainer
+    assert trainer is not None
+    return trainer
+
+
+def _places(view: Timeline, early: tuple[int, ...]) -> list[str]:
+    return [*dict.fromkeys(place for rank in early for place in _told(view, rank).ended_at)]
+
+
+def _at(view: Timeline, rank: int) -> str:
+    trainer = _told(view, rank)
+    return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
+
+
+def _evidence(view: Timeline, early: tuple[int, ...]) -> Iterator[Evidence]:
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(view.facts, key=lambda rank: rank not in early):
+        trainer = _told(view, rank)
+        stopping = sorted(_STOPPING.intersection(trainer.callbacks))
+        can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
+        alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)
+    for place in _places(view, early):
+        yield Evidence(source="source code", text=f"{place} may have ended the loop.")
+    for words, ranks in list(alike.items())[:16]:
+        text = f"{capitalised(ranks_words(ranks))}: {words}."
+        yield Evidence(source="trainer", rank=ranks[0] if len(ranks) == 1 else None, text=text)
