@@ -22,7 +22,7 @@ from lightning_ncclsafe.probes.trainer import TrainerProbe
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
 AFTER_HOST_FACTS = [
-    *("peers", "workers", "loaders", "loggers"),
+    *("peers", "workers", "loaders", "trainer", "loggers"),
     *("steps", "failed_save", "storage", "versions"),
 ]
 
