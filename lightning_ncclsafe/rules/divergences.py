@@ -1,5 +1,6 @@
 """Parts of findings about ranks that called different collectives: who deviates, what each called, and from where."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -21,6 +22,8 @@ from lightning_ncclsafe.rules.wording import (
     ranks_words,
 )
 
+# Conditions that hold on one rank, and not ``if rank != -1``, which holds on all.
+_OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank", re.IGNORECASE)
 _WHERE = 4
 _VARIANTS = 3
 _LISTED = 8
@@ -36,6 +39,40 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
     return view.activities[rank].rank_condition
+
+
+def apart(view: Timeline) -> dict[int, str]:
+    """Ranks that wait where only some ranks come, and why only they do, in words; empty if that is true of all."""
+    found = {rank: _why_apart(view, rank) for rank in view.waiting}
+    alone = {rank: why for rank, why in found.items() if why}
+    return alone if len(alone) < len(view.facts) else {}
+
+
+def _why_apart(view: Timeline, rank: int) -> str:
+    if condition := condition_of(view, rank):
+        return f"under {condition_words(condition)}"
+    in_prepare_data = any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions)
+    return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
+
+
+def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
+    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others are in it.
+
+    A rank that is in no call of the Trainer has no guard that would answer, and looks like one that is frozen.
+    """
+    conditions = {rank: _around_trainer(facts) for rank, facts in view.facts.items()}
+    is_told = bool(conditions) and all(conditions.values()) and bool(view.silent)
+    asleep = all(view.witnesses[rank].state == "sleeping" for rank in view.silent if rank in view.witnesses)
+    if not is_told or not asleep or view.raised:
+        return (), ""
+    return tuple(sorted(conditions)), next(iter(conditions.values()))
+
+
+def _around_trainer(facts: RankFacts) -> str:
+    outside = facts.stack[: trainer_start(facts.stack)]
+    conditions = (frame.rank_condition for frame in reversed(outside) if frame.user and frame.rank_condition)
+    # What stands behind it on its line is not part of it.
+    return next((condition for condition in conditions if _OF_RANK_ZERO.search(condition.partition(":")[0])), "")
 
 
 def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:

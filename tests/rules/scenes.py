@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from builders import (
     AGREEMENT_WAIT,
     ALL_REDUCE,
+    BARRIER,
     CHECKPOINT_IO,
     EPOCH_END,
     FETCH,
     FLUSH,
+    INFINITE,
     INIT_GROUP,
     NEXT,
     NEXT_DATA,
@@ -125,6 +127,34 @@ def one_rank_skips_validation(net: Backend) -> JobFacts:
         for rank in (0, 1, 3)
     )
     return job(*presenting, net.in_barrier(2, "train_dataloader()", seq=7, **options))
+
+
+def one_rank_estimates_steps_under_a_condition(net: Backend) -> JobFacts:
+    """The same, where the source says that only rank 0 comes there."""
+    facts = one_rank_estimates_steps(net)
+    first, *others = facts.ranks
+    condition = "if self.global_rank == 0:  (line 32)"
+    stack = (replace(frame, rank_condition=condition) if frame.user else frame for frame in first.stack)
+    return replace(facts, ranks=(replace(first, stack=tuple(stack)), *others))
+
+
+def barrier_in_prepare_data(net: Backend) -> JobFacts:
+    """Lightning calls prepare_data on rank 0 alone; rank 1 is in the barrier that follows it."""
+    options = {"phase": Phase.INIT, "batch": -1, "world": 2}
+    culprit = net.rank(0, user("prepare_data", 20), BARRIER, seq=3, outstanding=1, op="barrier", sizes=(), **options)  # type: ignore[arg-type]
+    actions = (Action(name="[LightningModule]Net.prepare_data", for_s=23.0), Action(name="barrier:data", for_s=23.0))
+    culprit = replace(culprit, progress=replace(culprit.progress, actions=actions))
+    return job(culprit, net.rank(1, INFINITE, seq=2, **options), world=2)  # type: ignore[arg-type]
+
+
+def trainer_called_on_one_rank(net: Backend) -> JobFacts:
+    """Rank 1 has left fit and waits in a barrier of the program's, where no guard of ours answers."""
+    condition = "if trainer.is_global_zero: trainer.test(model)  (line 201)"
+    called = user("main", 201, condition=condition)
+    options = {"phase": Phase.INIT, "batch": -1, "world": 2}
+    alone = net.in_barrier(0, "pre_setup", seq=61, **options)
+    alone = replace(alone, stack=(called, *(frame for frame in alone.stack if not frame.user)))
+    return job(alone, world=2, witnessed=(process(1, "sleeping"),))
 
 
 def one_rank_estimates_steps(net: Backend) -> JobFacts:
@@ -423,6 +453,27 @@ SCENES = (
         "rank-zero-only-work",
         (0,),
         f"{USER_FILE}:18 in setup",
+    ),
+    Scene(
+        "one rank estimates steps under a condition",
+        one_rank_estimates_steps_under_a_condition,
+        "unpresented-loader",
+        (0,),
+        f"{USER_FILE}:33 in configure_optimizers",
+    ),
+    Scene(
+        "a barrier in prepare_data",
+        barrier_in_prepare_data,
+        "diverged-collectives",
+        (0,),
+        f"{USER_FILE}:20 in prepare_data",
+    ),
+    Scene(
+        "the Trainer is called on one rank",
+        trainer_called_on_one_rank,
+        "diverged-collectives",
+        (0,),
+        f"{USER_FILE}:201 in main",
     ),
     Scene("one rank skips validation", one_rank_skips_validation, "unpresented-loader", (2,)),
     Scene(

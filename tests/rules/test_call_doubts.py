@@ -363,3 +363,25 @@ def test_a_circle_tells_of_the_condition_that_it_was_entered_under() -> None:
     finding = first(replace(scene, ranks=tuple(entered)))
     assert finding.rule == "crossed-groups"
     assert any("`if self.trainer.is_global_zero:` (line 70) encloses" in item.text for item in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("condition", "state", "named"),
+    [
+        ("if trainer.is_global_zero: trainer.test(model)  (line 201)", "sleeping", "diverged-collectives"),
+        ("if rank == 0:  (line 200)", "sleeping", "diverged-collectives"),
+        ("if not self.local_rank:  (line 200)", "sleeping", "diverged-collectives"),
+        # These hold on all ranks, or on others.
+        ("if rank != -1: main()  (line 200)", "sleeping", "frozen-rank"),
+        ("if rank >= 0:  (line 200)", "sleeping", "frozen-rank"),
+        ("", "sleeping", "frozen-rank"),
+        # It does something.
+        ("if rank == 0:  (line 200)", "running", "frozen-rank"),
+    ],
+)
+def test_a_rank_that_does_not_answer_may_be_outside_the_trainer(condition: str, state: str, named: str) -> None:
+    facts = scenes_of_all.trainer_called_on_one_rank(GLOO)
+    (alone,) = facts.ranks
+    stack = tuple(replace(frame, rank_condition=condition) if frame.user else frame for frame in alone.stack)
+    facts = replace(facts, ranks=(replace(alone, stack=stack),), witnessed=(process(1, state),))
+    assert judge(facts).findings[0].rule == named

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.divergences import (
+    alone_in_trainer,
+    apart,
     call_evidence,
     calls_words,
     condition_of,
@@ -18,12 +20,24 @@ from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, severity, standing
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, condition_words, group_words, joined, ranks_words, verb
+from lightning_ncclsafe.rules.wording import (
+    capitalised,
+    condition_words,
+    group_words,
+    joined,
+    location_of,
+    ranks_words,
+    verb,
+)
 
 _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
     "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
     "keys in log_dict on all ranks, and the same branches of the model in forward."
+)
+_REMEDY_ALONE = (
+    "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
+    "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
 )
 
 
@@ -50,9 +64,11 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
-        yield _crossing(view, crossed)
+        yield _crossing(view, tuple(apart(view)) or crossed)
     elif alone := _after_the_others(view):
         yield _crossing(view, alone)
+    elif any(alone_in_trainer(view)):
+        yield _alone(view, *alone_in_trainer(view))
     elif sites := _other_call_sites(view):
         yield _call_sites(view, sites)
 
@@ -95,7 +111,8 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others"
+    why = apart(view).get(ranks[0], "")
+    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others{f', {why}' if why else ''}"
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
@@ -105,6 +122,28 @@ def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=location(view, ranks),
         evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY,
+    )
+
+
+def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
+    """The others are in no call of the Trainer, so there is no guard that would answer."""
+    stack = view.facts[ranks[0]].stack
+    called = deepest_user_frame(stack[: trainer_start(stack)])
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer alone, under "
+        f"{condition_words(condition)}: {others_wait(view, ()) or standing(view, ranks[0])}. "
+        f"{capitalised(ranks_words(view.silent))} {verb(view.silent, 'does', 'do')} not answer, as "
+        f"{verb(view.silent, 'a rank', 'ranks')} outside the Trainer."
+    )
+    return Finding(
+        rule="diverged-collectives",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(called),
+        evidence=tuple(where_evidence(view, view.facts)),
+        remedy=_REMEDY_ALONE,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.divergences import alone_in_trainer
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
@@ -36,7 +37,8 @@ def frozen_rank(job: JobFacts) -> Iterable[Finding]:
         A process on another host.
     """
     view = timeline(job)
-    if not view.facts and not view.witnesses:
+    # Ranks that are in no call of the Trainer have no guard that would answer.
+    if (not view.facts and not view.witnesses) or any(alone_in_trainer(view)):
         return
     for rank, process in silent_processes(view, Reason.UNKNOWN):
         yield silent_finding(

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import AGREEMENT
+from lightning_ncclsafe.rules.divergences import condition_evidence, condition_of
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
     location,
@@ -14,7 +15,14 @@ from lightning_ncclsafe.rules.sentences import (
     wait_words,
 )
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.wording import (
+    capitalised,
+    condition_words,
+    location_of,
+    ranks_words,
+    short_location,
+    verb,
+)
 
 _REMEDY = (
     "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
@@ -42,7 +50,12 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
     if presenting and elsewhere:
-        yield _finding(view, presenting, elsewhere)
+        alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
+        yield (
+            _alone(view, presenting, elsewhere)
+            if alone == (*sorted(presenting),)
+            else _finding(view, presenting, elsewhere)
+        )
 
 
 def _presents(facts: RankFacts) -> str:
@@ -60,6 +73,27 @@ def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
     """The user's line that has asked for the loaders, where it was not Lightning itself."""
     places = (view.activities[rank].place for rank in sorted(presenting))
     return next((place for place in places if place is not None and place.user), None)
+
+
+def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
+    """Those that present stand under a condition on the rank, so the others will never come there."""
+    ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
+    at = f" at {short_location(asked)}" if asked else ""
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} asked for the {presenting[ranks[0]]} alone{at}, under "
+        f"{condition_words(condition_of(view, ranks[0]))}, which takes all ranks; {ranks_words(elsewhere)} "
+        f"{verb(elsewhere, 'stands', 'stand')} {standing(view, elsewhere[0])}."
+    )
+    return Finding(
+        rule="unpresented-loader",
+        severity=Severity.ERROR if all(map(view.waits, elsewhere)) else severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(asked),
+        evidence=(*condition_evidence(view, ranks), *how_we_know(view, elsewhere)),
+        remedy=_REMEDY,
+    )
 
 
 def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
