@@ -12,12 +12,14 @@ class LoggedKey:
         hook: The hook that logs it, ``"validation_step"``.
         place: ``"file:line in hook"`` of the call, where the key is written out there; else empty.
         rank_condition: The condition on the rank under which that line stands, with its line number; else empty.
+        states: Names of a metric's states, each of which is reduced; empty for a value.
     """
 
     name: str
     hook: str = ""
     place: str = ""
     rank_condition: str = ""
+    states: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,11 @@ class StepFacts:
         skipped: Training batches that are over and had none.
         skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
         skipped_batch: Its index within the epoch, from 0; -1 if there is none.
+        passes: Backward passes by batch, from the oldest that is known: epoch, index and number of passes of each batch
+            that had another number than the one before. Batches without any are left out.
+        passes_epoch: Epoch of the last batch that these are about; -1 if there is none.
+        passes_batch: Its index within the epoch; -1 if there is none.
+        passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
             where a batch was skipped.
         without_gradient: Names of parameters that require a gradient and have none while others have one: the first 8.
@@ -44,6 +51,10 @@ class StepFacts:
     skipped: int = 0
     skipped_epoch: int = -1
     skipped_batch: int = -1
+    passes: tuple[tuple[int, ...], ...] = ()
+    passes_epoch: int = -1
+    passes_batch: int = -1
+    passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     without_gradient_count: int = 0

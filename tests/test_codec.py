@@ -358,11 +358,19 @@ RANK = RankFacts(
         skipped=1,
         skipped_epoch=2,
         skipped_batch=3,
+        passes=((0, 0, 2), (0, 3, 1)),
+        passes_epoch=0,
+        passes_batch=7,
+        passes_at=("train.py:60 in training_step",),
         returns_nothing=("train.py:88 in training_step",),
         without_gradient=("branch.weight",),
         without_gradient_count=1,
         unused_at="train.py:51 in forward",
-        logged=(LoggedKey(name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:"),),
+        logged=(
+            LoggedKey(
+                name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:", states=("total",)
+            ),
+        ),
         reducing="loss",
         peer=3,
     ),

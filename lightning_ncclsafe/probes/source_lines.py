@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from lightning_ncclsafe.probes.stacks import is_user_code
+from lightning_ncclsafe.probes.stacks import is_user_code, rank_condition
 
 
 class HookSource:
@@ -38,6 +38,12 @@ class HookSource:
         """The first line that names ``self.attribute``; 0 if there is none."""
         named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
         return next((node.lineno for node in named if isinstance(node.value, ast.Name)), 0)
+
+    def backward_under_condition(self) -> tuple[str, ...]:
+        """Where it calls ``manual_backward`` under a condition on the rank: ``"file:line in training_step"``."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call))
+        lines = (call.lineno for call in calls if _is_call_of(call, "manual_backward"))
+        return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
 
     def stops(self) -> tuple[str, ...]:
         """Where it sets ``should_stop``: ``"file:line in training_step"``."""
@@ -104,6 +110,10 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def _is_none(value: ast.expr | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _is_call_of(call: ast.Call, method: str) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == method
 
 
 def _is_log(function: ast.expr) -> bool:

@@ -1,4 +1,4 @@
-"""Steps without a backward pass, saves that failed and what is logged on all ranks; Lightning is not imported.
+"""Backward passes of each batch, saves that failed and what is logged on all ranks; Lightning is not imported.
 
 On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
 """
@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
 _MAX_NAMES = 8
 _MAX_KEYS = 64
+_MOST_RUNS = 64
 # Where Lightning keeps what was logged, by the loops that have it.
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
 _TO_PEER = {"send": "dst", "recv": "src"}
@@ -48,6 +50,9 @@ class StepRecord:
         self._with_backward = 0
         self._skipped = 0
         self._last_skipped = (-1, -1)
+        self._at = self._counted = (-1, -1)
+        self._passes = 0
+        self._runs: deque[tuple[int, int, int]] = deque(maxlen=_MOST_RUNS)
 
     def begin(self) -> None:
         """The first batch is to come; where training is resumed, some have been before."""
@@ -60,11 +65,22 @@ class StepRecord:
         """A backward pass begins, on the main thread: what is done here is done in every batch."""
         ready = self._total.ready if self._total is not None else self._last
         if ready != self._last:
+            self._count_passes()
+            self._at = _now(self._trainer)
             self._with_backward += 1
             if ready > self._last + 1:
                 self._skipped += ready - self._last - 1
                 self._last_skipped = _before(self._trainer)
             self._last = ready
+        self._passes += 1
+
+    def _count_passes(self) -> None:
+        """Of the batch before, which is over."""
+        if self._passes and self._at[1] >= 0:
+            if not self._runs or self._runs[-1][2] != self._passes:
+                self._runs.append((*self._at, self._passes))
+            self._counted = self._at
+        self._passes = 0
 
     def save_failed(self, error: BaseException) -> None:
         """The save of a checkpoint has raised, on the main thread; whoever called it may catch that."""
@@ -87,6 +103,11 @@ class StepRecord:
         skipped, last = self._skipped + max(pending - (not is_over), 0), self._last_skipped
         if skipped > self._skipped:
             last = _now(self._trainer) if is_over else _before(self._trainer)
+        runs, counted = [*self._runs], self._counted
+        if self._passes and not pending and self._total is not None and _batch_is_over(self._trainer):
+            counted = self._at
+            if not runs or runs[-1][2] != self._passes:
+                runs.append((*self._at, self._passes))
         module = getattr(self._trainer, "lightning_module", None)
         missing = _without_gradient(module)
         return StepFacts(
@@ -94,6 +115,10 @@ class StepRecord:
             skipped=skipped,
             skipped_epoch=last[0],
             skipped_batch=last[1],
+            passes=tuple(runs),
+            passes_epoch=counted[0],
+            passes_batch=counted[1],
+            passes_at=_source(module, "training_step").backward_under_condition() if len(runs) > 1 else (),
             returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
             without_gradient=tuple(missing[:_MAX_NAMES]),
             without_gradient_count=len(missing),
@@ -153,11 +178,13 @@ def _use_of(module: Any, part: str) -> str:
 
 
 def _logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
-    for meta in list(_synced(trainer))[:_MAX_KEYS]:
+    for metric in list(_synced(trainer))[:_MAX_KEYS]:
+        meta = metric.meta
         name, hook = str(meta.name), str(meta.fx)
         source, line = _call_that_logs(name, module, hook)
         condition = rank_condition(source.file, line) if line else ""
-        yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition)
+        states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
+        yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
 
 
 def _call_that_logs(name: str, module: Any, hook: str) -> tuple[HookSource, int]:
@@ -176,7 +203,7 @@ def _synced(trainer: Any) -> Iterable[Any]:
         for metric in list((getattr(owner, "_results", None) or {}).values()):
             meta = metric.meta
             if not metric.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only):
-                yield meta
+                yield metric
 
 
 def _main_frames(code: Code) -> Iterator[Any]:

@@ -28,7 +28,7 @@ _OTHER_STEPS = ("different-trainer-settings", "stopped-early")
 _FOLLOWS_FROM = {
     "stopped-early": ("different-trainer-settings",),
     "skipped-step": _OTHER_STEPS,
-    "unused-parameters": _OTHER_STEPS,
+    "unused-parameters": (*_OTHER_STEPS, "skipped-step"),
     "mismatched-collective": _OTHER_STEPS,
     "diverged-log-keys": _OTHER_STEPS,
     "diverged-collectives": (

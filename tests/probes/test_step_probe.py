@@ -114,6 +114,37 @@ def test_a_batch_without_a_backward_pass_is_noted() -> None:
     )
 
 
+def test_backward_passes_are_counted_by_batch_and_told_where_their_number_changes() -> None:
+    of, record = begun(Module())
+    for batch, passes in enumerate((2, 2, 1, 2, 2)):
+        begin(of, batch=batch)
+        for _ in range(passes):
+            record.backward()
+    facts = record.facts()
+    assert facts.passes == ((0, 0, 2), (0, 2, 1), (0, 3, 2))
+    assert (facts.passes_epoch, facts.passes_batch) == (0, 3)  # the last one may have another pass to come
+    end(of)
+    facts = record.facts()
+    assert (facts.passes_epoch, facts.passes_batch) == (0, 4) and len(facts.passes) == 3
+
+
+def test_of_very_many_changes_the_last_are_kept() -> None:
+    of, record = begun(Module())
+    for batch in range(1000):
+        begin(of, batch=batch)
+        for _ in range(1 + batch % 2):
+            record.backward()
+    assert record.facts().passes[0] == (0, 999 - steps._MOST_RUNS, 2)
+    assert len(record.facts().passes) == steps._MOST_RUNS
+
+
+def test_the_states_of_a_metric_are_told_with_its_key() -> None:
+    odd = metric("odd", tensor=False)
+    odd.value = SimpleNamespace(metric_state={"total": 0, "count": 0})
+    record = StepRecord(trainer(Module(), odd=odd, loss=metric("loss")))
+    assert [(key.name, key.states) for key in record.facts().logged] == [("odd", ("total", "count")), ("loss", ())]
+
+
 def test_the_last_batch_of_an_epoch_belongs_to_that_epoch() -> None:
     of, record = begun()
     begin(of, batch=5)

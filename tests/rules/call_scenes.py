@@ -154,6 +154,30 @@ def _logging(*names: str, reducing: str = "", passes: int = 12) -> StepFacts:
     return StepFacts(with_backward=passes, logged=logged(*names), reducing=reducing)
 
 
+def metric_with_a_state_fewer(net: Backend) -> JobFacts:
+    """Rank 1 has nothing more to reduce, and has finished."""
+    long = net.rank(0, RESULT, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), phase=Phase.VALIDATE, world=2)
+    short = net.finished(1, seq=60, batch=19, world=2)
+    (key,) = logged("val_loss")
+    told = [
+        replace(facts, steps=StepFacts(logged=(replace(key, states=states),)))
+        for facts, states in ((long, ("total", "count")), (short, ("total",)))
+    ]
+    return job(*told, world=2)
+
+
+def generator_left_out_once(net: Backend) -> JobFacts:
+    """Rank 1's turn of one optimizer was left out long ago; the gradients have met in another order since."""
+    short = net.rank(
+        1, BARRIER, seq=60, op="barrier", sizes=(), outstanding=1, phase=Phase.VALIDATE, last=True, world=2
+    )
+    long = net.waiting(0, seq=61, batch=19, world=2)
+    long = replace(long, units=(BUCKET,))
+    passes = StepFacts(with_backward=20, passes=((0, 0, 2),), passes_epoch=0, passes_batch=18)
+    fewer = replace(passes, passes=((0, 0, 2), (0, 3, 1), (0, 4, 2)), passes_batch=19)
+    return job(replace(long, steps=passes), replace(short, steps=fewer), world=2)
+
+
 def key_of_one_rank(net: Backend) -> JobFacts:
     """As recorded: at the end of validation rank 1 reduces one key more; the others are in the next epoch."""
     alone = net.rank(
@@ -304,6 +328,8 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("both receive", both_receive, "crossed-groups", (0, 1), f"{USER_FILE}:73 in exchange"),
+    Scene("metric with a state fewer", metric_with_a_state_fewer, "diverged-log-keys", (0, 1)),
+    Scene("generator left out once", generator_left_out_once, "skipped-step", (1,)),
     Scene("key of one rank", key_of_one_rank, "diverged-log-keys", (1,), f"{USER_FILE}:104 in validation_step"),
     Scene(
         "key that one rank lacks",

@@ -43,7 +43,12 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
     # Who works may come to log it yet.
-    if not reducing or view.raised or view.working(view.facts) or ended_first(view):
+    if not reducing or view.raised or view.working(view.facts):
+        return
+    if states := _other_states(view):
+        yield _states_finding(view, *states)
+        return
+    if ended_first(view):
         return
     odd = _odd_key(view, reducing)
     if odd is not None:
@@ -87,6 +92,29 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
             is_mutual = any(hook == key.hook for hook, _ in others)
             return _Odd(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
     return None
+
+
+def _other_states(view: Timeline) -> tuple[LoggedKey, dict[tuple[str, ...], list[int]]] | None:
+    """The first metric of which ranks have different states, each of which is reduced, and the ranks by states."""
+    by_key: dict[tuple[str, str], dict[tuple[str, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    keys: dict[tuple[str, str], LoggedKey] = {}
+    for rank, facts in sorted(view.facts.items()):
+        for key in facts.steps.logged:
+            keys.setdefault(_named(key), key)
+            by_key[_named(key)][key.states].append(rank)
+    return next(((keys[name], dict(states)) for name, states in by_key.items() if len(states) > 1), None)
+
+
+def _states_finding(view: Timeline, key: LoggedKey, by_states: dict[tuple[str, ...], list[int]]) -> Finding:
+    has = ", ".join(
+        f"{len(states)} on {ranks_words(ranks)} ({', '.join(states[:_LISTED]) or 'a plain value'})"
+        for states, ranks in by_states.items()
+    )
+    few = min(by_states.values(), key=len)
+    is_tied = all(len(ranks) == len(few) for ranks in by_states.values())
+    ranks = tuple(sorted(view.facts)) if is_tied else tuple(few)
+    text = f"the metric that is logged as {key.name!r} has different states to be reduced: {has}"
+    return _told(view, ranks, text, key.place, Confidence.CERTAIN)
 
 
 def _named(key: LoggedKey) -> tuple[str, str]:

@@ -18,17 +18,23 @@ _REMEDY = (
     "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a bad "
     "batch are 0."
 )
+_REMEDY_PASSES = (
+    "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
+    "its turn, or agree on it first; go through a pass whose loss is of no use with 0 times the loss. What was trained "
+    "since that batch has mixed gradients: resume from a checkpoint before it."
+)
 
 
 def skipped_step(job: JobFacts) -> Iterable[Finding]:
-    """One rank's training_step returned before the backward pass, and so exchanged no gradients for that batch.
+    """One rank left out a backward pass of a batch, or one of several, and so exchanged no gradients for it.
 
     Symptom:
         Peers wait in the gradients' all-reduce; the rank is in a later batch, or Lightning has refused to go on
         ("Skipping the `training_step` by returning None in distributed training is not supported").
 
     Cause:
-        "return None" for a batch without labels, with a loss that is not finite, or after an out-of-memory error.
+        "return None" for a batch without labels, with a loss that is not finite, or after an out-of-memory error; with
+        manual optimization, a turn of one optimizer (a GAN's generator) that one rank leaves out.
 
     Remedy:
         Skip on all ranks or on none.
@@ -43,8 +49,57 @@ def skipped_step(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, refused, Confidence.CERTAIN)
     elif view.waiting and not view.raised:
         skipped = _skipped_more(view)
+        other = _other_passes(view)
         if skipped:
             yield _finding(view, skipped, Confidence.LIKELY)
+        elif other is not None:
+            yield _passes_finding(view, *other)
+
+
+def _other_passes(view: Timeline) -> tuple[tuple[int, ...], dict[int, int]] | None:
+    """The first batch, as epoch and index, in which ranks made different numbers of backward passes, and these."""
+    steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
+    if len(steps) < 2 or not all(known.passes for known in steps.values()):
+        return None
+    since = max(known.passes[0][:2] for known in steps.values())
+    until = min((known.passes_epoch, known.passes_batch) for known in steps.values())
+    changes = {run[:2] for known in steps.values() for run in known.passes} | {since}
+    for batch in sorted(change for change in changes if since <= change <= until):
+        passes = {rank: _passes_in(known, batch) for rank, known in steps.items()}
+        if len(set(passes.values())) > 1:
+            return batch, passes
+    return None
+
+
+def _passes_in(steps: StepFacts, batch: tuple[int, ...]) -> int:
+    return next(run[2] for run in reversed(steps.passes) if run[:2] <= batch)
+
+
+def _passes_finding(view: Timeline, batch: tuple[int, ...], passes: dict[int, int]) -> Finding:
+    by_count: dict[int, list[int]] = {}
+    for rank, count in passes.items():
+        by_count.setdefault(count, []).append(rank)
+    # The few; of as many, those that made fewer.
+    fewest = min(by_count, key=lambda count: (len(by_count[count]), count))
+    ranks = tuple(by_count[fewest])
+    made = ", ".join(f"{count} on {ranks_words(who)}" for count, who in sorted(by_count.items()))
+    at = f"batch {batch[1]} of epoch {batch[0]}"
+    text = (
+        f"Ranks have made different numbers of backward passes in {at} ({made}), so that since then the gradients of "
+        f"different passes have been reduced together; {ranks_words(ranks)} {verb(ranks, 'is', 'are')} now "
+        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    )
+    places = view.facts[ranks[0]].steps.passes_at
+    return Finding(
+        rule="skipped-step",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=text,
+        ranks=ranks,
+        location=places[0] if len(places) == 1 else "",
+        evidence=(Evidence(source="steps", text=f"Backward passes in {at}: {made}."), *how_we_know(view, ranks)),
+        remedy=_REMEDY_PASSES,
+    )
 
 
 def _is_refused(facts: RankFacts) -> bool:
