@@ -32,6 +32,7 @@ Body = Callable[[int], None]
 Pipes = list[tuple[Connection, Connection]]
 # Of each rank: it is never used in the parent.
 ENDING = Ending()
+STARTS_S = 30.0
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -74,7 +75,7 @@ def run_ranks(
         timeout_s: See ``SafeDDP``.
         before_joining: What each rank does before it joins the process group.
         store_of_agent: Whether the store lives in the parent, and not in rank 0.
-        patience_s: How long beyond ``timeout_s`` ranks have to end by themselves.
+        patience_s: How long beyond ``timeout_s`` ranks have to end by themselves, once their guards have started.
         launcher_kills_after_s: How long after the end of the first rank all others are killed.
         write_logs: What each rank does between the verdict and its end.
         report_dir: The folder of reports; in ``folder`` by default.
@@ -88,12 +89,18 @@ def run_ranks(
     for _, tell_port in pipes:
         if agent is not None:
             tell_port.send(agent.port)
+    guarded = _FORK.Semaphore(0)
     processes = [
-        _FORK.Process(target=_rank, args=(rank, body, before_joining, limits, folder, pipes, agent is None, made))
+        _FORK.Process(
+            target=_rank, args=(rank, body, before_joining, limits, folder, pipes, agent is None, guarded.release, made)
+        )
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
+    # A busy machine takes its time to start processes, which is no guard's affair.
+    for _ in processes:
+        guarded.acquire(timeout=STARTS_S)
     deadline = time.monotonic() + timeout_s + patience_s
     # A rank that cannot end by itself is waited for no longer than the others.
     while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
@@ -119,6 +126,7 @@ def _rank(
     folder: Path,
     pipes: Pipes,
     hosts_store: bool,
+    say_guarded: Callable[[], None],
     made: dict[str, Any],
 ) -> None:
     # The parent's output is captured by pytest; each rank has a file of its own.
@@ -141,6 +149,7 @@ def _rank(
         **made,
     )
     guard.start()
+    say_guarded()
     before_joining(rank)
     with tracker.action("init_process_group"):
         _join(rank, pipes, timedelta(seconds=limits.timeout_s + BACKSTOP_S), hosts_store and rank == 0)

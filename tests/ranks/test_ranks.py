@@ -41,7 +41,7 @@ def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> Non
 
     ranks = run_ranks(3, body, tmp_path)
     (diagnosis,) = ranks.diagnoses
-    assert diagnosis.findings[0].ranks == (2,)
+    assert diagnosis.findings[0].ranks == (2,), (diagnosis, ranks.said)
     assert f"{HERE}:{line_of('working')} in work_for_long" in diagnosis.findings[0].location
     assert ranks.exit_codes == [EXIT_CODE] * 3
     assert ranks.said.count("the run cannot go on") == 1
