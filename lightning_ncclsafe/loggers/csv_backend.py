@@ -66,7 +66,7 @@ class CSVBackend:
     def detach(self) -> None:
         """The logger's methods are its own again."""
         self._replacements.undo()
-        self._writer.metrics.clear()
+        self._writer.metrics = []
 
     def close(self) -> None:
         """The logger learns which columns the file has by now."""
@@ -93,9 +93,12 @@ class CSVBackend:
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        # As Lightning does it: NumPy's numbers have a text of their own.
-        row = {str(name): _cell(value) for name, value in metrics_dict.items()}
-        self._writer.metrics.append({**row, "step": step})
+        # As Lightning has it, for whoever reads it there until the row is saved.
+        pairs = metrics_dict.items()
+        values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
+        self._writer.metrics.append({**values, "step": step})
+        # NumPy's numbers have a text of their own.
+        row = {str(name): _cell(value) for name, value in values.items()}
         if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
@@ -105,7 +108,8 @@ class CSVBackend:
     def _forget_rows(self) -> None:
         """Lightning counts the rows that are not saved yet where it is given no step, and a copy knows the columns."""
         self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
-        self._writer.metrics.clear()
+        # A new list, as Lightning's: somebody may have kept the old one.
+        self._writer.metrics = []
 
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)
@@ -115,8 +119,6 @@ class CSVBackend:
 
 def _cell(value: Any) -> Any:
     """What is written of a value: the text of what is neither text nor a number, as it is by now."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
     return value if value is None or isinstance(value, (str, Real)) else str(value)
 
 

@@ -16,7 +16,7 @@ from lightning_ncclsafe.loggers.intake import Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.summary import summary
+from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.settings import OffloadSettings
 
@@ -62,6 +62,8 @@ class Offload:
         self._ledger = ledger
         self._say = say
         self._closed = False
+        # Whether somebody who read what was logged did not find all of it.
+        self._is_behind = False
         # Of a process that was forked; nothing of this works there.
         self._is_forked = False
         self._intake = Intake(settings.memory_limit_bytes, settings.overflow, settings.block_s)
@@ -170,6 +172,24 @@ class Offload:
         self._stager.relax()
         return is_done
 
+    def catch_up(self) -> None:
+        """What was logged until now can be read where the logger puts it, as without an offload.
+
+        Waits no longer than the end of a run does, and not at all where storage has not caught up since it was last
+        waited for in vain, or refuses what it is given.
+        """
+        if self._is_forked or self._closed or self.is_own_thread:
+            return
+        if not self._intake.pending_bytes and self._stager.is_idle and self._delivery.is_idle:
+            return
+        began = time.monotonic()
+        deadline = began + (0.0 if self._is_behind else self._settings.finalize_s)
+        self.hurry()
+        is_done = self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline, or_fault=True)
+        self._stager.relax()
+        self._is_behind = not is_done
+        self._ledger.waited_s += time.monotonic() - began
+
     def finalize(self, status: str) -> None:
         """Brings everything to storage, within the deadline; if the Trainer is at its end, for the last time."""
         if self._is_forked:
@@ -195,7 +215,9 @@ class Offload:
             self._backend.close()
             if status is not None:
                 self._finalize(status)
-        self._say(summary(self.facts(), is_done=is_done))
+        facts = self.facts()
+        if is_worth_saying(facts, is_done=is_done):
+            self._say(summary(facts, is_done=is_done))
         if is_done:
             self._end()
         else:

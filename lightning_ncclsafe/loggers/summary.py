@@ -4,6 +4,21 @@ from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.rules.wording import size_words
 
 
+# What reaches storage no later than this is as good as there at once: it is written about every second.
+_LATE_S = 5.0
+
+
+def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
+    """Whether anything was thinned, dropped or late: of what went well nothing is said.
+
+    Args:
+        facts: What an offload has come to.
+        is_done: Whether everything accepted is on storage.
+    """
+    longest_s = max(facts.longest_write_s, facts.waited_s, facts.finalize_s)
+    return not is_done or bool(facts.thinned or facts.dropped or facts.faults) or longest_s >= _LATE_S
+
+
 def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     """What a logger's offload has come to, and where the rest lies if there is one.
 

@@ -100,7 +100,8 @@ class TensorBoardBackend:
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
         replace(logger, "log_metrics", partial(self._collecting.call, offload.put, log_metrics))
-        replace(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None))
+        # One of the user's is called in place: what it does beside can be seen at once.
+        replace(logger, "save", partial(self._save, save if is_own_save else None))
         replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
         replace(logger, "finalize", offload.finalize)
         # Some take the writer of the file itself.
@@ -229,7 +230,7 @@ class TensorBoardBackend:
 
     def _save(self, own: Callable[[], None] | None) -> None:
         if own is not None:
-            self._offload.run_on_delivery(own)
+            own()
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
             hparams = copy.copy(self._logger.hparams)
