@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.loggers.offload import Offload
 
 
+FIRST_S = 0.5
+"""How long the first log waits for its file: who looks whether there is one finds it, as without an offload."""
+
+
 class Backend(Protocol):
     """One kind of logger.
 
     Attributes:
         path: Where it writes, for people.
+        folders: Directories of this host in which a program may read what it has written, absolute.
     """
 
     path: str
+    folders: tuple[str, ...]
 
     @property
     def sink(self) -> Sink:

@@ -52,6 +52,7 @@ class CallsBackend:
     """
 
     pace_s = 1.0
+    folders = ()
 
     def __init__(self, logger: Any, experiment: Any, limit_bytes: int, finalize_s: float) -> None:
         self._logger = logger

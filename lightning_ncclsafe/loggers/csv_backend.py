@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ncclsafe.loggers.backend import Replacements
+from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
@@ -45,8 +45,11 @@ class CSVBackend:
         self._collecting = Collecting()
         self._replacements = Replacements()
         self.path = str(self._writer.log_dir)
+        self._is_there = False
+        destination = open_destination(self.path)
+        self.folders = destination.folders
         self.sink = FilesSink(
-            open_destination(self.path),
+            destination,
             store.anchors,
             store.note,
             reject=lambda *refused: self._offload.reject(*refused),
@@ -110,6 +113,9 @@ class CSVBackend:
         self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
         # A new list, as Lightning's: somebody may have kept the old one.
         self._writer.metrics = []
+        if not self._is_there and self._writer.metrics_keys and self.folders and not self._collecting.is_on:
+            self._is_there = True
+            self._offload.catch_up(FIRST_S)
 
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)

@@ -1,6 +1,7 @@
 """One logger off the training thread: what it accepts is staged within half a second, and delivered in its own time."""
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.loggers import live
+from lightning_ncclsafe.loggers import live, readers
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
 from lightning_ncclsafe.loggers.frames import Frame
@@ -99,11 +100,14 @@ class Offload:
             raise
         self._stager.start()
         live.add(self)
+        for folder in self._backend.folders:
+            readers.watch(folder, self.catch_up)
         atexit.register(self._at_exit)
 
     def forked(self) -> None:
         """This is a child of the process that it belongs to, which may hold its locks: it is not touched any more."""
         self._is_forked = True
+        readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
 
     # What backends call, on any thread.
@@ -172,22 +176,25 @@ class Offload:
         self._stager.relax()
         return is_done
 
-    def catch_up(self) -> None:
+    def catch_up(self, most_s: float = math.inf) -> None:
         """What was logged until now can be read where the logger puts it, as without an offload.
 
         Waits no longer than the end of a run does, and not at all where storage has not caught up since it was last
         waited for in vain, or refuses what it is given.
+
+        Args:
+            most_s: How long to wait at most, seconds.
         """
         if self._is_forked or self._closed or self.is_own_thread:
             return
         if not self._intake.pending_bytes and self._stager.is_idle and self._delivery.is_idle:
             return
         began = time.monotonic()
-        deadline = began + (0.0 if self._is_behind else self._settings.finalize_s)
+        deadline = began + (0.0 if self._is_behind else min(most_s, self._settings.finalize_s))
         self.hurry()
         is_done = self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline, or_fault=True)
         self._stager.relax()
-        self._is_behind = not is_done
+        self._is_behind = not is_done and (self._is_behind or most_s == math.inf)
         self._ledger.waited_s += time.monotonic() - began
 
     def finalize(self, status: str) -> None:
@@ -205,6 +212,7 @@ class Offload:
             return
         self._closed = True
         live.discard(self)
+        readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
         # First, so that nothing new comes in meanwhile.
         self._backend.detach()

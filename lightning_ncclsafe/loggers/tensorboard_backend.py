@@ -14,7 +14,7 @@ from torch.utils.tensorboard._convert_np import make_np
 from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from lightning_ncclsafe.loggers.backend import Replacements
+from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.destination import LocalDestination, open_destination
@@ -62,6 +62,7 @@ class TensorBoardBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._destination = open_destination(self.path)
+        self.folders = self._destination.folders
         self.sink = FilesSink(
             self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.reject(*refused)
         )
@@ -235,6 +236,8 @@ class TensorBoardBackend:
             self._hparams_are_staged = True
             hparams = copy.copy(self._logger.hparams)
             self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+            if self.folders:
+                self._offload.catch_up(FIRST_S)
 
     def _events(self, call: Call) -> list[tuple[str, bytes]]:
         if not call.is_media:
