@@ -121,6 +121,8 @@ class CSVBackend:
         self._writer.hparams.update(params)
         hparams = dict(self._writer.hparams)
         self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+        if self.folders:
+            self._offload.catch_up(FIRST_S)
 
 
 def _cell(value: Any) -> Any:
