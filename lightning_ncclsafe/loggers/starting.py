@@ -120,10 +120,9 @@ def _attributes(owner: object) -> Iterator[object]:
 def _writes_files(logger: Logger) -> bool:
     if isinstance(logger, CSVLogger):
         # A writer of the user's own may keep what it is given.
-        own = type(logger.experiment)
-        return all(
-            getattr(own, name, None) is getattr(ExperimentWriter, name) for name in ("log_metrics", "log_hparams", "save")
-        )
+        kind = type(logger.experiment)
+        names = ("log_metrics", "log_hparams", "save")
+        return all(getattr(kind, name, None) is getattr(ExperimentWriter, name) for name in names)
     return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
 
 

@@ -3,7 +3,6 @@
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.rules.wording import size_words
 
-
 # What reaches storage no later than this is as good as there at once: it is written about every second.
 _LATE_S = 5.0
 

@@ -589,7 +589,9 @@ def test_there_is_a_folder_only_while_something_waits(claimed: tuple[Path, Claim
     assert store.close()
 
 
-def test_the_directory_of_all_staging_goes_with_its_last_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_all_staging_goes_with_its_last_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     default = tmp_path / "ncclsafe-0" / "logs"
     monkeypatch.setattr(staging, "default_staging_dir", lambda: default)
     manifest = Manifest(logger="A", kind="files", destination="/logs", root="/logs", identity="")
