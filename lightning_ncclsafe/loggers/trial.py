@@ -13,10 +13,9 @@ from lightning_ncclsafe.methods import ReplacedMethod
 
 # A call is slow that has waited so long; memory, or a file on a local disk, takes a thousandth of it.
 _SLOW_CALL_S = 0.05
-# So many of them, or a single one that has waited for so long, are no accident ...
-_SLOW_CALLS = 3
-_LONG_CALL_S = 1.0
-# ... and worth a thread if they take this part of the time.
+# So many in a row are no accident: on a machine that is short of cores any call may have to wait, but not every one.
+_IN_A_ROW = 3
+# They are worth a thread if they take this part of the time.
 _SLOW_SHARE = 0.02
 _METHODS = ("log_metrics", "save")
 
@@ -47,9 +46,8 @@ class Trial:
         self._slow = slow
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._calls = 0
-        self._waited_s = 0.0
-        self._longest_s = 0.0
+        # Of each method, the slow calls in a row until now: when each began, and how long it has waited.
+        self._rows: dict[str, list[tuple[float, float]]] = {name: [] for name in _METHODS}
         self._inside = threading.local()
         # What is no plain method, or whose class looks at what is set, is left as it is.
         is_plain = hasattr(logger, "__dict__") and type(logger).__setattr__ is object.__setattr__
@@ -57,13 +55,6 @@ class Trial:
         names = [name for name in names if name not in vars(logger)]
         self._replaced = [ReplacedMethod(logger, name, partial(self._call, name)) for name in names]
         self._methods = dict(zip(names, (one.original for one in self._replaced), strict=True))
-        self._began = clock()
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether waiting for the logger takes so much of the time that a thread of its own is worth while."""
-        is_no_accident = self._calls >= _SLOW_CALLS or self._longest_s >= _LONG_CALL_S
-        return is_no_accident and self._waited_s > _SLOW_SHARE * (self._clock() - self._began)
 
     def end(self) -> None:
         """The logger's methods are its own again."""
@@ -75,7 +66,7 @@ class Trial:
         # What a method calls in turn is part of it.
         if getattr(self._inside, "is_on", False):
             return self._methods[name](*args, **kwargs)
-        if self._calls and self.is_slow:
+        if self._is_slow(self._rows[name]):
             self.end()
             self._slow()
             # Of whoever has it now.
@@ -87,7 +78,9 @@ class Trial:
         finally:
             waited_s = self._clock() - began - (self._cpu_clock() - computed)
             self._inside.is_on = False
-            if waited_s >= _SLOW_CALL_S:
-                self._calls += 1
-                self._waited_s += waited_s
-                self._longest_s = max(self._longest_s, waited_s)
+            self._rows[name] = [*self._rows[name], (began, waited_s)][-_IN_A_ROW:] if waited_s >= _SLOW_CALL_S else []
+
+    def _is_slow(self, row: list[tuple[float, float]]) -> bool:
+        if len(row) < _IN_A_ROW:
+            return False
+        return sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0])

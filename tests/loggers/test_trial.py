@@ -1,6 +1,7 @@
 """A logger is called in place until it has proved slow: by waiting, not by computing, and not by accident."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
@@ -72,14 +73,14 @@ def test_what_does_not_wait_stays_in_place(takes: Callable[[Time], None]) -> Non
     assert not any(isinstance(value, ReplacedMethod) for value in vars(tried.log).values())
 
 
-@pytest.mark.parametrize(("waits_s", "calls"), [(0.05, 3), (0.9, 3), (1.0, 1)])
-def test_what_waits_and_waits_is_slow_before_its_next_call(waits_s: float, calls: int) -> None:
+@pytest.mark.parametrize("waits_s", [0.05, 1.0, 60.0])
+def test_what_waits_and_waits_is_slow_before_its_next_call(waits_s: float) -> None:
     tried = Tried(lambda time: time.wait(waits_s))
-    tried.call(calls)
+    tried.call(3)
     assert tried.slow == []
     tried.call(5)
     assert tried.slow == [False], "once, when the logger is itself again"
-    assert [step for _, step in tried.log.points] == [*range(calls), *range(5)], "each call once, in order"
+    assert [step for _, step in tried.log.points] == [*range(3), *range(5)], "each call once, in order"
 
 
 def test_what_is_seldom_called_may_wait() -> None:
@@ -88,10 +89,11 @@ def test_what_is_seldom_called_may_wait() -> None:
     assert tried.slow == []
 
 
-def test_a_few_that_waited_in_a_long_run_are_an_accident() -> None:
-    tried = Tried(lambda time: time.wait(0.1 if time.now < 1.0 else 0.0))
-    tried.call(2)
-    tried.call(100, every_s=1.0)
+def test_calls_that_had_to_wait_now_and_then_are_accidents() -> None:
+    # As for a core, on a machine that is short of them.
+    numbers = count()
+    tried = Tried(lambda time: time.wait(2.0 if next(numbers) % 5 > 2 else 0.0))
+    tried.call(1000)
     assert tried.slow == []
 
 
@@ -102,13 +104,14 @@ def test_what_a_method_calls_in_turn_is_a_part_of_it() -> None:
             return super().log_metrics(metrics, step)
 
     time = Time()
-    log = Saving(lambda: time.wait(0.06))
+    log = Saving(lambda: time.wait(0.03))
     slow: list[None] = []
     Trial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=lambda: 0.0)
     for step in range(3):
         log.log_metrics({}, step)
+        log.save()
     assert not slow
-    log.save()
+    log.log_metrics({}, 3)
     assert slow == [None]
 
 

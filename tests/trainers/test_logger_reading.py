@@ -254,9 +254,9 @@ class SlowPoints(Points):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.threads.append(threading.current_thread().name)
-        if len(self.threads) == 1:
+        if len(self.threads) <= 3:
             # Nobody knows of a logger that it is slow before it was.
-            time.sleep(1.0)
+            time.sleep(0.1)
         assert self.answers.wait(20)
         super().log_metrics(metrics, step)
 
@@ -274,11 +274,11 @@ def test_a_logger_of_any_class_that_has_proved_slow_holds_up_nobody_and_has_its_
             seen[hook] = len(logger.outside)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
+            if trainer.global_step == 5:
                 answers.clear()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3:
+            if trainer.global_step == 7:
                 self.look("batch_end")
                 # Not before: training has gone on while the logger did not answer.
                 answers.set()
@@ -289,12 +289,11 @@ def test_a_logger_of_any_class_that_has_proved_slow_holds_up_nobody_and_has_its_
         def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             self.look("train_end")
 
-    trainer = fit(logger, None, Looking(), offload(tmp_path))
-    assert seen.pop("batch_end") < 3
-    assert seen == {"epoch_end": 4, "train_end": 4}
-    assert [step for step, _ in logger.outside] == [0, 1, 2, 3]
-    assert logger.threads[0] == threading.main_thread().name
-    assert all("ncclsafe" in name for name in logger.threads[1:])
+    trainer = fit(logger, None, Looking(), offload(tmp_path), max_epochs=2)
+    assert seen.pop("batch_end") <= 5
+    assert seen == {"epoch_end": 8, "train_end": 8}
+    assert [step for step, _ in logger.outside] == list(range(8))
+    assert [name.partition("-")[0] for name in logger.threads] == ["MainThread"] * 3 + ["ncclsafe"] * 5
     assert logger.statuses == ["success"]
     assert isinstance(trainer.callbacks[1], Looking)
     check_given_back(tmp_path, logger)
