@@ -23,10 +23,12 @@ class Backend(Protocol):
     Attributes:
         path: Where it writes, for people.
         folders: Directories of this host in which a program may read what it has written, absolute.
+        file_names: The files that it writes there, by a part of their names.
     """
 
     path: str
     folders: tuple[str, ...]
+    file_names: tuple[str, ...]
 
     @property
     def sink(self) -> Sink:

@@ -54,7 +54,8 @@ class CallsBackend:
     """
 
     pace_s = 1.0
-    folders = ()
+    folders: tuple[str, ...] = ()
+    file_names: tuple[str, ...] = ()
 
     def __init__(self, logger: Any, experiment: Any, limit_bytes: int, finalize_s: float) -> None:
         self._logger = logger

@@ -121,7 +121,7 @@ class RemoteDestination:
 
     # An append may mean a new object, or that the whole object is sent again.
     pace_s = 10.0
-    folders = ()
+    folders: tuple[str, ...] = ()
     # Not of every file system, and which ones do is known only once something has been appended.
     appends = False
 

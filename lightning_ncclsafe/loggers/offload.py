@@ -101,7 +101,7 @@ class Offload:
         self._stager.start()
         live.add(self)
         for folder in self._backend.folders:
-            readers.watch(folder, self.catch_up)
+            readers.watch(folder, self._backend.file_names, self.catch_up)
         atexit.register(self._at_exit)
 
     def forked(self) -> None:

@@ -55,6 +55,9 @@ class TensorBoardBackend:
         to_yaml: Makes the text of ``hparams.yaml``.
     """
 
+    # Of embeddings it writes several.
+    file_names = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
+
     def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
         self.path = str(logger.log_dir)
         self._logger = logger

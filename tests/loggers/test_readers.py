@@ -29,7 +29,7 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
     (tmp_path / "logs2").mkdir()
     for folder in ("logs", "logs2"):
         (tmp_path / folder / "metrics.csv").write_text("a,step\n1.0,0\n")
-    readers.watch(str(tmp_path / "logs"), made.hear)
+    readers.watch(str(tmp_path / "logs"), ("metrics.csv", "hparams"), made.hear)
     yield made
     readers.leave(made.hear)
 
@@ -91,6 +91,7 @@ def test_who_writes_or_reads_elsewhere_is_not_heard(tmp_path: Path, heard: Heard
     (tmp_path / "logs2" / "metrics.csv").read_text()
     os.listdir(tmp_path)
     (tmp_path / "logs" / "model.ckpt").write_bytes(b"weights")
+    assert (tmp_path / "logs" / "model.ckpt").read_bytes() == b"weights"
     with (tmp_path / "logs" / "metrics.csv").open("a") as file:
         file.write("2.0,1\n")
     os.close(os.open(tmp_path / "logs" / "other", os.O_WRONLY | os.O_CREAT))
@@ -105,12 +106,24 @@ def test_nobodys_read_fails_because_of_us(tmp_path: Path) -> None:
         raise RuntimeError("a bug of ours")
 
     (tmp_path / "metrics.csv").write_text("a")
-    readers.watch(str(tmp_path), fail)
+    readers.watch(str(tmp_path), ("metrics.csv",), fail)
     try:
         assert (tmp_path / "metrics.csv").read_text() == "a"
         assert os.listdir() is not None
     finally:
         readers.leave(fail)
+
+
+def test_two_may_watch_the_same_directory(tmp_path: Path, heard: Heard) -> None:
+    other = Heard()
+    readers.watch(str(tmp_path / "logs"), ("events",), other.hear)
+    (tmp_path / "logs" / "metrics.csv").read_text()
+    assert (heard.count, other.count) == (1, 0)
+    os.listdir(tmp_path / "logs")
+    assert (heard.count, other.count) == (2, 1)
+    readers.leave(other.hear)
+    os.listdir(tmp_path / "logs")
+    assert (heard.count, other.count) == (3, 1)
 
 
 def test_nothing_is_done_once_it_was_left(tmp_path: Path, heard: Heard) -> None:

@@ -366,3 +366,4 @@ def test_when_the_guard_ends_the_run_everything_is_brought_to_storage_first(laun
     assert case.exit_code not in (0, -signal.SIGALRM), case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(60)), case.output
+    assert not (case.folder / "staging").exists(), "it holds nothing"
