@@ -97,9 +97,10 @@ class LoggerOffload(Callback):
         """Comes first from now on, once there is something to catch up with."""
         parts = self._parts.get(id(trainer))
         # One that comes before the callback whose turn it is: none is called twice, and none is left out.
-        if parts and parts.slow and trainer.callbacks[0] is not self:
-            trainer.callbacks.remove(self)
-            trainer.callbacks.insert(0, self)
+        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+        if parts and parts.slow and callbacks[:1] != [self] and self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
 
     def _catch_up(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """What a logger that may keep it in memory was given is there before anybody can look."""

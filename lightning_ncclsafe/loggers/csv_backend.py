@@ -42,7 +42,7 @@ class CSVBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._file = os.path.basename(str(self._writer.metrics_file_path))
-        self.file_names = (self._file, _HPARAMS)
+        self.file_names: tuple[str, ...] = (self._file, _HPARAMS)
         self._collecting = Collecting()
         self._replacements = Replacements()
         self.path = str(self._writer.log_dir)

@@ -76,7 +76,7 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     return offload
 
 
-def goes_to_storage(logger: Logger) -> bool:
+def goes_to_storage(logger: Any) -> bool:
     """Whether what a logger is given goes to files or to a server at once, and nobody reads it back from its memory.
 
     Of any other logger, a list that it was made with for instance, that cannot be known.

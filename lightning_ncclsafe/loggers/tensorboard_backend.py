@@ -56,7 +56,7 @@ class TensorBoardBackend:
     """
 
     # Of embeddings it writes several.
-    file_names = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
+    file_names: tuple[str, ...] = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
 
     def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
         self.path = str(logger.log_dir)
