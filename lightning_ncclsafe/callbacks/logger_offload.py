@@ -81,8 +81,8 @@ class LoggerOffload(Callback):
         """Puts itself between the loggers and their callers."""
         refuse_other_trainer(self, trainer)
         refuse_second(LoggerOffload, trainer)
-        # Of a run that ended without a teardown.
-        self._end(trainer)
+        # Of a run that ended without a teardown: its loggers are their own again before they are taken anew.
+        self._end(trainer, for_good=True)
         parts = self._parts[id(trainer)] = _Parts()
         for logger in {id(logger): logger for logger in trainer.loggers}.values():
             if id(logger) in _taken or is_mock(logger) or not writes_on_this_rank(logger):
@@ -134,14 +134,14 @@ class LoggerOffload(Callback):
         except Exception as error:
             say_own_failure(error, what=f"the offload of {type(logger).__name__}")
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Trainer, *, for_good: bool = False) -> None:
         parts = self._parts.pop(id(trainer), _Parts())
         for trial in parts.trials:
             trial.end()
         for logger, offload in [*parts.offloads, *parts.slow]:
             offload.ending = True
             # The Trainer has others by now, and finalizes only those.
-            if not any(logger is other for other in trainer.loggers):
+            if for_good or not any(logger is other for other in trainer.loggers):
                 offload.close()
         for taken in [taken for taken, owner in _taken.items() if owner == id(trainer)]:
             del _taken[taken]

@@ -299,6 +299,32 @@ def test_a_logger_of_any_class_that_has_proved_slow_holds_up_nobody_and_has_its_
     check_given_back(tmp_path, logger)
 
 
+def test_a_run_after_one_that_ended_without_a_teardown_has_everything_once(tmp_path: Path) -> None:
+    class Broken(L.Callback):
+        def on_exception(self, *_: Any) -> None:
+            raise RuntimeError("this, too")
+
+    def fail(model: Model) -> None:
+        if not model.trainer.fit_loop.epoch_progress.current.completed and not failed:
+            failed.append(True)
+            raise ValueError("the batch is broken")
+
+    rows = []
+    for name in ("stock", "offloaded"):
+        failed: list[bool] = []
+        logger = CSVLogger(tmp_path / name, name="run", version=0)
+        callbacks = [Broken(), *([offload(tmp_path)] if name == "offloaded" else [])]
+        trainer = make_trainer(logger, *callbacks)
+        model = Model({2: fail})
+        with pytest.raises(RuntimeError, match="this, too"):
+            trainer.fit(model)
+        trainer.fit(model)
+        check_given_back(tmp_path, logger)
+        rows.append(Path(logger.log_dir, "metrics.csv").read_text())
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) > 4
+
+
 def test_nothing_is_said_and_nothing_is_left_where_all_went_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
