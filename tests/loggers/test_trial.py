@@ -83,6 +83,21 @@ def test_what_waits_and_waits_is_slow_before_its_next_call(waits_s: float) -> No
     assert [step for _, step in tried.log.points] == [*range(3), *range(5)], "each call once, in order"
 
 
+def test_a_wait_for_a_core_where_a_clock_is_asked_is_not_the_loggers() -> None:
+    time = Time()
+
+    def asked() -> float:
+        # As a busy machine does to whoever calls the system.
+        time.wait(0.3)
+        return time.cpu
+
+    log, slow = Log(), list[None]()
+    Trial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=asked)
+    for step in range(20):
+        log.log_metrics({}, step)
+    assert not slow
+
+
 def test_what_is_seldom_called_may_wait() -> None:
     tried = Tried(lambda time: time.wait(0.1))
     tried.call(100, every_s=10.0)
