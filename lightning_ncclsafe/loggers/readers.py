@@ -36,8 +36,8 @@ def watch(folder: str, names: tuple[str, ...], before: Callable[[], None]) -> No
     _watched = (*_watched, _Watch(folder, names, before))
     if not _is_listening:
         _is_listening = True
-        # There is no way to take it back. Without a directory to watch, it costs the calls that Python tells of a
-        # fraction of a microsecond.
+        # There is no way to take it back, but where there is nothing to watch it does nothing. What Python tells of, a
+        # call of id for instance, takes some 0.2 microseconds longer.
         sys.addaudithook(_hear)
 
 
