@@ -26,11 +26,15 @@ _taken: dict[int, int] = {}
 
 
 class LoggerOffload(Callback):
-    """Takes every logger of the Trainer off the training thread.
+    """Takes the loggers of the Trainer off the training thread.
 
     Loggers keep their type, their paths and their methods. What they are given is copied when they are given it, is
     in local staging at most half a second later, and from there goes to the logger's own storage or server, many
     records in one write, by a thread that may wait for as long as it takes. Works with every strategy.
+
+    That is so for ``TensorBoardLogger``, ``CSVLogger`` and ``MLFlowLogger`` from the start. Any other logger may keep
+    its points where the program reads them: it is called in place until three calls in a row have each waited 50 ms,
+    a mock always. Before this program opens a logger's files, what was logged until then is brought there.
 
     Args:
         max_points_per_second: Most points of a tag that reach storage in a second. Of every ``3 /
