@@ -18,6 +18,7 @@ _HOMES = {
     "": ("Callback", "LightningModule", "Trainer"),
     ".core.saving": ("save_hparams_to_yaml",),
     ".loggers": ("CometLogger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
+    ".loggers.csv_logs": ("ExperimentWriter",),
     ".loggers.logger": ("DummyLogger",),
     ".plugins.io": ("TorchCheckpointIO",),
     ".strategies": ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "ParallelStrategy", "StrategyRegistry"),
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
     from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
     from lightning.pytorch.loggers import WandbLogger as WandbLogger
+    from lightning.pytorch.loggers.csv_logs import ExperimentWriter as ExperimentWriter
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
     from lightning.pytorch.plugins.io import TorchCheckpointIO as TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy as DDPStrategy

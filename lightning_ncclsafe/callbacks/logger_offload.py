@@ -1,26 +1,40 @@
 """The callback that takes loggers off the training thread."""
 
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Logger, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import (
+    Callback,
+    LightningModule,
+    Logger,
+    Trainer,
+    refuse_other_trainer,
+    refuse_second,
+)
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
-from lightning_ncclsafe.loggers.starting import start_offload, writes_on_this_rank
+from lightning_ncclsafe.loggers.starting import goes_to_storage, is_mock, start_offload, writes_on_this_rank
+from lightning_ncclsafe.loggers.trial import Trial
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
-# Loggers that are offloaded, and for which Trainer, by identity; on every rank, so that all raise alike.
+# Loggers that are offloaded, or may be, and for which Trainer, by identity: whoever shares one leaves it to that one.
 _taken: dict[int, int] = {}
 
 
 class LoggerOffload(Callback):
-    """Takes every logger of the Trainer off the training thread.
+    """Takes the loggers of the Trainer off the training thread.
 
     Loggers keep their type, their paths and their methods. What they are given is copied when they are given it, is
     in local staging at most half a second later, and from there goes to the logger's own storage or server, many
     records in one write, by a thread that may wait for as long as it takes. Works with every strategy.
+
+    That is so for ``TensorBoardLogger``, ``CSVLogger`` and ``MLFlowLogger`` from the start. Any other logger may keep
+    its points where the program reads them: it is called in place until three calls in a row have each waited 50 ms,
+    a mock always. Before this program opens a logger's files, what was logged until then is brought there.
 
     Args:
         max_points_per_second: Most points of a tag that reach storage in a second. Of every ``3 /
@@ -37,8 +51,7 @@ class LoggerOffload(Callback):
             for temporary files.
 
     Raises:
-        ValueError: If an argument is out of its range, or when a Trainer is started with a logger that another
-            running Trainer offloads already.
+        ValueError: If an argument is out of its range, or when a Trainer is started that has two of these.
 
     Example::
 
@@ -66,53 +79,83 @@ class LoggerOffload(Callback):
             staging_dir=Path(staging_dir) if staging_dir is not None else default_staging_dir(),
         )
         # By the identity of the Trainer: one may run within another's hook.
-        self._offloads: dict[int, list[tuple[Logger, Offload]]] = {}
+        self._parts: dict[int, _Parts] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts itself between the loggers and their callers."""
         refuse_other_trainer(self, trainer)
-        loggers = list({id(logger): logger for logger in trainer.loggers}.values())
-        for logger in loggers:
-            if id(logger) in _taken:
-                raise ValueError(_already_offloaded(logger, by_this_trainer=_taken[id(logger)] == id(trainer)))
-        _taken.update((id(logger), id(trainer)) for logger in loggers)
-        offloads = self._offloads[id(trainer)] = []
-        for logger in loggers:
-            if writes_on_this_rank(logger):
-                try:
-                    offloads.append((logger, start_offload(logger, self.settings)))
-                except Exception as error:
-                    say_own_failure(error, what=f"the offload of {type(logger).__name__}")
+        refuse_second(LoggerOffload, trainer)
+        # Of a run that ended without a teardown: its loggers are their own again before they are taken anew.
+        self._end(trainer, for_good=True)
+        parts = self._parts[id(trainer)] = _Parts()
+        for logger in {id(logger): logger for logger in trainer.loggers}.values():
+            if id(logger) in _taken or is_mock(logger) or not writes_on_this_rank(logger):
+                continue
+            _taken[id(logger)] = id(trainer)
+            if goes_to_storage(logger):
+                self._start(logger, parts.offloads)
+            else:
+                parts.trials.append(Trial(logger, partial(self._start, logger, parts.slow)))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Comes first from now on, once there is something to catch up with."""
+        parts = self._parts.get(id(trainer))
+        # One that comes before the callback whose turn it is: none is called twice, and none is left out.
+        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+        if parts and parts.slow and callbacks[:1] != [self] and self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+
+    def _catch_up(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """What a logger that may keep it in memory was given is there before anybody can look."""
+        if id(trainer) in self._parts:
+            for _logger, offload in self._parts[id(trainer)].slow:
+                offload.catch_up()
+
+    on_fit_start = on_train_start = on_train_epoch_start = on_train_epoch_end = on_train_end = on_fit_end = _catch_up
+    on_sanity_check_start = on_sanity_check_end = on_save_checkpoint = _catch_up
+    on_validation_start = on_validation_epoch_start = on_validation_epoch_end = on_validation_end = _catch_up
+    on_test_start = on_test_epoch_start = on_test_epoch_end = on_test_end = _catch_up
+    on_predict_start = on_predict_epoch_start = on_predict_epoch_end = on_predict_end = _catch_up
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The Trainer finalizes its loggers next, for the last time."""
+        self._catch_up(trainer)
         self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The Trainer finalizes its loggers next, for the last time."""
+        self._catch_up(trainer)
         self._end(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a Trainer may be copied, or sent to another process."""
-        return {**vars(self), "_offloads": {}}
+        return {**vars(self), "_parts": {}}
 
-    def _end(self, trainer: Trainer) -> None:
-        if id(trainer) not in self._offloads:
-            return
-        for logger, offload in self._offloads.pop(id(trainer)):
+    def _start(self, logger: Logger, into: list[tuple[Logger, Offload]]) -> None:
+        try:
+            into.append((logger, start_offload(logger, self.settings)))
+        except Exception as error:
+            say_own_failure(error, what=f"the offload of {type(logger).__name__}")
+
+    def _end(self, trainer: Trainer, *, for_good: bool = False) -> None:
+        parts = self._parts.pop(id(trainer), _Parts())
+        for trial in parts.trials:
+            trial.end()
+        for logger, offload in [*parts.offloads, *parts.slow]:
             offload.ending = True
             # The Trainer has others by now, and finalizes only those.
-            if not any(logger is other for other in trainer.loggers):
+            if for_good or not any(logger is other for other in trainer.loggers):
                 offload.close()
         for taken in [taken for taken, owner in _taken.items() if owner == id(trainer)]:
             del _taken[taken]
 
 
-def _already_offloaded(logger: Logger, *, by_this_trainer: bool) -> str:
-    name = type(logger).__name__
-    if by_this_trainer:
-        return f"The {name} of this Trainer is offloaded by another LoggerOffload of it; give a Trainer one of them."
-    return (
-        f"The {name} of this Trainer is offloaded by another Trainer that still runs; give each Trainer a logger of "
-        "its own."
-    )
+@dataclass(slots=True)
+class _Parts:
+    """What was put between the loggers of one Trainer and their callers."""
+
+    offloads: list[tuple[Logger, Offload]] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    # Offloads of those that have proved slow: they may be read from memory.
+    slow: list[tuple[Logger, Offload]] = field(default_factory=list)

@@ -13,14 +13,22 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.loggers.offload import Offload
 
 
+FIRST_S = 0.5
+"""How long the first log waits for its file: who looks whether there is one finds it, as without an offload."""
+
+
 class Backend(Protocol):
     """One kind of logger.
 
     Attributes:
         path: Where it writes, for people.
+        folders: Directories of this host in which a program may read what it has written, absolute.
+        file_names: The files that it writes there, by a part of their names.
     """
 
     path: str
+    folders: tuple[str, ...]
+    file_names: tuple[str, ...]
 
     @property
     def sink(self) -> Sink:

@@ -31,6 +31,8 @@ _QUEUED = {
 }
 # After these nothing can be logged any more: what waits is delivered first.
 _LAST = {"wandb": ("finish",), "mlflow": ("set_terminated",), "comet_ml": ("end",)}
+# With these words methods of experiments begin that answer what was logged: it is delivered first.
+_READING = ("get_", "search_", "list_", "download_", "load_")
 # Of MLFlow's, those that must never be dropped, and whose arguments say so for a batch.
 _KEPT = {"log_param", "log_parameter", "log_parameters", "set_tag", "log_other", "log_hyperparams"}
 # An error that trying again does not mend is tried so often all the same: servers, too, answer nonsense for a while.
@@ -52,6 +54,8 @@ class CallsBackend:
     """
 
     pace_s = 1.0
+    folders: tuple[str, ...] = ()
+    file_names: tuple[str, ...] = ()
 
     def __init__(self, logger: Any, experiment: Any, limit_bytes: int, finalize_s: float) -> None:
         self._logger = logger
@@ -80,7 +84,11 @@ class CallsBackend:
         self._offload = offload
         logger, experiment = self._logger, self._experiment
         methods, replace = self._methods, self._of_logger.replace
-        methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
+        if experiment is None or _is_lightnings(type(logger).log_metrics):
+            methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
+        else:
+            # One of the user's may keep what it is given; what it calls of the experiment waits.
+            methods[LOG_METRICS] = logger.log_metrics
         methods["save"] = replace(logger, "save", self._ask_save)
         replace(logger, "finalize", offload.finalize)
         if experiment is None:
@@ -95,6 +103,9 @@ class CallsBackend:
             methods[key] = self._of_experiment.replace(experiment, name, call)
         for name in (name for name in _LAST[package] if hasattr(experiment, name)):
             self._of_experiment.replace(experiment, name, partial(self._end, getattr(experiment, name)))
+        for name in (name for name in dir(type(experiment)) if name.startswith(_READING)):
+            if callable(getattr(type(experiment), name)):
+                self._of_experiment.replace(experiment, name, partial(self._read, getattr(experiment, name)))
 
     def detach(self) -> None:
         """The logger's methods are its own again; through those of its experiment, what waits is still delivered."""
@@ -217,6 +228,10 @@ class CallsBackend:
             self._save_is_asked = False
             self._methods["save"]()
 
+    def _read(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._offload.catch_up()
+        return method(*args, **kwargs)
+
     def _end(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._offload.is_own_thread:
             self._offload.drain(self._finalize_s)
@@ -244,6 +259,10 @@ class CallsBackend:
 def experiment_is_known(experiment: Any) -> bool:
     """Whether it is known which methods of an experiment return nothing."""
     return _package(experiment) in _QUEUED
+
+
+def _is_lightnings(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def _number(frame: Frame) -> int:

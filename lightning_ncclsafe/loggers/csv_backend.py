@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ncclsafe.loggers.backend import Replacements
+from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
@@ -42,11 +42,15 @@ class CSVBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._file = os.path.basename(str(self._writer.metrics_file_path))
+        self.file_names: tuple[str, ...] = (self._file, _HPARAMS)
         self._collecting = Collecting()
         self._replacements = Replacements()
         self.path = str(self._writer.log_dir)
+        self._is_there = False
+        destination = open_destination(self.path)
+        self.folders = destination.folders
         self.sink = FilesSink(
-            open_destination(self.path),
+            destination,
             store.anchors,
             store.note,
             reject=lambda *refused: self._offload.reject(*refused),
@@ -66,7 +70,7 @@ class CSVBackend:
     def detach(self) -> None:
         """The logger's methods are its own again."""
         self._replacements.undo()
-        self._writer.metrics.clear()
+        self._writer.metrics = []
 
     def close(self) -> None:
         """The logger learns which columns the file has by now."""
@@ -93,9 +97,12 @@ class CSVBackend:
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        # As Lightning does it: NumPy's numbers have a text of their own.
-        row = {str(name): _cell(value) for name, value in metrics_dict.items()}
-        self._writer.metrics.append({**row, "step": step})
+        # As Lightning has it, for whoever reads it there until the row is saved.
+        pairs = metrics_dict.items()
+        values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
+        self._writer.metrics.append({**values, "step": step})
+        # NumPy's numbers have a text of their own.
+        row = {str(name): _cell(value) for name, value in values.items()}
         if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
@@ -105,18 +112,22 @@ class CSVBackend:
     def _forget_rows(self) -> None:
         """Lightning counts the rows that are not saved yet where it is given no step, and a copy knows the columns."""
         self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
-        self._writer.metrics.clear()
+        # A new list, as Lightning's: somebody may have kept the old one.
+        self._writer.metrics = []
+        if not self._is_there and self._writer.metrics_keys and self.folders and not self._collecting.is_on:
+            self._is_there = True
+            self._offload.catch_up(FIRST_S)
 
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)
         hparams = dict(self._writer.hparams)
         self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+        if self.folders:
+            self._offload.catch_up(FIRST_S)
 
 
 def _cell(value: Any) -> Any:
     """What is written of a value: the text of what is neither text nor a number, as it is by now."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
     return value if value is None or isinstance(value, (str, Real)) else str(value)
 
 

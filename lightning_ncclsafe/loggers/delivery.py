@@ -102,6 +102,12 @@ class Delivery:
         return time.monotonic() - since if since is not None else 0.0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether everything that was staged is delivered."""
+        with self._changed:
+            return self._is_idle()
+
+    @property
     def jobs_bytes(self) -> int:
         """How much memory the arguments of the jobs hold that wait."""
         return sum(job.data_bytes for job in list(self._jobs))
@@ -129,13 +135,20 @@ class Delivery:
             self._hurried, self._next_s = True, 0.0
             self._changed.notify_all()
 
-    def flush(self, deadline: float) -> bool:
-        """Delivers everything now; False at the deadline (seconds of the monotonic clock)."""
+    def flush(self, deadline: float, *, or_fault: bool = False) -> bool:
+        """Delivers everything now; False at the deadline.
+
+        Args:
+            deadline: Seconds of the monotonic clock.
+            or_fault: Whether to give up, too, as soon as the storage refuses.
+        """
         self.hurry()
         with self._changed:
-            is_done = self._changed.wait_for(self._is_idle, max(deadline - time.monotonic(), 0.0))
+            self._changed.wait_for(
+                lambda: self._is_idle() or (or_fault and self._retry_s > 0), max(deadline - time.monotonic(), 0.0)
+            )
             self._hurried = False
-        return is_done
+            return self._is_idle()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds that only deliveries, or the end, bring about."""

@@ -13,11 +13,13 @@ class Destination(Protocol):
         path: The directory, as the user knows it.
         pace_s: How often it is to be written to at most: what passes between two writes, seconds.
         appends: Whether what is appended to a file can be read from that file afterwards.
+        folders: The absolute paths that it has on this host.
     """
 
     path: str
     pace_s: float
     appends: bool
+    folders: tuple[str, ...]
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -52,6 +54,7 @@ class LocalDestination:
         self.path = path
         # A program may change its directory.
         self._folder = Path(path).absolute()
+        self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
         self._device = device if device is not None else _device_of(self._folder)
 
     @property
@@ -118,6 +121,7 @@ class RemoteDestination:
 
     # An append may mean a new object, or that the whole object is sent again.
     pace_s = 10.0
+    folders: tuple[str, ...] = ()
     # Not of every file system, and which ones do is known only once something has been appended.
     appends = False
 

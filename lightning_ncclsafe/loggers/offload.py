@@ -1,6 +1,7 @@
 """One logger off the training thread: what it accepts is staged within half a second, and delivered in its own time."""
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.loggers import live
+from lightning_ncclsafe.loggers import live, readers
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
 from lightning_ncclsafe.loggers.frames import Frame
@@ -16,7 +17,7 @@ from lightning_ncclsafe.loggers.intake import Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.summary import summary
+from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.settings import OffloadSettings
 
@@ -62,6 +63,8 @@ class Offload:
         self._ledger = ledger
         self._say = say
         self._closed = False
+        # Whether somebody who read what was logged did not find all of it.
+        self._is_behind = False
         # Of a process that was forked; nothing of this works there.
         self._is_forked = False
         self._intake = Intake(settings.memory_limit_bytes, settings.overflow, settings.block_s)
@@ -97,11 +100,14 @@ class Offload:
             raise
         self._stager.start()
         live.add(self)
+        for folder in self._backend.folders:
+            readers.watch(folder, self._backend.file_names, self.catch_up)
         atexit.register(self._at_exit)
 
     def forked(self) -> None:
         """This is a child of the process that it belongs to, which may hold its locks: it is not touched any more."""
         self._is_forked = True
+        readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
 
     # What backends call, on any thread.
@@ -170,6 +176,27 @@ class Offload:
         self._stager.relax()
         return is_done
 
+    def catch_up(self, most_s: float = math.inf) -> None:
+        """What was logged until now can be read where the logger puts it, as without an offload.
+
+        Waits no longer than the end of a run does, and not at all where storage has not caught up since it was last
+        waited for in vain, or refuses what it is given.
+
+        Args:
+            most_s: How long to wait at most, seconds.
+        """
+        if self._is_forked or self._closed or self.is_own_thread:
+            return
+        if not self._intake.pending_bytes and self._stager.is_idle and self._delivery.is_idle:
+            return
+        began = time.monotonic()
+        deadline = began + (0.0 if self._is_behind else min(most_s, self._settings.finalize_s))
+        self.hurry()
+        is_done = self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline, or_fault=True)
+        self._stager.relax()
+        self._is_behind = not is_done and (self._is_behind or most_s == math.inf)
+        self._ledger.waited_s += time.monotonic() - began
+
     def finalize(self, status: str) -> None:
         """Brings everything to storage, within the deadline; if the Trainer is at its end, for the last time."""
         if self._is_forked:
@@ -185,6 +212,7 @@ class Offload:
             return
         self._closed = True
         live.discard(self)
+        readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
         # First, so that nothing new comes in meanwhile.
         self._backend.detach()
@@ -195,7 +223,9 @@ class Offload:
             self._backend.close()
             if status is not None:
                 self._finalize(status)
-        self._say(summary(self.facts(), is_done=is_done))
+        facts = self.facts()
+        if is_worth_saying(facts, is_done=is_done):
+            self._say(summary(facts, is_done=is_done))
         if is_done:
             self._end()
         else:

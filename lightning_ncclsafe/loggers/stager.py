@@ -64,6 +64,11 @@ class Stager:
         """Points that were left out, others standing for them."""
         return self._thinner.thinned
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no point waits for the end of its window."""
+        return self._thinner.idle
+
     def start(self) -> None:
         """Starts the threads."""
         for thread in self._threads:

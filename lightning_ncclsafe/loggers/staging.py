@@ -28,6 +28,10 @@ _folders = count()
 # What this process has claimed: a lock of lockf is none within a process, and closing any handle of the file ends it.
 # A child that was forked has a pid of its own here, as it has locks of its own.
 _claims: dict[tuple[int, str], object] = {}
+# Directories that were made by this process.
+_made: set[Path] = set()
+# How often a directory is made that another process removes as soon as it is there: that one has just ended.
+_ATTEMPTS = 20
 
 
 class Claim:
@@ -122,10 +126,9 @@ def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, Claim]:
     Raises:
         OSError: If it cannot be made, or somebody else could change what is in it.
     """
-    _make_private(staging_dir)
     here = replace(manifest, host=socket.gethostname(), pid=os.getpid(), created_ns=time.time_ns())
     folder = staging_dir / f"{manifest.logger}-{here.created_ns}-{here.pid}-{next(_folders)}"
-    folder.mkdir(mode=0o700)
+    _make_private(staging_dir, folder)
     claim = None
     try:
         # Before it has a manifest, so that no recovery takes it for one that was left behind.
@@ -154,8 +157,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
     Raises:
         OSError: If it cannot be made, somebody else could change what is in it, or has taken it.
     """
-    for private in (folder.parent, folder):
-        _make_private(private)
+    _make_private(folder.parent, folder)
     if claim is not None:
         # Before the manifest, so that no recovery takes the folder for one that was left behind.
         claim.renew()
@@ -166,6 +168,16 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
     for name in (_LOCK, MANIFEST):
         with suppress(FileNotFoundError):
             os.utime(folder / name)
+
+
+def remove_staging(folder: Path) -> None:
+    """Removes a folder of local staging, and the directory that it is in if that is ours and empty now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _made.discard(folder)
+    with suppress(OSError):
+        for directory in _ours(folder.parent):
+            directory.rmdir()
+            _made.discard(directory)
 
 
 def is_alive(manifest: Manifest) -> bool:
@@ -208,25 +220,47 @@ def _is_at(handle: int, path: Path) -> bool:
     return False
 
 
-def _make_private(staging_dir: Path) -> None:
-    """Makes the directory, and sees to it that nobody else can change what is in it.
+def _ours(staging_dir: Path) -> list[Path]:
+    """The directories above a folder of staging that are nobody else's, from the inner one on."""
+    if staging_dir == default_staging_dir():
+        return [staging_dir, staging_dir.parent]
+    return [staging_dir] if staging_dir in _made else []
+
+
+def _make_private(*folders: Path) -> None:
+    """Makes directories, each within the one before, and sees to it that nobody else can change what is in them.
 
     Raises:
         PermissionError: If somebody else can.
     """
-    is_default = staging_dir == default_staging_dir()
-    # Of the default one, the directory above is ours, too; anybody may make one of its name first.
-    for folder in (staging_dir.parent, staging_dir) if is_default else (staging_dir,):
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700, parents=True)
-        found = folder.lstat()
-        instead = "set LoggerOffload(staging_dir=...)"
-        if not stat.S_ISDIR(found.st_mode):
-            what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"
-            raise PermissionError(f"{folder} is {what}; {instead}, to where it leads for instance")
-        if found.st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to user {found.st_uid}; {instead}")
-        if is_default and stat.S_IMODE(found.st_mode) & 0o077:
-            folder.chmod(0o700)
-        elif stat.S_IMODE(found.st_mode) & 0o022:
-            raise PermissionError(f"others may write to {folder}: chmod go-w {folder}, or {instead}")
+    if folders[0] == default_staging_dir():
+        # The directory above is ours, too; anybody may make one of its name first.
+        folders = (folders[0].parent, *folders)
+    for attempt in range(_ATTEMPTS):
+        try:
+            for place, folder in enumerate(folders):
+                # Those in between must not be made by others' rules.
+                _make_one_private(folder, with_parents=not place)
+            return
+        except FileNotFoundError:
+            # Another process has just removed the last folder that was in it, and then it.
+            if attempt == _ATTEMPTS - 1:
+                raise
+
+
+def _make_one_private(folder: Path, *, with_parents: bool) -> None:
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=with_parents)
+        _made.add(folder)
+    found = folder.lstat()
+    instead = "set LoggerOffload(staging_dir=...)"
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"
+        raise PermissionError(f"{folder} is {what}; {instead}, to where it leads for instance")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}; {instead}")
+    default = default_staging_dir()
+    if folder in (default, default.parent) and stat.S_IMODE(found.st_mode) & 0o077:
+        folder.chmod(0o700)
+    elif stat.S_IMODE(found.st_mode) & 0o022:
+        raise PermissionError(f"others may write to {folder}: chmod go-w {folder}, or {instead}")

@@ -1,7 +1,8 @@
-"""Starts the offload of a logger: which backend Lightning's kinds of loggers need, and where they are staged."""
+"""Starts the offload of a logger: which loggers are offloaded, which backend they need, and where they are staged."""
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning_ncclsafe._lightning import (
     CometLogger,
     CSVLogger,
     DummyLogger,
+    ExperimentWriter,
     Logger,
     MLFlowLogger,
     TensorBoardLogger,
@@ -68,23 +70,60 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
         offload = Offload(backend, name=name, settings=settings, store=store, ledger=ledger, say=say_on_stderr)
         offload.start()
         undo.pop_all()
+    # Nothing is left behind by a program that logs nothing, however it ends.
+    store.vacate()
     offload.run_on_delivery(partial(_recover_leftovers, settings.staging_dir, manifest, backend))
     return offload
+
+
+def goes_to_storage(logger: Any) -> bool:
+    """Whether what a logger is given goes to files or to a server at once, and nobody reads it back from its memory.
+
+    Of any other logger, a list that it was made with for instance, that cannot be known.
+    """
+    kind = type(logger)
+    if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)) or _is_mocked(logger):
+        return False
+    if issubclass(kind, MLFlowLogger):
+        return experiment_is_known(logger.experiment)
+    return _writes_files(logger)
+
+
+def is_mock(value: object) -> bool:
+    """Whether a value stands for another one in a test, and remembers what is done to it."""
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and issubclass(type(value), mock.NonCallableMock)
 
 
 def writes_on_this_rank(logger: Logger) -> bool:
     """Whether a logger's ``log_metrics`` does anything here: most have Lightning's decorator for rank 0."""
     if isinstance(logger, DummyLogger):
         return False
-    log_metrics: Any = type(logger).log_metrics
+    log_metrics: Any = getattr(type(logger), "log_metrics", None)
     rank_zero: Any = rank_zero_only
     is_for_rank_zero = getattr(log_metrics, "__globals__", {}).get("__name__", "") == rank_zero.__module__
     return not is_for_rank_zero or rank_zero.rank == 0
 
 
+def _is_mocked(logger: Any) -> bool:
+    """Whether something of a logger or its experiment is a mock, whose calls somebody may look at any time."""
+    return is_mock(logger.experiment) or any(
+        is_mock(value) for owner in (logger, logger.experiment) for value in _attributes(owner)
+    )
+
+
+def _attributes(owner: object) -> Iterator[object]:
+    for one in (owner, *type(owner).__mro__):
+        yield from getattr(one, "__dict__", {}).values()
+
+
 def _writes_files(logger: Logger) -> bool:
-    is_tensorboard = isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
-    return is_tensorboard or isinstance(logger, CSVLogger)
+    if isinstance(logger, CSVLogger):
+        # A writer of the user's own may keep what it is given.
+        kind = type(logger.experiment)
+        names = ("log_metrics", "log_hparams", "save")
+        return all(getattr(kind, name, None) is getattr(ExperimentWriter, name) for name in names)
+    return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
 
 
 def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
@@ -92,7 +131,7 @@ def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend
         return CSVBackend(logger, store, _hparams_yaml)
     if _writes_files(logger):
         return TensorBoardBackend(logger, store, _hparams_yaml)
-    experiment = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
+    experiment: Any = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
     known = experiment if experiment_is_known(experiment) else None
     kind = CallsBackend
     if known is not None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from lightning_ncclsafe.loggers.segments import (
     read_small,
     write_note,
 )
-from lightning_ncclsafe.loggers.staging import Claim, keep_staging
+from lightning_ncclsafe.loggers.staging import Claim, keep_staging, remove_staging
 
 _SEGMENT_BYTES = 1 << 20
 # How long after a full disk it is tried again: what waits in memory may be large.
@@ -89,6 +88,11 @@ class Store:
             self._give_up_claim()
             raise
 
+    def vacate(self) -> None:
+        """Removes the folder if nothing waits in it; it is made again when there is something to stage."""
+        with self._lock:
+            self._vacate()
+
     @property
     def pending_bytes(self) -> int:
         """How much waits to be delivered."""
@@ -145,6 +149,10 @@ class Store:
             elif self._segments and self._segments[0].number == portion.segment:
                 self._segments[0].released_bytes = portion.end
                 self._segments[0].count(portion.frames, -1)
+            if self._claim is not None and not self._pending():
+                # How far storage is will be noted with what comes next.
+                self._vacate()
+                return
             is_noted = self._note_delivered()
             if self._segments and self._segments[0].rest_bytes <= 0:
                 self._retire_first()
@@ -174,7 +182,7 @@ class Store:
             try:
                 is_empty = not self._pending()
                 if is_empty:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    remove_staging(self.folder)
                 return is_empty
             finally:
                 self._give_up_claim()
@@ -212,11 +220,13 @@ class Store:
         try:
             segment.append(data)
         except FileNotFoundError:
-            # Somebody has removed it; after the end that was us.
+            # Somebody has removed it: we, if there was nothing in it; after the end, for good.
             if self._closed:
                 raise
-            keep_staging(self.folder, self._claim, self._manifest)
             segment = self._next_segment()
+            # First: without what is noted, a recovery would look for this in what is on storage already.
+            self._note_delivered()
+            keep_staging(self.folder, self._claim, self._manifest)
             segment.append(data)
         segment.count(frames)
         self._is_faulty = False
@@ -299,9 +309,15 @@ class Store:
         self.dropped_records += segment.records or not segment.points
 
     def note(self) -> None:
-        """Writes the anchors down."""
+        """Writes the anchors down; where nothing waits, with what comes next."""
         with self._lock:
-            self._note_delivered()
+            if self._claim is None or self._pending():
+                self._note_delivered()
+
+    def _vacate(self) -> None:
+        if self._claim is not None and not self._closed and not self._pending():
+            self._segments.clear()
+            remove_staging(self.folder)
 
     def _note_delivered(self) -> bool:
         if self._claim is not None and not self._closed:

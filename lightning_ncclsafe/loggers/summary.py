@@ -3,6 +3,22 @@
 from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.rules.wording import size_words
 
+# A write that takes longer than this is late: there is one about every second.
+_LATE_WRITE_S = 2.0
+# So long nobody waits for a storage that is well.
+_LONG_WAIT_S = 5.0
+
+
+def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
+    """Whether anything was thinned, dropped or late: of what went well nothing is said.
+
+    Args:
+        facts: What an offload has come to.
+        is_done: Whether everything accepted is on storage.
+    """
+    is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.waited_s, facts.finalize_s) >= _LONG_WAIT_S
+    return not is_done or is_late or bool(facts.thinned or facts.dropped or facts.faults)
+
 
 def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     """What a logger's offload has come to, and where the rest lies if there is one.

@@ -14,7 +14,7 @@ from torch.utils.tensorboard._convert_np import make_np
 from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from lightning_ncclsafe.loggers.backend import Replacements
+from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.destination import LocalDestination, open_destination
@@ -55,6 +55,9 @@ class TensorBoardBackend:
         to_yaml: Makes the text of ``hparams.yaml``.
     """
 
+    # Of embeddings it writes several.
+    file_names: tuple[str, ...] = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
+
     def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
         self.path = str(logger.log_dir)
         self._logger = logger
@@ -62,6 +65,7 @@ class TensorBoardBackend:
         self._store = store
         self._to_yaml = to_yaml
         self._destination = open_destination(self.path)
+        self.folders = self._destination.folders
         self.sink = FilesSink(
             self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.reject(*refused)
         )
@@ -100,7 +104,8 @@ class TensorBoardBackend:
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
         replace(logger, "log_metrics", partial(self._collecting.call, offload.put, log_metrics))
-        replace(logger, "save", partial(self._save, partial(self._try, save) if is_own_save else None))
+        # One of the user's is called in place: what it does beside can be seen at once.
+        replace(logger, "save", partial(self._save, save if is_own_save else None))
         replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
         replace(logger, "finalize", offload.finalize)
         # Some take the writer of the file itself.
@@ -229,11 +234,13 @@ class TensorBoardBackend:
 
     def _save(self, own: Callable[[], None] | None) -> None:
         if own is not None:
-            self._offload.run_on_delivery(own)
+            own()
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
             hparams = copy.copy(self._logger.hparams)
             self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+            if self.folders:
+                self._offload.catch_up(FIRST_S)
 
     def _events(self, call: Call) -> list[tuple[str, bytes]]:
         if not call.is_media:

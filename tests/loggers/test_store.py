@@ -560,13 +560,68 @@ def test_what_comes_after_the_end_makes_no_folder(folder: Path) -> None:
 def test_a_delivery_keeps_a_folder_from_cleaners(claimed: tuple[Path, Claim], removed: tuple[str, ...]) -> None:
     folder, claim = claimed
     store = Store(folder, claim=claim)
-    append(store, 0)
+    append(store, 0, 1)
     for name in ("lock", "manifest.json"):
         os.utime(folder / name, (0, 0))
     for name in removed:
         (folder / name).unlink()
-    deliver(store)
+    # The other one still waits.
+    assert deliver(store, portions=1, most_bytes=1) == [0]
     assert all(time.time() - (folder / name).stat().st_mtime < 100 for name in ("lock", "manifest.json"))
+    assert is_locked(folder)
+
+
+def test_there_is_a_folder_only_while_something_waits(claimed: tuple[Path, Claim]) -> None:
+    folder, claim = claimed
+    store = Store(folder, claim=claim)
+    store.vacate()
+    assert not folder.exists()
+    for number in range(3):
+        store.anchors["f"] = {"size": number}
+        append(store, number)
+        store.vacate()
+        assert is_locked(folder)
+        # Whoever recovers it knows what is on storage already, which is not to be written again.
+        assert Store(folder).anchors == {"f": {"size": number}}
+        assert deliver(store) == [number]
+        store.note()
+        assert not folder.exists()
+    assert store.close()
+
+
+def test_the_directory_of_all_staging_goes_with_its_last_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = tmp_path / "ncclsafe-0" / "logs"
+    monkeypatch.setattr(staging, "default_staging_dir", lambda: default)
+    manifest = Manifest(logger="A", kind="files", destination="/logs", root="/logs", identity="")
+    users, made = tmp_path / "of the user's", tmp_path / "made"
+    users.mkdir(mode=0o700)
+    for directory in (default, users, made):
+        stores = [Store(folder, claim=claim) for folder, claim in (make_staging(directory, manifest) for _ in range(2))]
+        assert stores[0].close()
+        assert directory.exists()
+        assert stores[1].close()
+    assert list(tmp_path.iterdir()) == [users]
+
+
+def test_a_directory_that_another_process_removes_just_now_is_made_again(
+    claimed: tuple[Path, Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, claim = claimed
+    store = Store(folder, claim=claim)
+    store.vacate()
+    lstat, removals = Path.lstat, [2]
+
+    def removed_meanwhile(path: Path) -> Any:
+        if path == folder.parent and removals[0]:
+            removals[0] -= 1
+            path.rmdir()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", removed_meanwhile)
+    append(store, 0)
+    assert removals == [0]
     assert is_locked(folder)
 
 

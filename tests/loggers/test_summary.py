@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.loggers.summary import summary
+from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 
 FACTS = LoggerFacts(
     logger="CSVLogger",
@@ -65,3 +65,26 @@ def test_what_is_still_staged_is_told_with_what_brings_it_to_storage() -> None:
 def test_failures_come_before_what_is_still_staged() -> None:
     text = summary(replace(FACTS, faults=1, last_fault="gone", staged_bytes=1, memory_bytes=2), is_done=False)
     assert [line.split(" ")[0] for line in text.split("\n")] == ["CSVLogger", "1", "not", "2"]
+
+
+WELL = replace(FACTS, thinned=0, dropped=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_done", "is_said"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"thinned": 1}, True, True),
+        ({"dropped": 1}, True, True),
+        ({"faults": 1}, True, True),
+        ({"longest_write_s": 2.0}, True, True),
+        ({"waited_s": 5.0}, True, True),
+        ({"finalize_s": 5.0}, True, True),
+        ({"longest_write_s": 1.9, "waited_s": 4.9, "finalize_s": 4.9}, True, False),
+    ],
+)
+def test_only_what_was_thinned_dropped_or_late_is_worth_a_line(
+    changes: dict[str, float], is_done: bool, is_said: bool
+) -> None:
+    assert is_worth_saying(replace(WELL, **changes), is_done=is_done) is is_said  # type: ignore[arg-type]

@@ -246,9 +246,15 @@ def test_where_lightning_does_not_finalize_the_loggers_the_end_of_the_program_do
     assert not case.staged
 
 
-def test_a_logger_that_cannot_be_finalized_is_named_and_costs_the_others_nothing(ended: Cases) -> None:
-    assert_complete(ended["finalize"], 99)
-    assert ended["finalize"].output.count("finalize failed: RuntimeError('the server has said goodbye');") == 1
+def test_a_logger_that_cannot_be_finalized_ends_the_run_as_without_us_and_costs_the_others_no_point(
+    ended: Cases,
+) -> None:
+    case = ended["finalize"]
+    assert case.exit_code == 1
+    assert "RuntimeError: the server has said goodbye" in case.output
+    for logger in LOGGERS:
+        assert case.steps(logger) == list(range(100)), case.output
+    assert not case.staged
 
 
 @pytest.mark.parametrize("name", ["no-versions", "no-logs"])
@@ -276,8 +282,7 @@ def test_staging_that_is_removed_costs_nothing_that_is_logged_later(ended: Cases
 
 def test_a_child_that_ends_leaves_the_staging_of_its_parent_alone(ended: Cases) -> None:
     case = ended["child"]
-    assert f"staging folders beside the child: {len(LOGGERS)}\n" in case.output
-    assert len(re.findall(r"Logger wrote \d+ points", case.output)) == len(LOGGERS), "only the parent says so"
+    assert "[ncclsafe]" not in case.output
     assert_complete(case, 99)
 
 
@@ -346,8 +351,7 @@ def test_without_any_room_for_staging_loggers_write_themselves(on_small_disks: C
 def test_under_every_launcher_rank_0_stages_alone_and_everything_arrives(launched: Cases, name: str) -> None:
     case = launched[name]
     assert case.exit_code == 0, case.output
-    (said,) = re.findall(r"rank 0 is (\d+), staged by (.*)", case.output)
-    assert said[1] == f"['{said[0]}']"
+    assert sorted(re.findall(r"rank \d stages: \w+", case.output)) == ["rank 0 stages: True", "rank 1 stages: False"]
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(100)), case.output
     assert not case.staged
@@ -362,3 +366,4 @@ def test_when_the_guard_ends_the_run_everything_is_brought_to_storage_first(laun
     assert case.exit_code not in (0, -signal.SIGALRM), case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(60)), case.output
+    assert not (case.folder / "staging").exists(), "it holds nothing"
