@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Logger, Trainer, refuse_other_trainer
+from lightning_ncclsafe._lightning import LightningModule, Logger, Trainer, refuse_other_trainer
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import start_offload, writes_on_this_rank
@@ -15,7 +15,7 @@ from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 _taken: dict[int, int] = {}
 
 
-class LoggerOffload(Callback):
+class LoggerOffloadHooks:
     """Takes every logger of the Trainer off the training thread.
 
     Loggers keep their type, their paths and their methods. What they are given is copied when they are given it, is
