@@ -65,10 +65,11 @@ def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleTy
         ValueError: If there is none of that name.
     """
     if wanted:
-        names = [name for name in names if name.partition(".")[0] == wanted]
-        if not names:
-            allowed = " or ".join(repr(name.partition(".")[0]) for name in NAMES)
+        by_name = {name.partition(".")[0]: name for name in names}
+        if wanted not in by_name:
+            allowed = " or ".join(map(repr, by_name))
             raise ValueError(f"{VARIABLE}={wanted!r} in the environment is unknown; it must be {allowed}.")
+        names = [by_name[wanted]]
     # Those that are imported come first, each in the order given.
     there = imported(names)
     for name in sorted(names, key=lambda name: name not in there):
