@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("callbacks", "cli"),
     ("lightning", "pytorch_lightning"),
     (PACKAGE,),
+    ("strategies",),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
@@ -238,10 +239,11 @@ def test_what_is_heavy_would_be_seen() -> None:
 
 
 def test_public_names_are_there_when_asked_for() -> None:
+    from lightning_ncclsafe import strategies
     from lightning_ncclsafe.errors import CollectiveTimeoutError
     from lightning_ncclsafe.lightning import SafeDDP
 
-    assert lightning_ncclsafe.SafeDDP is SafeDDP
+    assert lightning_ncclsafe.SafeDDP is strategies.SafeDDP is SafeDDP
     assert lightning_ncclsafe.CollectiveTimeoutError is CollectiveTimeoutError
     assert set(lightning_ncclsafe.__all__) <= set(dir(lightning_ncclsafe))
     assert all(hasattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__)
