@@ -43,8 +43,9 @@ _HOMES = {
 
 def imported(names: Sequence[str] = NAMES) -> list[str]:
     """Those of Lightning's packages that the program has imported."""
-    # Some programs let the one name stand for the other.
-    return [name for name in names if getattr(sys.modules.get(name), "__name__", None) == name]
+    # Some programs let the one name stand for the other, or for nothing; that is seen by what it was imported as.
+    specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name in names}
+    return [name for name, spec in specs.items() if getattr(spec, "name", None) == name]
 
 
 def module_for(package: str) -> str:

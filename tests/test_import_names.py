@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import jsonargparse
 import pytest
@@ -130,12 +131,13 @@ def test_the_variable_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lightning_ncclsafe.SafeDDP is SafeDDP
 
 
-def test_a_name_that_stands_for_the_other_package_is_not_imported(
+def test_a_name_that_stands_for_the_other_package_or_for_none_is_not_imported(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(installed, "bolt.pytorch")
-    monkeypatch.setitem(sys.modules, "pytorch_bolt", __import__("bolt.pytorch").pytorch)
-    assert imported(NAMES) == ["bolt.pytorch"]
+    for other in (__import__("bolt.pytorch").pytorch, ModuleType("pytorch_bolt"), Mock(), None):
+        monkeypatch.setitem(sys.modules, "pytorch_bolt", other)
+        assert imported(NAMES) == ["bolt.pytorch"]
 
 
 def test_the_module_for_either_is_the_same_but_for_the_name() -> None:
