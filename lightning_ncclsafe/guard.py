@@ -419,7 +419,8 @@ class Guard:
             gathering.publish(facts)
             verdict = gathering.hold(incident, self._report)
             if not self._joined:
-                self._came = gathering.answered()
+                with suppress(ExchangeError):
+                    self._came = gathering.answered()
             return verdict
         except ExchangeError as error:
             if self._off:
