@@ -461,8 +461,12 @@ class Guard:
         """Whether a rank is on its way, and has to learn that the others have given up."""
         if self._joined:
             return False
-        gone = {card.rank for card in self._probe.peers if self._probe.look_at_peer(card).state in ENDED}
-        return not self._came.union(gone).issuperset(range(self._place.world_size))
+        place = self._place
+        first = place.rank - place.local_rank
+        here = range(first, first + place.local_world_size)
+        # Of this host, those are whose processes were found when they were last asked for, and are there still.
+        alive = {card.rank for card in self._probe.peers if self._probe.look_at_peer(card).state not in ENDED}
+        return any(rank in alive or rank not in here for rank in {*range(place.world_size)} - self._came)
 
     def _end_frozen(self) -> None:
         """All ranks of a host do it, as with the first of them connections break and some may leave before that."""

@@ -225,6 +225,24 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
             call()
 
 
+def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path: Path) -> None:
+    class Stuck(MemoryExchange):
+        lost = "the store is gone"
+
+        def set(self, key: str, value: bytes) -> None:
+            raise ExchangeError(self.lost)
+
+        def close(self) -> None:
+            raise TimeoutError
+
+    exchange = FallbackExchange(Stuck(), DirectoryExchange(tmp_path / "x"))
+    exchange.set("k", b"v")
+    assert (tmp_path / "x").exists()
+    with pytest.raises(TimeoutError):
+        exchange.close()
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_fallback_uses_the_first_while_it_works(tmp_path: Path) -> None:
     exchange = FallbackExchange(MemoryExchange(), DirectoryExchange(tmp_path / "x"))
     exchange.set("k", b"v")
