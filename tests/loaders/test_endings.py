@@ -80,7 +80,7 @@ def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None
     iter(fetcher)
     next(fetcher)
     copied(combined)
-    assert [batch["a"].tolist() for batch, _, _ in fetcher] == [[2, 3], [4, 5], [6, 7]]
+    assert [batch["a"].tolist() for batch, _, _ in read_on(fetcher)] == [[2, 3], [4, 5], [6, 7]]
 
 
 def test_the_length_is_the_own_one_unless_another_is_given() -> None:
