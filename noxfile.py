@@ -30,6 +30,7 @@ SESSIONS = {
 OTHER_NAMES = {
     r"\blightning\.pytorch\b": "pytorch_lightning",
     r"\blightning\.fabric\b": "lightning_fabric",
+    r"\blightning_ncclsafe\.lightning\b": "lightning_ncclsafe.pytorch_lightning",
     r"\bimport lightning as L\b": "import pytorch_lightning as L",
     r"\bfrom lightning import\b": "from pytorch_lightning import",
 }

@@ -1,132 +1,204 @@
-"""Lightning, under the one of its two names that the program uses; whoever needs a class of it imports it from here.
+"""Lightning under its two names: which of them a class is of, and which is meant where nothing says so.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same code: a Trainer of the one takes no strategy
-of the other. Chosen is, once, the one that the program has imported already; of both, or if there is none yet,
-``lightning.pytorch`` if it is installed.
+of the other. What Lightning has to know as its own, we have once for each: in ``lightning_ncclsafe.lightning`` and
+``lightning_ncclsafe.pytorch_lightning``. All other code serves both, imports neither, and asks here.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
+VARIABLE = "NCCLSAFE_LIGHTNING"
+"""Says which of them is meant, in programs that do not: ``lightning`` or ``pytorch_lightning``."""
 
-# Where in the package the names are that stand at the end of this module.
+# Of either of them, as what is given to a hook is of the package whose Trainer calls it.
+LightningModule: TypeAlias = Any
+Logger: TypeAlias = Any
+Trainer: TypeAlias = Any
+
+# Where either of them has what is asked for by name.
 _HOMES = {
-    "": ("Callback", "LightningModule", "Trainer"),
-    ".core.saving": ("save_hparams_to_yaml",),
-    ".loggers": ("CometLogger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
-    ".loggers.csv_logs": ("ExperimentWriter",),
-    ".loggers.logger": ("DummyLogger",),
-    ".plugins.io": ("TorchCheckpointIO",),
-    ".strategies": ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "ParallelStrategy", "StrategyRegistry"),
-    ".strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
-    ".strategies.launchers.launcher": ("_Launcher",),
-    ".utilities": ("rank_zero_only",),
-    ".utilities.combined_loader": ("CombinedLoader",),
-    ".utilities.exceptions": ("SIGTERMException",),
-    ".utilities.types": ("STEP_OUTPUT",),
+    "CombinedLoader": ".utilities.combined_loader",
+    "CometLogger": ".loggers",
+    "CSVLogger": ".loggers",
+    "DummyLogger": ".loggers.logger",
+    "ExperimentWriter": ".loggers.csv_logs",
+    "MLFlowLogger": ".loggers",
+    "SIGTERMException": ".utilities.exceptions",
+    "TensorBoardLogger": ".loggers",
+    "TorchCheckpointIO": ".plugins.io",
+    "WandbLogger": ".loggers",
+    "_MultiProcessingLauncher": ".strategies.launchers",
+    "_SubprocessScriptLauncher": ".strategies.launchers",
+    "save_hparams_to_yaml": ".core.saving",
 }
 
 
-def import_lightning(names: Sequence[str] = NAMES) -> ModuleType:
+def imported(names: Sequence[str] = NAMES) -> list[str]:
+    """Those of Lightning's packages that the program has imported."""
+    # Some programs let the one name stand for the other, or for nothing; that is seen by what it was imported as.
+    specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name in names}
+    return [name for name, spec in specs.items() if getattr(spec, "name", None) == name]
+
+
+def module_for(package: str) -> str:
+    """The module of ours that has the classes for a package of Lightning."""
+    return f"lightning_ncclsafe.{package.partition('.')[0]}"
+
+
+def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleType:
     """Imports the one of Lightning's packages that is to be used.
 
     Args:
         names: Of the packages, the preferred one first.
+        wanted: The one that the user has named, without what follows a dot; empty for the one that is imported
+            already, or else is installed.
 
     Raises:
-        ImportError: If none of them is installed.
+        ImportError: If none of them is installed, or not the wanted one.
+        ValueError: If there is none of that name.
     """
+    if wanted:
+        by_name = {name.partition(".")[0]: name for name in names}
+        if wanted not in by_name:
+            allowed = " or ".join(map(repr, by_name))
+            raise ValueError(f"{VARIABLE}={wanted!r} in the environment is unknown; it must be {allowed}.")
+        names = [by_name[wanted]]
     # Those that are imported come first, each in the order given.
-    for name in sorted(names, key=lambda name: name not in sys.modules):
+    there = imported(names)
+    for name in sorted(names, key=lambda name: name not in there):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
             # Anything else that is missing, is missing from an installed Lightning, which says so best itself.
             if error.name not in (name, name.partition(".")[0]):
                 raise
+    if wanted:
+        raise ImportError(
+            f"{VARIABLE}={wanted!r} in the environment says which Lightning is meant, but {names[0]} is not installed."
+        )
     raise ImportError(
         f"lightning_ncclsafe is a plugin of PyTorch Lightning, but neither {' nor '.join(names)} is installed: "
         "pip install lightning"
     )
 
 
-CHOSEN = import_lightning().__name__
-(_OTHER,) = (name for name in NAMES if name != CHOSEN)
+@cache
+def chosen() -> str:
+    """The package that is meant by ``from lightning_ncclsafe import SafeDDP``; the same for the rest of the program."""
+    return import_lightning(wanted=os.environ.get(VARIABLE, "")).__name__
+
+
+def package_of(kind: type, part: str = "") -> str:
+    """The package of Lightning that a class is of, or derived from; empty if it is of none.
+
+    Args:
+        kind: The class.
+        part: Of the package, the part that counts; all of it by default.
+    """
+    for base in kind.__mro__:
+        for name in NAMES:
+            if f"{base.__module__}.".startswith(f"{name}.{part}"):
+                return name
+    return ""
+
+
+def lightnings(package: str, name: str) -> Any:
+    """A class or function of one of Lightning's packages, by its name."""
+    return getattr(import_module(f"{package}{_HOMES[name]}"), name)
+
+
+def known(*names: str) -> tuple[type, ...]:
+    """Classes of Lightning by their names, of each of its packages that the program has imported."""
+    return tuple(lightnings(package, name) for package in imported() for name in names)
 
 
 def refuse_other_trainer(part: object, trainer: object) -> None:
-    """Raises if a part of ours was given to a Trainer of the Lightning that was not chosen.
+    """Raises if a part of ours was given to a Trainer of the other Lightning.
 
     Args:
-        part: A callback of this package.
+        part: A strategy or callback of this package.
         trainer: What runs it.
 
     Raises:
-        TypeError: Naming both, and what to import.
+        TypeError: Naming both, and the line to write.
     """
-    for base in type(trainer).__mro__:
-        refuse_other_caller(part, base.__module__)
-
-
-def refuse_second(kind: type, trainer: object) -> None:
-    """Raises if a Trainer has several callbacks of one class: only one of them could be followed.
-
-    Args:
-        kind: The class; one that is derived from it counts, too.
-        trainer: What has the callbacks.
-
-    Raises:
-        ValueError: Naming the class.
-    """
-    count = sum(isinstance(callback, kind) for callback in getattr(trainer, "callbacks", ()))
-    if count > 1:
-        raise ValueError(f"This Trainer has {'two' if count == 2 else count} {kind.__name__} callbacks; give it one.")
+    _refuse_other(part, package_of(type(trainer), "trainer."))
 
 
 def refuse_other_caller(part: object, module: str) -> None:
     """The same, by the name of a module that deals with the part.
 
     Raises:
-        TypeError: If the module belongs to the Trainer of the Lightning that was not chosen.
+        TypeError: If the module belongs to the Trainer of the other Lightning.
     """
-    if f"{module}.".startswith(f"{_OTHER}.trainer."):
-        raise TypeError(
-            f"{type(part).__name__} is made for a Trainer of {CHOSEN}, but was given to one of {_OTHER}: these are two "
-            f"packages, whose classes do not fit together. Import everything from {CHOSEN}, nothing from {_OTHER}; or, "
-            f"to keep {_OTHER}, import it before lightning_ncclsafe, and nothing from {CHOSEN}."
-        )
+    _refuse_other(part, next((name for name in NAMES if f"{module}.".startswith(f"{name}.trainer.")), ""))
+
+
+def _refuse_other(part: object, package: str) -> None:
+    own = package_of(type(part))
+    if not own or not package or own == package:
+        return
+    line = f"from {module_for(package)} import {_public(type(part)).__name__}"
+    raise TypeError(
+        f"{type(part).__name__} is made for a Trainer of {own}, but was given to one of {package}: these are two "
+        f"packages, whose classes do not fit together. Write: {line} (in a program that you cannot edit, set "
+        f"{VARIABLE}={package.partition('.')[0]} in its environment)."
+    )
+
+
+def refuse_second(kind: type, trainer: object) -> None:
+    """Raises if a Trainer has several callbacks for one thing: only one of them could be followed.
+
+    Args:
+        kind: What such callbacks are derived from.
+        trainer: What has the callbacks.
+
+    Raises:
+        ValueError: Naming the class.
+    """
+    found = [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, kind)]
+    if len(found) > 1:
+        count = "two" if len(found) == 2 else len(found)
+        raise ValueError(f"This Trainer has {count} {_public(type(found[0])).__name__} callbacks; give it one.")
+
+
+def _public(kind: type) -> type:
+    """The class of ours that a class is, or is derived from."""
+    ours = [module_for(name) for name in NAMES]
+    return next((base for base in kind.__mro__ if base.__module__ in ours), kind)
+
+
+def save_hparams_to_yaml(path: str, hparams: Any) -> None:
+    """Lightning's own, which is the same in both packages."""
+    lightnings(imported()[0], "save_hparams_to_yaml")(path, hparams)
+
+
+class _OfEither(type):
+    """Makes classes that stand for those of the same name in both packages, where ``isinstance`` is asked."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, known(cls.__name__))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, known(cls.__name__))
 
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback as Callback
-    from lightning.pytorch import LightningModule as LightningModule
-    from lightning.pytorch import Trainer as Trainer
-    from lightning.pytorch.core.saving import save_hparams_to_yaml as save_hparams_to_yaml
     from lightning.pytorch.loggers import CometLogger as CometLogger
     from lightning.pytorch.loggers import CSVLogger as CSVLogger
-    from lightning.pytorch.loggers import Logger as Logger
     from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
     from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
     from lightning.pytorch.loggers import WandbLogger as WandbLogger
-    from lightning.pytorch.loggers.csv_logs import ExperimentWriter as ExperimentWriter
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
-    from lightning.pytorch.plugins.io import TorchCheckpointIO as TorchCheckpointIO
-    from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
-    from lightning.pytorch.strategies import FSDPStrategy as FSDPStrategy
-    from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
-    from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
-    from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _MultiProcessingLauncher
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _SubprocessScriptLauncher
-    from lightning.pytorch.strategies.launchers.launcher import _Launcher as _Launcher
-    from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader as CombinedLoader
-    from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
-    from lightning.pytorch.utilities.types import STEP_OUTPUT as STEP_OUTPUT
 else:
-    for _module, _names in _HOMES.items():
-        globals().update({name: getattr(import_module(f"{CHOSEN}{_module}"), name) for name in _names})
+    for _name in ("CometLogger", "CSVLogger", "DummyLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"):
+        globals()[_name] = _OfEither(_name, (), {})

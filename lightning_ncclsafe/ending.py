@@ -313,6 +313,7 @@ def end_run(
     logging_ranks: Sequence[int] = (),
     end_frozen: Callable[[], None] = lambda: None,
     before_exit: Callable[[], None],
+    may_others_come: Callable[[], bool] = lambda: False,
 ) -> None:
     """Ends this rank's part of the run, from a side thread: the process exits, at the latest 12 s from now.
 
@@ -326,6 +327,7 @@ def end_run(
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; not before logs are written, as launchers end all with one.
         before_exit: What is left to do for this process before it exits; its failure is ignored.
+        may_others_come: Whether there are ranks that have not come so far, and are to find what the others have said.
     """
     ending.exit_within(_LEAVES_S)
     ending.close(make_error)
@@ -337,6 +339,7 @@ def end_run(
         wait_for_others(exchange, rank, world_size)
     _try_for(_LAST_STEP_S, ending.clear_partial)
     _try_for(_LAST_STEP_S, before_exit)
+    _try_for(_LAST_STEP_S, lambda: _close(exchange, may_others_come))
     _try_for(_LAST_STEP_S, _flush)
     os._exit(EXIT_CODE)
 
@@ -345,6 +348,15 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def _close(exchange: Exchange, may_others_come: Callable[[], bool]) -> None:
+    # A rank that has just been killed takes a moment to be gone.
+    give_up = time.monotonic() + _LAST_STEP_S / 2
+    while may_others_come() and time.monotonic() < give_up:
+        time.sleep(_POLL_S)
+    if not may_others_come():
+        exchange.close()
 
 
 def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int, logging_ranks: Sequence[int]) -> None:

@@ -114,6 +114,11 @@ class Gathering:
         if facts.exception is not None:
             self._set(f"last/{self._rank}", encoded)
 
+    def answered(self) -> set[int]:
+        """The ranks that have answered by now, this one among them."""
+        here = {self._here_key(rank): rank for rank in range(self._world_size)}
+        return {here[key] for part in in_parts(here) for key in self._exchange.get_many(part)}
+
     def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
         """Takes part until there is a verdict.
 

@@ -31,6 +31,7 @@ from lightning_ncclsafe.neighbours import Neighbours, Place
 from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import stacks
 from lightning_ncclsafe.probes.data_paths import try_addresses
+from lightning_ncclsafe.probes.last_words import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.reach import own_address_towards
 from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
@@ -113,6 +114,7 @@ class Guard:
         self._patience = Patience(limits)
         self._reporter = Reporter(report_dir, limits, say)
         self._joined = False
+        self._came: set[int] = set()
         self._off = False
         self._open: Incident | None = None
         self._incidents = 0
@@ -415,7 +417,11 @@ class Guard:
         )
         try:
             gathering.publish(facts)
-            return gathering.hold(incident, self._report)
+            verdict = gathering.hold(incident, self._report)
+            if not self._joined:
+                with suppress(ExchangeError):
+                    self._came = gathering.answered()
+            return verdict
         except ExchangeError as error:
             if self._off:
                 return None
@@ -448,7 +454,19 @@ class Guard:
             logging_ranks=self._verdict.logging_ranks if self._verdict is not None else (),
             end_frozen=self._end_frozen,
             before_exit=self._before_exit,
+            may_others_come=self._may_others_come,
         )
+
+    def _may_others_come(self) -> bool:
+        """Whether a rank is on its way, and has to learn that the others have given up."""
+        if self._joined:
+            return False
+        place = self._place
+        first = place.rank - place.local_rank
+        here = range(first, first + place.local_world_size)
+        # Of this host, those are whose processes were found when they were last asked for, and are there still.
+        alive = {card.rank for card in self._probe.peers if self._probe.look_at_peer(card).state not in ENDED}
+        return any(rank in alive or rank not in here for rank in {*range(place.world_size)} - self._came)
 
     def _end_frozen(self) -> None:
         """All ranks of a host do it, as with the first of them connections break and some may leave before that."""

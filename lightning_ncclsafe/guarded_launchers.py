@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_ncclsafe._lightning import _Launcher, _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning_ncclsafe._lightning import known
 
 TELL_S = 6.0
 """What ranks are given to say why, seconds, once one of them has ended: a report on a rank that is gone takes one, one
@@ -26,7 +26,7 @@ class Watching(Protocol):
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
 
 
-def guarded(launcher: _Launcher | None) -> _Launcher:
+def guarded(launcher: Any) -> Any:
     """The same launcher, guarded; one for none; one that is nobody's we know as it is.
 
     DDP always has one. The other strategies have none where processes are created by others, torchrun for instance:
@@ -34,9 +34,13 @@ def guarded(launcher: _Launcher | None) -> _Launcher:
     """
     if launcher is None:
         return _GuardedCallLauncher()
-    if type(launcher) in _GUARDED:
-        launcher.__class__ = _GUARDED[type(launcher)]
+    if type(launcher) in known("_SubprocessScriptLauncher", "_MultiProcessingLauncher"):
+        vars(launcher)["launch"] = partial(_launch, launcher)
     return launcher
+
+
+def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return type(launcher).launch(launcher, _GuardedFunction(function), *args, **kwargs)
 
 
 def _let_the_others_tell() -> None:
@@ -68,31 +72,13 @@ class _GuardedFunction:
             return self.function(*args, **kwargs)
 
 
-class _GuardedSubprocessLauncher(_SubprocessScriptLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(_GuardedFunction(function), *args, **kwargs)
-
-
-class _GuardedMultiProcessingLauncher(_MultiProcessingLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(_GuardedFunction(function), *args, **kwargs)
-
-
-class _GuardedCallLauncher(_Launcher):
+class _GuardedCallLauncher:
     """Calls the function, and nothing else: as the Trainer does that has no launcher."""
 
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return True
+    is_interactive_compatible = True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         return _GuardedFunction(function)(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
         """Does nothing: it has started nobody."""
-
-
-_GUARDED: dict[type, type] = {
-    _SubprocessScriptLauncher: _GuardedSubprocessLauncher,
-    _MultiProcessingLauncher: _GuardedMultiProcessingLauncher,
-}

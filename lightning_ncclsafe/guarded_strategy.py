@@ -4,18 +4,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe._lightning import (
-    STEP_OUTPUT,
-    CombinedLoader,
-    ParallelStrategy,
-    SIGTERMException,
-    TorchCheckpointIO,
-    refuse_other_caller,
-)
+from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.guarded_launchers import guarded
@@ -26,24 +20,50 @@ from lightning_ncclsafe.watched import WatchedCall
 _SUFFIX = "_ncclsafe"
 
 
-class _GuardedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own; a checkpoint is there whole, or as it was before."""
+if TYPE_CHECKING:
 
-    ending: Ending
+    class _ParallelStrategy:
+        """What Lightning's strategies have, of either of its packages."""
 
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        with self.ending.written(path) as beside:
-            super().save_checkpoint(checkpoint, beside, storage_options)
+        _launcher: Any
+        _checkpoint_io: Any
+        checkpoint_io: Any
+        _configure_launcher: Any
+        setup_environment: Any
+        barrier: Any
+        save_checkpoint: Any
+        remove_checkpoint: Any
+        lightning_module_state_dict: Any
+        optimizer_state: Any
+        optimizer_step: Any
+        training_step: Any
+        validation_step: Any
+        test_step: Any
+        predict_step: Any
+        backward: Any
+        process_dataloader: Any
 
-    def remove_checkpoint(self, path: Any) -> None:
-        self.ending.check()
-        super().remove_checkpoint(path)
+        def __getstate__(self) -> dict[str, Any]: ...
+
+else:
+    _ParallelStrategy = object
 
 
-class GuardedStrategy(ParallelStrategy):
+def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    """As Lightning's own does, beside; the checkpoint is there whole, or as it was before."""
+    with ending.written(path) as beside:
+        type(io).save_checkpoint(io, checkpoint, beside, storage_options)
+
+
+def _remove(io: Any, ending: Ending, path: Any) -> None:
+    ending.check()
+    type(io).remove_checkpoint(io, path)
+
+
+class GuardedStrategy(_ParallelStrategy):
     """Says why ranks wait, and ends a run that cannot go on: one of Lightning's strategies with the guard plugged in.
 
-    Stands before that strategy in the order of inheritance.
+    Stands before that strategy, of either of Lightning's packages, in the order of inheritance.
 
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
@@ -95,6 +115,8 @@ class GuardedStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers each name of the strategy that is guarded once more, with ``_ncclsafe`` behind it: ours."""
+        # Of some Lightning says, as soon as there is a Trainer, that they need a GPU: of those of FSDP.
+        for_gpus = getattr(cls, "_registered_strategies", [])
         for name, entry in [*strategy_registry.items()]:
             if issubclass(cls, entry["strategy"]) and not name.endswith(_SUFFIX):
                 # Overriding is for a package that is loaded twice, as notebooks do.
@@ -105,6 +127,8 @@ class GuardedStrategy(ParallelStrategy):
                     override=True,
                     **entry["init_params"],
                 )
+                if name in for_gpus and f"{name}{_SUFFIX}" not in for_gpus:
+                    for_gpus.append(f"{name}{_SUFFIX}")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -136,7 +160,7 @@ class GuardedStrategy(ParallelStrategy):
         name = args[0] if args else kwargs.get("name")
         watched = self._watched
         with watched.tracker.action(f"barrier:{name or ''}") if watched else nullcontext():
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+            super().barrier(*args, **kwargs)
         # It may have been an abort that ended the wait.
         self._ending.check()
         # Trainer._run_stage meets here once everything is set up.
@@ -153,9 +177,9 @@ class GuardedStrategy(ParallelStrategy):
         # AsyncCheckpointIO and others hand on to another, which writes in a thread of theirs.
         while (wrapped := getattr(inner, "checkpoint_io", None)) is not None:
             inner = wrapped
-        if type(inner) is TorchCheckpointIO:
-            inner.__class__ = _GuardedCheckpointIO
-            vars(inner)["ending"] = self._ending
+        if type(inner) in known("TorchCheckpointIO"):
+            for name, act in (("save_checkpoint", _save_whole), ("remove_checkpoint", _remove)):
+                vars(inner)[name] = partial(act, inner, self._ending)
         return outer
 
     @checkpoint_io.setter
@@ -177,7 +201,7 @@ class GuardedStrategy(ParallelStrategy):
         self._ending.check()
         super().remove_checkpoint(*args, **kwargs)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> Any:
         """What is saved of the model; strategies that shard it call collectives for that."""
         self._ending.check()
         return super().lightning_module_state_dict()
@@ -192,7 +216,7 @@ class GuardedStrategy(ParallelStrategy):
         self._ending.check()
         return super().optimizer_step(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of training."""
         self._ending.check()
         return super().training_step(*args, **kwargs)
@@ -209,12 +233,12 @@ class GuardedStrategy(ParallelStrategy):
         dataloader = super().process_dataloader(dataloader)
         return self._watched.prepared(dataloader) if self._watched is not None else dataloader
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of validation; here ranks may stop on SIGTERM, as in the two below."""
         self._before_evaluation_batch()
         return super().validation_step(*args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of testing."""
         self._before_evaluation_batch()
         return super().test_step(*args, **kwargs)
@@ -242,13 +266,14 @@ class GuardedStrategy(ParallelStrategy):
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
         self._ending.is_called_here()
+        package = package_of(type(self))
         watched = self._watched = WatchedCall(
             trainer,
             self._limits,
             self._report_dir,
             ending=self._ending,
-            combined=CombinedLoader,
-            sigterm_error=None if self._sigterm_broadcast else SIGTERMException,
+            combined=lightnings(package, "CombinedLoader"),
+            sigterm_error=None if self._sigterm_broadcast else lightnings(package, "SIGTERMException"),
         )
         try:
             yield

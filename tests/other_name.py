@@ -1,10 +1,15 @@
-"""Trains where only ``pytorch_lightning`` is installed, then has ``lightning`` there as well; prints what has come."""
+"""Trains where only ``pytorch_lightning`` is installed, then with both as well; prints what has come of it."""
 
+import contextlib
+import importlib
+import io
 import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class NotInstalled:
@@ -59,6 +64,39 @@ def refusal(strategy: object = "auto", callbacks: Sequence[object] = ()) -> str:
     return "no error"
 
 
+def follow(package: str, folder: str) -> dict[str, Any]:
+    """Trains with a Lightning and what is there for it of ours."""
+    theirs = importlib.import_module(package)
+    ours = importlib.import_module(f"lightning_ncclsafe.{package.partition('.')[0]}")
+    demos = importlib.import_module(f"{package}.demos.boring_classes")
+
+    class Logs(demos.BoringModel):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("batch", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    logger = theirs.loggers.CSVLogger(folder, name=package)
+    settings = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        trainer = theirs.Trainer(
+            max_steps=2,
+            limit_val_batches=1,
+            log_every_n_steps=1,
+            strategy=ours.SafeDDP(report_dir=folder),
+            callbacks=ours.safe_callbacks(),
+            logger=logger,
+            default_root_dir=folder,
+            **settings,
+        )
+        trainer.fit(Logs())
+    return {
+        "steps": trainer.global_step,
+        "said": [line[:26] for line in said.getvalue().splitlines() if "watching" in line or "failed" in line],
+        "points": len(Path(logger.log_dir, "metrics.csv").read_text().splitlines()) - 1,
+        "by_name": type(theirs.Trainer(strategy="ddp_ncclsafe", **settings).strategy).__name__,
+    }
+
+
 def main() -> None:
     trainer = fit(sys.argv[1])
     seen = {
@@ -72,6 +110,7 @@ def main() -> None:
     seen["strategy_refused"] = refusal(SafeDDP())
     seen["callbacks_refused"] = [refusal(callbacks=[callback]) for callback in safe_callbacks()]
     seen["repr"] = repr(SafeDDP())
+    seen["followed"] = {name: follow(name, sys.argv[1]) for name in ("lightning.pytorch", "pytorch_lightning")}
     print(json.dumps(seen))
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_ncclsafe import _torch, ending
 from lightning_ncclsafe.ending import EXIT_CODE, Ending
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
+from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange, SharedMemory
 from lightning_ncclsafe.probes.rank import Card
 
 
@@ -47,10 +47,11 @@ def make_error() -> CollectiveTimeoutError:
 def end(
     *,
     rank: int = 1,
-    exchange: MemoryExchange | None = None,
+    exchange: MemoryExchange | DirectoryExchange | None = None,
     write_logs: Callable[[float], None] = lambda _: None,
     logging_ranks: tuple[int, ...] = (),
     kill: Callable[[], None] = lambda: None,
+    may_others_come: Callable[[], bool] = lambda: False,
 ) -> None:
     """Of an ending that knows no Trainer, so that this process is not held and has no deadline."""
     ending.end_run(
@@ -62,6 +63,7 @@ def end(
         write_logs=write_logs,
         logging_ranks=logging_ranks,
         before_exit=kill,
+        may_others_come=may_others_come,
     )
 
 
@@ -69,6 +71,27 @@ def test_the_process_exits_and_ends_what_it_launched(events: list[str]) -> None:
     with pytest.raises(Exited):
         end(kill=lambda: events.append("killed"))
     assert events == ["killed", f"exit {EXIT_CODE}"]
+
+
+def test_no_files_are_left_once_all_have_come_or_are_killed(events: list[str], tmp_path: Path) -> None:
+    coming = [True, True, True, False]
+    with pytest.raises(Exited):
+        end(
+            exchange=DirectoryExchange(tmp_path / "files"),
+            kill=lambda: events.append(f"{len(coming)} to come"),
+            may_others_come=lambda: coming.pop(0) if len(coming) > 1 else coming[0],
+        )
+    assert events == ["4 to come", f"exit {EXIT_CODE}"]
+    assert not (tmp_path / "files").exists()
+
+
+def test_files_stay_for_a_rank_that_is_on_its_way(
+    events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_LAST_STEP_S", 0.2)
+    with pytest.raises(Exited):
+        end(exchange=DirectoryExchange(tmp_path / "files"), may_others_come=lambda: True)
+    assert [*DirectoryExchange(tmp_path / "files").get_many(["left/1"])] == ["left/1"]
 
 
 def test_the_host_of_the_store_leaves_last(events: list[str]) -> None:

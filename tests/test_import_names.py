@@ -9,12 +9,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
+import jsonargparse
 import pytest
 from packaging.version import Version
 
+import lightning_ncclsafe
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
-from lightning_ncclsafe._lightning import CHOSEN, import_lightning, refuse_other_caller, refuse_other_trainer
+from lightning_ncclsafe._lightning import (
+    chosen,
+    import_lightning,
+    imported,
+    module_for,
+    refuse_other_caller,
+    refuse_other_trainer,
+)
 
 OTHER_NAME = Path(__file__).with_name("other_name.py")
 # Stand for Lightning's two, in that order.
@@ -88,6 +98,60 @@ def test_what_an_installed_one_misses_is_said_as_it_is(installed: Path) -> None:
         import_lightning(NAMES)
 
 
+def test_the_one_that_the_variable_names_is_taken(installed: Path) -> None:
+    for name in NAMES:
+        install(installed, name)
+    __import__("bolt.pytorch")
+    assert import_lightning(NAMES, wanted="pytorch_bolt").__name__ == "pytorch_bolt"
+    assert import_lightning(NAMES, wanted="bolt").__name__ == "bolt.pytorch"
+
+
+def test_another_word_in_the_variable_is_refused_with_what_is_allowed(installed: Path) -> None:
+    install(installed, "bolt.pytorch")
+    with pytest.raises(ValueError, match=r"^NCCLSAFE_LIGHTNING='pl' in .* it must be 'bolt' or 'pytorch_bolt'\.$"):
+        import_lightning(NAMES, wanted="pl")
+
+
+def test_of_the_one_that_the_variable_names_it_is_said_that_it_is_not_installed(installed: Path) -> None:
+    install(installed, "bolt.pytorch")
+    with pytest.raises(ImportError, match=r"^NCCLSAFE_LIGHTNING='pytorch_bolt' .* pytorch_bolt is not installed\.$"):
+        import_lightning(NAMES, wanted="pytorch_bolt")
+
+
+def test_the_variable_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLSAFE_LIGHTNING", "pl")
+    # Whoever has asked before, as the tests have, keeps what he has got.
+    assert lightning_ncclsafe.SafeDDP is SafeDDP
+    chosen.cache_clear()
+    with pytest.raises(ValueError, match="NCCLSAFE_LIGHTNING='pl'"):
+        chosen()
+    with pytest.raises(ValueError, match="NCCLSAFE_LIGHTNING='pl'"):
+        from lightning_ncclsafe import LoaderTuner  # noqa: F401
+    monkeypatch.undo()
+    assert lightning_ncclsafe.SafeDDP is SafeDDP
+
+
+def test_a_name_that_stands_for_the_other_package_or_for_none_is_not_imported(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(installed, "bolt.pytorch")
+    for other in (__import__("bolt.pytorch").pytorch, ModuleType("pytorch_bolt"), Mock(), None):
+        monkeypatch.setitem(sys.modules, "pytorch_bolt", other)
+        assert imported(NAMES) == ["bolt.pytorch"]
+
+
+def test_the_module_for_either_is_the_same_but_for_the_name() -> None:
+    folder = Path(lightning_ncclsafe.__file__).parent
+    swapped = (folder / "lightning.py").read_text()
+    for here, there in (
+        ("import ``lightning``", "import ``pytorch_lightning``"),
+        ("in ``lightning_ncclsafe.pytorch_lightning``", "in ``lightning_ncclsafe.lightning``"),
+        ("lightning.pytorch", "pytorch_lightning"),
+    ):
+        swapped = swapped.replace(here, there)
+    assert swapped == (folder / "pytorch_lightning.py").read_text()
+
+
 def trainer_of(module: str) -> Any:
     """One of a class of the user's own, whose base stands in a module."""
     return type("Trainer", (type("Base", (), {"__module__": module}),), {})()
@@ -95,7 +159,8 @@ def trainer_of(module: str) -> Any:
 
 @needs_both
 def test_here_it_is_lightning() -> None:
-    assert CHOSEN == "lightning.pytorch"
+    assert chosen() == "lightning.pytorch"
+    assert SafeDDP.__module__ == module_for(chosen()) == "lightning_ncclsafe.lightning"
     for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.callbacks", "pytorch_lightning_trainer.x"):
         refuse_other_trainer(CollectiveTimer(), trainer_of(module))
 
@@ -106,10 +171,19 @@ def test_the_other_trainer_is_refused_with_what_to_import() -> None:
         CollectiveTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
     assert str(caught.value) == (
         "CollectiveTimer is made for a Trainer of lightning.pytorch, but was given to one of pytorch_lightning: these "
-        "are two packages, whose classes do not fit together. Import everything from lightning.pytorch, nothing from "
-        "pytorch_lightning; or, to keep pytorch_lightning, import it before lightning_ncclsafe, and nothing from "
-        "lightning.pytorch."
+        "are two packages, whose classes do not fit together. Write: from lightning_ncclsafe.pytorch_lightning import "
+        "CollectiveTimer (in a program that you cannot edit, set NCCLSAFE_LIGHTNING=pytorch_lightning in its "
+        "environment)."
     )
+
+
+@needs_both
+def test_of_a_class_of_the_users_own_the_line_names_ours() -> None:
+    class OwnTimer(CollectiveTimer):
+        pass
+
+    with pytest.raises(TypeError, match=r"^OwnTimer is made .* Write: from \S+ import CollectiveTimer \("):
+        OwnTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
 
 
 @needs_both
@@ -164,3 +238,82 @@ def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str
     )
     assert all(any(each in refusal for each in expected) for refusal in outcome["callbacks_refused"]), outcome
     assert "SafeDDP object" in outcome["repr"]
+
+
+@needs_both
+def test_both_train_in_one_program(outcome: dict[str, Any]) -> None:
+    """Those that were refused before, too, as the error says."""
+    assert outcome["followed"] == {
+        "lightning.pytorch": {"steps": 2, "said": ["[ncclsafe] watching 1 rank"], "points": 2, "by_name": "SafeDDP"},
+        "pytorch_lightning": {"steps": 2, "said": ["[ncclsafe] watching 1 rank"], "points": 2, "by_name": "SafeDDP"},
+    }
+
+
+@needs_both
+def test_for_either_package_there_is_everything_and_errors_are_the_same() -> None:
+    from lightning_ncclsafe import lightning, pytorch_lightning
+
+    for module in (lightning, pytorch_lightning):
+        assert all(hasattr(module, name) for name in lightning_ncclsafe.__all__)
+    same = {name for name in lightning_ncclsafe.__all__ if getattr(lightning, name) is getattr(pytorch_lightning, name)}
+    assert same == {name for name in lightning_ncclsafe.__all__ if name.endswith("Error")} | {"PhaseTimeouts", "pause"}
+
+
+@needs_both
+def test_each_is_of_its_package_and_not_of_the_other() -> None:
+    import lightning.pytorch as one
+    import pytorch_lightning as other
+
+    from lightning_ncclsafe import lightning, pytorch_lightning
+
+    for ours, theirs, foreign in ((lightning, one, other), (pytorch_lightning, other, one)):
+        strategy = ours.SafeDDP()  # type: ignore[attr-defined]
+        assert isinstance(strategy, theirs.strategies.DDPStrategy)
+        assert not isinstance(strategy, foreign.strategies.Strategy)
+        callbacks = ours.safe_callbacks()  # type: ignore[attr-defined]
+        assert all(isinstance(callback, theirs.Callback) for callback in callbacks)
+        assert not any(isinstance(callback, foreign.Callback) for callback in callbacks)
+        with pytest.raises(TypeError, match=f"which is no Callback of {theirs.__name__}"):
+            ours.safe_callbacks(foreign.Callback())  # type: ignore[attr-defined]
+
+
+@needs_both
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_either_is_made_from_a_configuration(package: str) -> None:
+    import lightning.pytorch
+    import pytorch_lightning
+
+    theirs = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}[package]
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(theirs.strategies.Strategy, "strategy")
+    parser.add_subclass_arguments(theirs.Callback, "callback")
+    made = {
+        "strategy": {"class_path": f"lightning_ncclsafe.{package}.SafeDDP", "init_args": {"timeout": "0:10:00"}},
+        "callback": {"class_path": f"lightning_ncclsafe.{package}.CollectiveTimer", "init_args": {"every_n_steps": 7}},
+    }
+    # Written, and read again.
+    config = parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(made))))
+    assert type(config.strategy).__module__ == type(config.callback).__module__ == f"lightning_ncclsafe.{package}"
+    assert (config.strategy._limits.timeout_s, config.callback.settings.every_n_steps) == (600.0, 7)
+
+
+@needs_both
+def test_both_registries_have_the_names_and_the_variable_decides_what_is_meant() -> None:
+    script = (
+        "import lightning.pytorch, pytorch_lightning, lightning_ncclsafe\n"
+        "for package in (lightning.pytorch, pytorch_lightning):\n"
+        "    print(package.strategies.StrategyRegistry['ddp_ncclsafe']['strategy'].__module__)\n"
+        "print(lightning_ncclsafe.SafeDDP.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NCCLSAFE_LIGHTNING": "pytorch_lightning"},
+        timeout=55,
+    )
+    assert done.stdout.split() == [
+        "lightning_ncclsafe.lightning",
+        "lightning_ncclsafe.pytorch_lightning",
+        "lightning_ncclsafe.pytorch_lightning",
+    ], done.stderr

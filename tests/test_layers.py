@@ -35,9 +35,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("preflight",),
     ("watched", "guarded_launchers"),
     ("guarded_strategy",),
-    ("strategies",),
     ("callbacks", "cli"),
+    ("lightning", "pytorch_lightning"),
     (PACKAGE,),
+    ("strategies",),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
@@ -53,7 +54,9 @@ IMPORTS_TORCH = {
     "probes.random_state",
     "probes.samplers",
 }
-IMPORTS_LIGHTNING = {
+# Of Lightning, each imports the package of its name; others ask which package something is of.
+IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}
+ASKS_ABOUT_LIGHTNING = {
     "callbacks.collective_timer",
     "callbacks.dataset_agreement",
     "callbacks.host_preflight",
@@ -63,7 +66,7 @@ IMPORTS_LIGHTNING = {
     "guarded_launchers",
     "guarded_strategy",
     "loggers.starting",
-    "strategies",
+    PACKAGE,
 }
 
 Sources = dict[str, str]
@@ -160,10 +163,12 @@ def test_every_name_in_the_table_exists() -> None:
 
 def test_torch_and_lightning_are_imported_where_that_is_said() -> None:
     assert importers(sources(), "torch") == IMPORTS_TORCH
-    # Under either of its names, which one module chooses.
-    assert importers(sources(), "lightning", "pytorch_lightning", "lightning_fabric") == set()
     found = sources()
-    assert {name for name, source in found.items() if "_lightning" in own_imports(source, found)} == IMPORTS_LIGHTNING
+    for module, package in IMPORTS_LIGHTNING.items():
+        assert importers(found, package) == {module}
+    assert importers(found, "lightning_fabric") == set()
+    asking = {name for name, source in found.items() if "_lightning" in own_imports(source, found)}
+    assert asking == ASKS_ABOUT_LIGHTNING
 
 
 @pytest.mark.parametrize(
@@ -234,10 +239,11 @@ def test_what_is_heavy_would_be_seen() -> None:
 
 
 def test_public_names_are_there_when_asked_for() -> None:
+    from lightning_ncclsafe import strategies
     from lightning_ncclsafe.errors import CollectiveTimeoutError
-    from lightning_ncclsafe.strategies import SafeDDP
+    from lightning_ncclsafe.lightning import SafeDDP
 
-    assert lightning_ncclsafe.SafeDDP is SafeDDP
+    assert lightning_ncclsafe.SafeDDP is strategies.SafeDDP is SafeDDP
     assert lightning_ncclsafe.CollectiveTimeoutError is CollectiveTimeoutError
     assert set(lightning_ncclsafe.__all__) <= set(dir(lightning_ncclsafe))
     assert all(hasattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__)

@@ -246,6 +246,7 @@ NOT_FOR_RANKS = {
     "collectives.timer.Timer._await_others": ASIDE,
     "collectives.timer.Timer._pass_on_others": ASIDE,
     "ending.Ending.exit_after_main_thread.watch": ASIDE,
+    "ending._close": ASIDE,
     "ending._stay": "the thread of a run that has ended",
     "ending._try_for": ASIDE,
     "ending._write_logs": ASIDE,

@@ -20,9 +20,10 @@ from packaging.version import Version
 
 import lightning_ncclsafe
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe._lightning import CHOSEN
+from lightning_ncclsafe._lightning import chosen
 
 HERE = Path(lightning_ncclsafe.__file__).parent
+CHOSEN = chosen()
 TORCH = Version(torch.__version__)
 HAS_NCCL = dist.is_nccl_available()
 
@@ -137,7 +138,6 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_json": no_check,  # the end of a dump's name
 }
 OF_LIGHTNING: dict[str, Callable[[], object]] = {
-    "_Launcher": takes(f"{CHOSEN}.strategies.launchers.launcher", "_Launcher.launch", None, no_check),
     "_SubprocessScriptLauncher": takes(
         f"{CHOSEN}.strategies.launchers", "_SubprocessScriptLauncher.launch", None, no_check
     ),
@@ -221,7 +221,7 @@ def private(node: ast.AST) -> Iterator[str]:
 def used_in(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     found = {name for node in ast.walk(tree) for name in private(node)}
-    if path.name == "_torch.py":
+    if path.name in ("_torch.py", "_lightning.py"):
         # Names in tables, too.
         found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
     names = {name for name in found if isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w+", name)}

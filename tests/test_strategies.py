@@ -19,6 +19,7 @@ import jsonargparse
 import lightning as L
 import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -28,7 +29,15 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 
-from lightning_ncclsafe import HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch, watched
+from lightning_ncclsafe import (
+    CollectiveTimeoutError,
+    HostPreflight,
+    SafeDDP,
+    SafeFSDP,
+    SafeModelParallel,
+    _torch,
+    watched,
+)
 from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.guarded_strategy import GuardedStrategy
 from lightning_ncclsafe.loaders.stage import Stage
@@ -146,6 +155,37 @@ def test_a_strategy_that_has_not_begun_can_be_copied_and_sent(copied: Any) -> No
         strategy._report_dir,
         strategy._ddp_kwargs,
     )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+def test_a_copy_of_one_that_a_trainer_has_is_guarded_and_has_a_gate_of_its_own(
+    copied: Any, start_method: Any, tmp_path: Path
+) -> None:
+    """Libraries copy what a Trainer is to be made with; so does whoever logs it."""
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=SafeDDP(start_method=start_method), logger=False)
+    strategy = trainer.strategy
+    io = strategy.checkpoint_io
+    twin = copied(strategy)
+    strategy._ending.close(lambda: CollectiveTimeoutError("ended"))  # type: ignore[attr-defined]
+    with pytest.raises(CollectiveTimeoutError):
+        io.save_checkpoint({}, tmp_path / "one.ckpt")
+    twin.checkpoint_io.save_checkpoint({}, tmp_path / "two.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["two.ckpt"]
+    # Each launches for itself.
+    assert type(twin.launcher) is type(strategy.launcher)
+    assert vars(twin.launcher)["launch"].args == (twin.launcher,)
+    assert vars(strategy.launcher)["launch"].args == (strategy.launcher,)
+
+
+def test_a_checkpoint_io_that_is_used_again_belongs_to_the_latest_strategy(tmp_path: Path) -> None:
+    io = TorchCheckpointIO()
+    ended, next_one = (SafeDDP(checkpoint_io=io) for _ in range(2))
+    assert ended.checkpoint_io is io
+    ended._ending.close(lambda: CollectiveTimeoutError("ended"))
+    next_one.checkpoint_io.save_checkpoint({}, tmp_path / "it.ckpt")
+    next_one.checkpoint_io.remove_checkpoint(tmp_path / "it.ckpt")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SafeDDP, DDPStrategy), (SafeFSDP, FSDPStrategy)])

@@ -26,7 +26,7 @@ from typing import Any
 
 # What the programs import, or what is imported for them while they train.
 PRELOADED = (
-    "lightning_ncclsafe.strategies",
+    "lightning_ncclsafe.lightning",
     "lightning.pytorch.loggers",
     "torch.distributed.run",
     "torch.utils.tensorboard",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
 from lightning_ncclsafe.guarded_strategy import guards, timer_of
@@ -10,7 +10,7 @@ from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 
 
-class CollectiveTimer(Callback):
+class CollectiveTimerHooks:
     """Times every collective of every process group, and names the rank for which the others wait.
 
     PyTorch's Flight Recorder is read from a thread at the side: nothing is added to the training's collectives, and
@@ -49,7 +49,7 @@ class CollectiveTimer(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that times, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
-        refuse_second(CollectiveTimer, trainer)
+        refuse_second(CollectiveTimerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "
@@ -96,4 +96,4 @@ class CollectiveTimer(Callback):
 # Lightning calls a hook of every callback, with its profiler, also where that does nothing; one that cannot be called
 # it passes over. Of a step of 3 ms, these are 1 %.
 for _hook in ("train_batch_start", "before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
-    setattr(CollectiveTimer, f"on_{_hook}", None)
+    setattr(CollectiveTimerHooks, f"on_{_hook}", None)

@@ -1,11 +1,11 @@
 """The callback that says what ranks do about their data."""
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
 
 
-class DatasetAgreement(Callback):
+class DatasetAgreementHooks:
     """Says how ranks compare their data before training starts, and what happens where it ends unevenly.
 
     With any strategy of this package the loaders of every stage are compared across ranks without it, too, with the
@@ -43,7 +43,7 @@ class DatasetAgreement(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that compares, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
-        refuse_second(DatasetAgreement, trainer)
+        refuse_second(DatasetAgreementHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"DatasetAgreement was given to a Trainer with {type(trainer.strategy).__name__}, which compares "

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import OnProblem, PreflightSettings
 
 
-class HostPreflight(Callback):
+class HostPreflightHooks:
     """Looks at every rank's host before the first step, within 3 s, and compares what was found across ranks.
 
     Cores against workers and threads, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and torch,
@@ -36,7 +36,7 @@ class HostPreflight(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that looks, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
-        refuse_second(HostPreflight, trainer)
+        refuse_second(HostPreflightHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"HostPreflight was given to a Trainer with {type(trainer.strategy).__name__}, which looks at nothing; "

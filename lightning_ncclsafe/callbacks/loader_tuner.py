@@ -1,11 +1,11 @@
 """The callback that fits loader workers to the host and to the step."""
 
-from lightning_ncclsafe._lightning import Callback, LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import TunerSettings
 
 
-class LoaderTuner(Callback):
+class LoaderTunerHooks:
     """Sets ``num_workers`` and ``prefetch_factor`` of the dataloaders to what the host has and the training needs.
 
     Every rank's loaders together get at most its share of the host's cores (its affinity mask divided among the ranks
@@ -39,7 +39,7 @@ class LoaderTuner(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that tunes, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
-        refuse_second(LoaderTuner, trainer)
+        refuse_second(LoaderTunerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
                 f"LoaderTuner was given to a Trainer with {type(trainer.strategy).__name__}, which tunes nothing; "

@@ -6,14 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe._lightning import (
-    Callback,
-    LightningModule,
-    Logger,
-    Trainer,
-    refuse_other_trainer,
-    refuse_second,
-)
+from lightning_ncclsafe._lightning import LightningModule, Logger, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import goes_to_storage, is_mock, start_offload, writes_on_this_rank
@@ -25,7 +18,7 @@ from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 _taken: dict[int, int] = {}
 
 
-class LoggerOffload(Callback):
+class LoggerOffloadHooks:
     """Takes the loggers of the Trainer off the training thread.
 
     Loggers keep their type, their paths and their methods. What they are given is copied when they are given it, is
@@ -84,7 +77,7 @@ class LoggerOffload(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts itself between the loggers and their callers."""
         refuse_other_trainer(self, trainer)
-        refuse_second(LoggerOffload, trainer)
+        refuse_second(LoggerOffloadHooks, trainer)
         # Of a run that ended without a teardown: its loggers are their own again before they are taken anew.
         self._end(trainer, for_good=True)
         parts = self._parts[id(trainer)] = _Parts()
@@ -101,7 +94,7 @@ class LoggerOffload(Callback):
         """Comes first from now on, once there is something to catch up with."""
         parts = self._parts.get(id(trainer))
         # One that comes before the callback whose turn it is: none is called twice, and none is left out.
-        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])
         if parts and parts.slow and callbacks[:1] != [self] and self in callbacks:
             callbacks.remove(self)
             callbacks.insert(0, self)

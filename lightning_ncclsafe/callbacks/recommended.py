@@ -1,55 +1,35 @@
-"""The callbacks that are recommended together."""
+"""Which callbacks are recommended together, and what takes the place of one of them."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from lightning_ncclsafe._lightning import CHOSEN, Callback
-from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimer
-from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreement
-from lightning_ncclsafe.callbacks.host_preflight import HostPreflight
-from lightning_ncclsafe.callbacks.loader_tuner import LoaderTuner
-from lightning_ncclsafe.callbacks.logger_offload import LoggerOffload
-
-_RECOMMENDED: tuple[type[Callback], ...] = (
-    HostPreflight,
-    DatasetAgreement,
-    LoaderTuner,
-    LoggerOffload,
-    CollectiveTimer,
-)
+from lightning_ncclsafe._lightning import package_of
 
 
-def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> list[Callback]:
+def recommended(kinds: Sequence[type], callback: type, own: Sequence[Any], without: Collection[type]) -> list[Any]:
     """The callbacks that are recommended with a strategy of this package, new ones at each call.
 
-    Those are, in this order: :class:`~lightning_ncclsafe.HostPreflight`, :class:`~lightning_ncclsafe.DatasetAgreement`,
-    :class:`~lightning_ncclsafe.LoaderTuner`, :class:`~lightning_ncclsafe.LoggerOffload` and
-    :class:`~lightning_ncclsafe.CollectiveTimer`, each with its defaults.
-
     Args:
-        *own: Callbacks of your own. One of a recommended class, or of a class derived from it, takes that one's place;
-            all others follow, in the order given.
-        without: Recommended classes to leave out; none by default.
+        kinds: The recommended classes, in their order.
+        callback: Lightning's ``Callback``, of their package.
+        own: Callbacks of the user's own; see ``safe_callbacks``.
+        without: Recommended classes to leave out.
 
     Raises:
         TypeError: If one of ``own`` is no callback, or ``without`` no list.
         ValueError: If ``without`` has what is not recommended or what is given, or two of a recommended class are
             given.
-
-    Example::
-
-        callbacks = safe_callbacks(CollectiveTimer(trace=False), ModelCheckpoint(), without=[LoaderTuner])
-        trainer = L.Trainer(strategy=SafeDDP(), callbacks=callbacks)
     """
-    _check_without(without)
-    for callback in own:
-        if not isinstance(callback, Callback):
-            raise TypeError(_not_a_callback(callback))
-    recommended = [_of_kind(kind, own, left_out=kind in without) for kind in _RECOMMENDED]
-    others = [callback for callback in own if not isinstance(callback, _RECOMMENDED)]
-    return [*(callback for callback in recommended if callback is not None), *others]
+    _check_without(kinds, without)
+    for each in own:
+        if not isinstance(each, callback):
+            raise TypeError(_not_a_callback(each, package_of(callback)))
+    chosen = [_of_kind(kind, own, left_out=kind in without) for kind in kinds]
+    others = [each for each in own if not isinstance(each, tuple(kinds))]
+    return [*(each for each in chosen if each is not None), *others]
 
 
-def _of_kind(kind: type[Callback], own: Sequence[Callback], *, left_out: bool) -> Callback | None:
+def _of_kind(kind: type, own: Sequence[Any], *, left_out: bool) -> Any:
     given = [callback for callback in own if isinstance(callback, kind)]
     if len(given) > 1:
         raise ValueError(f"safe_callbacks was given {len(given)} callbacks of class {kind.__name__}; give one of them.")
@@ -60,18 +40,18 @@ def _of_kind(kind: type[Callback], own: Sequence[Callback], *, left_out: bool) -
     return given[0] if given else kind()
 
 
-def _check_without(without: Collection[type[Callback]]) -> None:
-    names = ", ".join(kind.__name__ for kind in _RECOMMENDED)
+def _check_without(kinds: Sequence[type], without: Collection[type]) -> None:
+    names = ", ".join(kind.__name__ for kind in kinds)
     if isinstance(without, (str, type)) or not isinstance(without, Collection):
         raise TypeError(f"without={without!r} must be a list of classes out of {names}.")
     for kind in without:
-        if kind not in _RECOMMENDED:
+        if kind not in kinds:
             raise ValueError(f"without={without!r} has {kind!r}, which is not recommended anyway: only {names} are.")
 
 
-def _not_a_callback(given: object) -> str:
+def _not_a_callback(given: object, package: str) -> str:
     if isinstance(given, type):
         return f"safe_callbacks was given the class {given.__name__}; give an instance of it: {given.__name__}()."
     if isinstance(given, (list, tuple)):
         return f"safe_callbacks was given a {type(given).__name__}; give its callbacks one by one, with a * before it."
-    return f"safe_callbacks was given {given!r}, which is no Callback of {CHOSEN}."
+    return f"safe_callbacks was given {given!r}, which is no Callback of {package}."

@@ -1,17 +1,27 @@
 """An exchange of files in a folder that all ranks see: before there is a store, and after its host is dead."""
 
 import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
+
 from lightning_ncclsafe.exchange.interface import ExchangeError
+
+# Who has published in a folder; and that the folder that it stands in was not there before.
+_USER = ".user@"
+_PARENT_IS_OURS = ".parent-is-ours"
 
 
 class DirectoryExchange:
     """An exchange of files, one a key. The folder is made, private to the user, when the first value is published.
+
+    Whoever publishes leaves a note with its process there, so that the last one takes what killed ranks have left.
 
     Args:
         folder: A folder that no other job uses.
@@ -23,6 +33,7 @@ class DirectoryExchange:
         self._folder = folder
         self._closed = False
         self._published: set[Path] = set()
+        self._note: Path | None = None
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value: readers see the old one or the new one, never a part."""
@@ -64,13 +75,18 @@ class DirectoryExchange:
         return found
 
     def close(self) -> None:
-        """Takes back what this rank has published; the last rank takes the folder."""
+        """Takes back what this rank has published; the last rank takes the folder, with all that is left in it."""
         self._closed = True
+        if self._note is None:
+            return
         with suppress(OSError):
-            for path in self._published:
+            for path in (*self._published, self._note):
                 path.unlink(missing_ok=True)
-            if self._published:
-                self._folder.rmdir()
+            if not any(map(_is_used, self._folder.glob(f"{_USER}*"))):
+                parent_is_ours = (self._folder / _PARENT_IS_OURS).exists()
+                shutil.rmtree(self._folder, ignore_errors=True)
+                if parent_is_ours:
+                    self._folder.parent.rmdir()  # unless there is a report in it now
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
@@ -79,10 +95,18 @@ class DirectoryExchange:
         if self._closed:
             raise ExchangeError(f"The exchange in {str(self._folder)!r} was used after it was closed.")
         try:
+            is_new = not self._folder.parent.exists()
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
             self._check_private()
+            if is_new:
+                (self._folder / _PARENT_IS_OURS).touch(mode=0o600)
             # mkstemp makes files that only this user can read.
+            if self._note is None:
+                prefix = f"{_USER}{socket.gethostname()}@{os.getpid()}@"
+                handle, note = tempfile.mkstemp(dir=self._folder, prefix=prefix)
+                os.close(handle)
+                self._note = Path(note)
             handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
         except OSError as error:
             raise self._error("write to", error) from error
@@ -102,3 +126,13 @@ class DirectoryExchange:
 
     def _error(self, doing: str, error: OSError) -> ExchangeError:
         return ExchangeError(f"Ranks could not {doing} the folder {str(self._folder)!r}: {error}.")
+
+
+def _is_used(note: Path) -> bool:
+    """Whether a process that has published in a folder is still there; of one of another host, that is not known."""
+    _, host, pid, _ = note.name.rsplit("@", 3)
+    if host != socket.gethostname():
+        return True
+    with suppress(psutil.Error, ValueError):
+        return psutil.Process(int(pid)).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False

@@ -39,8 +39,9 @@ class FallbackExchange:
 
     def close(self) -> None:
         """Closes both."""
-        self._first.close()
+        # The first may wait for an answer that does not come, if that is how it was lost.
         self._second.close()
+        self._first.close()
 
     def _try(self, call: Callable[[Exchange], T]) -> T:
         if not self.lost:

@@ -88,13 +88,29 @@ def _subclass(parent: type, methods: dict[str, Any]) -> type:
     return type(parent.__name__, (parent,), {**names, **slots, **methods})
 
 
+class _Reading:
+    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own; the copy has none of it."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._next = batches.__next__
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._next()
+
+    def __reduce__(self) -> Any:
+        return iter, ((),)
+
+
 def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any]]:
     def __iter__(self: Any) -> Iterator[Any]:
         def begin() -> Iterator[Any]:
             return parent.__iter__(self)  # type: ignore[attr-defined, no-any-return]
 
         # A user who looks at a batch, on one rank maybe, gets the loader's own.
-        return iterate(begin) if _asked_by_a_loop(sys._getframe(1)) else begin()
+        return _Reading(iterate(begin)) if _asked_by_a_loop(sys._getframe(1)) else begin()
 
     return __iter__
 

@@ -14,11 +14,12 @@ from lightning_ncclsafe._lightning import (
     CometLogger,
     CSVLogger,
     DummyLogger,
-    ExperimentWriter,
     Logger,
     MLFlowLogger,
     TensorBoardLogger,
     WandbLogger,
+    lightnings,
+    package_of,
     rank_zero_only,
     save_hparams_to_yaml,
 )
@@ -122,7 +123,8 @@ def _writes_files(logger: Logger) -> bool:
         # A writer of the user's own may keep what it is given.
         kind = type(logger.experiment)
         names = ("log_metrics", "log_hparams", "save")
-        return all(getattr(kind, name, None) is getattr(ExperimentWriter, name) for name in names)
+        writer = lightnings(package_of(type(logger)), "ExperimentWriter")
+        return all(getattr(kind, name, None) is getattr(writer, name) for name in names)
     return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from lightning_ncclsafe.exchange import (
 )
 from lightning_ncclsafe.exchange.tcp_store import MISSES_ALLOWED
 
+# No process has this number.
+NOBODY = (1 << 22) + 1
 STORE_HOST = """
 import sys
 from torch.distributed import TCPStore
@@ -125,9 +128,10 @@ def test_ranks_go_on_in_the_directory_when_the_store_is_lost(
 
 def test_files_are_private_to_the_user(tmp_path: Path) -> None:
     DirectoryExchange(tmp_path / "exchange").set("facts/0", b"secret")
-    (file,) = (tmp_path / "exchange").iterdir()
     assert stat.S_IMODE((tmp_path / "exchange").stat().st_mode) == 0o700
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    # The value, and who has published.
+    files = [*(tmp_path / "exchange").iterdir()]
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
 
 
 def test_each_rank_takes_back_what_it_published_and_the_last_one_the_folder(tmp_path: Path) -> None:
@@ -139,6 +143,71 @@ def test_each_rank_takes_back_what_it_published_and_the_last_one_the_folder(tmp_
     assert list(ranks[1].get_many(["facts/0", "facts/1"])) == ["facts/1"]
     ranks[1].close()
     assert not (tmp_path / "exchange").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "is_left"),
+    [
+        (socket.gethostname(), NOBODY, False),
+        (socket.gethostname(), os.getppid(), True),
+        ("another-host", NOBODY, True),
+    ],
+)
+def test_the_last_one_takes_what_a_killed_rank_has_left(
+    host: str, pid: int, is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, last = (DirectoryExchange(tmp_path / "exchange") for _ in range(2))
+    with monkeypatch.context() as there:
+        there.setattr(socket, "gethostname", lambda: host)
+        there.setattr(os, "getpid", lambda: pid)
+        killed.set("facts/0", b"")
+    last.set("facts/1", b"")
+    last.close()
+    assert (tmp_path / "exchange" / "facts%2F0").exists() is is_left
+    assert (tmp_path / "exchange").exists() is is_left
+
+
+def test_a_killed_child_that_nobody_has_waited_for_is_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        killed, last = (DirectoryExchange(tmp_path / "exchange") for _ in range(2))
+        with monkeypatch.context() as there:
+            there.setattr(os, "getpid", lambda: child.pid)
+            killed.set("facts/0", b"")
+        last.set("facts/1", b"")
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        last.close()
+        assert not (tmp_path / "exchange").exists()
+    finally:
+        child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "is_left"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_a_folder_of_reports_that_was_made_for_files_goes_with_them(
+    before: bool, meanwhile: bool, is_left: bool, tmp_path: Path
+) -> None:
+    reports = tmp_path / "runs" / "ncclsafe"
+    if before:
+        reports.mkdir(parents=True)
+    ranks = [DirectoryExchange(reports / ".exchange-x") for _ in range(2)]
+    for rank in ranks:
+        rank.set("log/0", b"")
+    if meanwhile:
+        (reports / "incident-1").mkdir()
+    for rank in ranks:
+        rank.close()
+    assert reports.exists() is is_left
+    assert not (reports / ".exchange-x").exists()
+
+
+def test_one_that_has_published_nothing_takes_nothing(tmp_path: Path) -> None:
+    exchange = DirectoryExchange(tmp_path / "exchange")
+    exchange.set("facts/0", b"")
+    DirectoryExchange(tmp_path / "exchange").close()
+    assert [*exchange.get_many(["facts/0"])] == ["facts/0"]
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
@@ -154,6 +223,24 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
     for call in (lambda: exchange.set("k", b""), lambda: exchange.set_if_absent("k", b"")):
         with pytest.raises(ExchangeError, match=r"file.exchange"):
             call()
+
+
+def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path: Path) -> None:
+    class Stuck(MemoryExchange):
+        lost = "the store is gone"
+
+        def set(self, key: str, value: bytes) -> None:
+            raise ExchangeError(self.lost)
+
+        def close(self) -> None:
+            raise TimeoutError
+
+    exchange = FallbackExchange(Stuck(), DirectoryExchange(tmp_path / "x"))
+    exchange.set("k", b"v")
+    assert (tmp_path / "x").exists()
+    with pytest.raises(TimeoutError):
+        exchange.close()
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_fallback_uses_the_first_while_it_works(tmp_path: Path) -> None:

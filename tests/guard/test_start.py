@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ class Waiting:
         self.folder, self.port = folder, f"no-port-{os.getpid()}"
         self.said: list[str] = []
         self.ended = threading.Event()
-        monkeypatch.setattr(guard_module, "end_run", lambda **_: self.ended.set())
+        self.ended_with: dict[str, Any] = {}
+        monkeypatch.setattr(guard_module, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
         tracker = PhaseTracker()
         trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=None)))
         self.action = tracker.action("init_process_group")
@@ -64,6 +66,10 @@ class Waiting:
         with self.action:
             self.guard.start()
             assert self.ended.wait(20), self.said
+
+    def leaves_files(self) -> bool:
+        """Whether what ranks have said stays for one that is on its way."""
+        return bool(self.ended_with["may_others_come"]())
 
     def report(self) -> Diagnosis:
         (path,) = self.folder.glob("reports/*/report.json")
@@ -105,8 +111,12 @@ def test_the_start_ends_with_the_line_and_the_growth_of_the_rank_that_has_not_co
     waiting = Waiting(tmp_path, monkeypatch, timeout_s=1.5)
     began_s = time.monotonic()
     waiting.wait()
-    waiting.guard.close()
     assert time.monotonic() - began_s >= 1.5
+    assert waiting.leaves_files()
+    late.kill()
+    late.wait()
+    assert not waiting.leaves_files()
+    waiting.guard.close()
     report = waiting.report()
     finding = report.findings[0]
     assert report.job.incident.kind is IncidentKind.TIMEOUT
@@ -140,6 +150,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
     finally:
         killer.join()
         waiting.guard.close()
+    assert not waiting.leaves_files()
     finding = waiting.report().findings[0]
     assert (finding.rule, finding.ranks) == ("dead-rank", (0,))
     assert waiting.said[-1].endswith("the run cannot go on, it is ended")
@@ -159,6 +170,8 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
     verdict = Verdict(incident=incident, answer="Rank 1 has not joined.", ends_run=True)
     waiting.exchange.set("log/0", codec.encode(Round(incident=incident)))
     waiting.exchange.set("round/0/verdict", codec.encode(verdict))
+    waiting.exchange.set("round/0/here/0", b"")
     waiting.wait()
+    assert not waiting.leaves_files(), "nobody else is to come"
     waiting.guard.close()
     assert waiting.said == ["rank 1 has come too late, the others gave up: Rank 1 has not joined."]

@@ -69,6 +69,20 @@ def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
     assert (type(own).__name__, type(own).__module__, own.colour, own.double) == ("OwnLoader", __name__, "blue", 4)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda read: pickle.loads(pickle.dumps(read))])
+def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None:
+    """A Trainer that is copied in the middle of an epoch has iterators of its loaders: here, generators."""
+    own = loader()
+    Replaced(own, lambda begin: (batch for batch in begin()))
+    combined = CombinedLoader({"a": own})
+    fetcher = _DataFetcher()
+    fetcher.setup(combined)
+    iter(fetcher)
+    next(fetcher)
+    copied(combined)
+    assert [batch["a"].tolist() for batch, _, _ in read_on(fetcher)] == [[2, 3], [4, 5], [6, 7]]
+
+
 def test_the_length_is_the_own_one_unless_another_is_given() -> None:
     own = loader()
     Replaced(own, first_two)
