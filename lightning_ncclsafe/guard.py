@@ -188,9 +188,8 @@ class Guard:
             self._exception_is_told.wait(2 * report_deadline_s(self._place.world_size))
         self._main_thread_left.set()
         if not self._is_explained(is_consequence):
-            if _is_success(error) and self._verdict is not None and not self._verdict.is_joint:
-                # Whoever has started the ranks would take it for that of the run.
-                error.code = 1
+            if _is_success(error):
+                self._leave_with_success(error)
             return None
         self._leave_ended_run()
         self._ending.exit_after_main_thread()
@@ -202,6 +201,15 @@ class Guard:
             return False
         stack = stacks.exception_facts(error, is_consequence=False).stack
         return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
+
+    def _leave_with_success(self, error: SystemExit) -> None:
+        """As far as that is known: no rank is left that trains on."""
+        verdict = self._verdict
+        if verdict is not None and not verdict.is_joint:
+            # Whoever has started the ranks would take it for the status of the run.
+            error.code = 1
+        elif verdict is not None and not verdict.ends_run:
+            self.finish()
 
     def _leave_word(self, error: BaseException) -> None:
         """Nobody is asked, as the others mostly are interrupted, too; one that is not can say why this rank left."""
@@ -403,9 +411,7 @@ class Guard:
     def _take_part(self, entry: Round, idle_s: float) -> None:
         incident = entry.incident
         if entry.recovered_after_s is not None:
-            was_told, self._open, self._verdict = self._open is not None, None, None
-            if self._place.rank == 0 and was_told:
-                self._say(f"recovered after {entry.recovered_after_s:.0f} s (incident {incident.number})")
+            self._end_incident(incident, entry.recovered_after_s)
             return
         # In such a tick nothing else is noted of this rank's own standstill.
         self._idle_s = max(self._idle_s, idle_s)
@@ -422,6 +428,10 @@ class Guard:
             self._open, self._incidents = before, max(self._incidents, incident.number)
             self._leaving_is_told.set()
             return
+        if verdict is not None and verdict.is_joint and not verdict.ends_run:
+            # Nor here: no rank is left that could be waited for.
+            self._open, self._verdict = before, verdict
+            return
         if verdict is not None and verdict.quiet_s > 0:
             self._open, self._quiet_rounds = before, self._quiet_rounds + 1
             self._patience.be_quiet_for(verdict.quiet_s)
@@ -433,6 +443,11 @@ class Guard:
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
         if self.ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
+
+    def _end_incident(self, incident: Incident, after_s: float) -> None:
+        was_told, self._open, self._verdict = self._open is not None, None, None
+        if self._place.rank == 0 and was_told:
+            self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 
     def _tell_on_other_hosts(self) -> None:
         """The report is printed on one host; on each of the others nobody would know why its ranks end."""

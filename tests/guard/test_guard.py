@@ -406,10 +406,16 @@ def test_an_exit_once_all_others_have_finished_is_what_it_says(make_job: Callabl
     job = make_job()
     job.limits = replace(job.limits, suspect_after_s=900.0)
     job.start()
+    finishing = [threading.Thread(target=guard.finish) for guard in job.guards[:2]]
+    for thread in finishing:
+        thread.start()
     for probe in job.probes[:2]:
         probe.finished = True
     error = leave(job.guards[2], in_a_stage(SystemExit()))
     assert isinstance(error, SystemExit) and error.code is None
+    for thread in finishing:
+        thread.join(20)
+        assert not thread.is_alive(), "it waits for a rank that has left"
     assert not job.said and not job.folder.exists()
 
 
