@@ -304,6 +304,8 @@ class Gathering:
         answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
         if any(rank < self._rank for rank in answered):
             return
+        # Those of earlier rounds have left, and nobody has to look at them.
+        answered |= self._answers.keys()
         self._watched = {rank: card for rank, card in peers.items() if rank not in answered}
         for seen in self._witness(self._watched.values()):
             self._witnessed[seen.rank] = seen
@@ -312,7 +314,8 @@ class Gathering:
     def _look_again(self) -> None:
         """A process whose connections broke may have been about to end when it was looked at."""
         for rank, card in self._watched.items():
-            if rank not in self._answers and self._witnessed[rank].state in ANSWERING:
+            before = self._witnessed.get(rank)
+            if rank not in self._answers and before is not None and before.state in ANSWERING:
                 seen = look_at(card.pid, rank=rank, started=card.started or None)
                 if seen.state in _GONE:
                     self._witnessed[rank] = seen

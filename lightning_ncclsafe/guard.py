@@ -439,7 +439,7 @@ class Guard:
         self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._verdict = verdict or self._verdict
-        self._tell_on_other_hosts()
+        self._tell_on_other_hosts(verdict)
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
         if self.ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
@@ -449,10 +449,9 @@ class Guard:
         if self._place.rank == 0 and was_told:
             self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 
-    def _tell_on_other_hosts(self) -> None:
+    def _tell_on_other_hosts(self, verdict: Verdict | None) -> None:
         """The report is printed on one host; on each of the others nobody would know why its ranks end."""
-        verdict, here = self._verdict, self._probe.card.host
-        is_first = self._place.local_rank == 0
+        is_first, here = self._place.local_rank == 0, self._probe.card.host
         if verdict is not None and verdict.ends_run and is_first and verdict.told_on not in ("", here):
             where = f"; report on {verdict.told_on}: {verdict.folder}" if verdict.folder else ""
             self._say(f"rank {self._place.rank}: the run is ended: {verdict.answer}{where}")

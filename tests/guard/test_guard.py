@@ -384,7 +384,7 @@ def test_an_exit_of_one_rank_while_others_train_is_no_success(make_job: Callable
     job.start()
     error = leave(job.guards[2], in_a_stage(SystemExit(0)))
     assert isinstance(error, SystemExit) and error.code == 1
-    assert "Rank 2 left the others by sys.exit, with status 0" in job.said[0]
+    assert "Rank 2 left the others by SystemExit with status 0" in job.said[0]
     assert "the run cannot go on" in job.said[0]
 
 

@@ -121,7 +121,7 @@ def test_what_started_the_ranks_raises_the_error_of_the_one_that_has_failed(outc
 def test_a_rank_that_exits_silently_is_no_silent_end(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [2])
     assert first_finding(outcome)["location"].startswith(line_of("exit"))
-    assert "Rank 2 left the others by sys.exit, with status 0, at scenario.py" in outcome.said[1]
+    assert "Rank 2 left the others by SystemExit with status 0 at scenario.py" in outcome.said[1]
     assert "Traceback" not in outcome.output
     assert outcome.exit_code != 0
 

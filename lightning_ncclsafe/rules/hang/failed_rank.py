@@ -82,7 +82,7 @@ def _deed(exception: ExceptionFacts) -> str:
     status = exit_status(exception)
     if status is not None:
         text = f" ({_gist(exception.message)})" if exception.message not in ("", "None", "False", str(status)) else ""
-        return f"left the others by sys.exit, with status {status}{text},"
+        return f"left the others by SystemExit with status {status}{text}"
     if exception.type == _INTERRUPT:
         return f"was interrupted ({_INTERRUPT}: SIGINT, as by Ctrl-C)"
     return f"raised {exception.type}: {_gist(exception.message)}" if exception.message else f"raised {exception.type}"
