@@ -314,8 +314,9 @@ class ProcessFacts:
         swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
         stack: Its main thread's Python stack, outermost first, where it could be had from outside.
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
-        ended_by: The signal with which it has ended itself, ``"SIGABRT"``, ``"SIGSEGV"``; empty where it lives, or
-            nothing tells. Then ``stack`` is where its main thread was.
+        ended_by: The signal that has ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty where it lives, or nothing tells.
+            Of one that it has met in itself ``stack`` is where its main thread was.
+        exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it could have run and had to wait for a core.
     """
@@ -332,6 +333,7 @@ class ProcessFacts:
     stack: tuple[Frame, ...] = ()
     gil_held: bool = False
     ended_by: str = ""
+    exit_code: int | None = None
     ran_share: float | None = None
     queued_share: float | None = None
 

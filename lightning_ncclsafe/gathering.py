@@ -12,7 +12,9 @@ from dataclasses import replace
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.probes.host import look_at
 from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.witnessing import ANSWERING
 from lightning_ncclsafe.reporter import Verdict
 from lightning_ncclsafe.rules.wording import size_words
 
@@ -59,6 +61,19 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     )
 
 
+def leave_word(exchange: Exchange, facts: RankFacts) -> None:
+    """A rank leaves with an exception: what it says is an answer in all rounds to come.
+
+    Raises:
+        ExchangeError: The others cannot be told.
+    """
+    exchange.set(_last_key(facts.rank), codec.encode(facts))
+
+
+def _last_key(rank: int) -> str:
+    return f"last/{rank}"
+
+
 class Gathering:
     """One round of questions and answers among the ranks.
 
@@ -100,6 +115,7 @@ class Gathering:
         self._unread: dict[int, str] = {}
         self._answers: dict[int, RankFacts] = {}
         self._witnessed: dict[int, ProcessFacts] = {}
+        self._watched: dict[int, Card] = {}
 
     def publish(self, facts: RankFacts) -> None:
         """Answers for this rank; if it leaves with an exception, for later rounds as well."""
@@ -112,7 +128,7 @@ class Gathering:
         self._set(self._facts_key(self._rank), encoded)
         self._set(self._here_key(self._rank), b"")
         if facts.exception is not None:
-            self._set(f"last/{self._rank}", encoded)
+            self._set(_last_key(self._rank), encoded)
 
     def answered(self) -> set[int]:
         """The ranks that have answered by now, this one among them."""
@@ -235,7 +251,8 @@ class Gathering:
     def _collect(self, incident: Incident) -> JobFacts:
         while not self._is_complete():
             time.sleep(_POLL_S)
-        self._read_answers(lambda rank: f"last/{rank}")
+        self._read_answers(_last_key)
+        self._look_again()
         off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
         missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
         missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
@@ -256,6 +273,8 @@ class Gathering:
             return True
         if waited_s < self._answer_s:
             return False
+        self._read_answers(_last_key)
+        silent = [rank for rank in silent if rank not in self._answers]
         self._look_at_silent_peers()
         self._read_witnesses(silent)
         return all(rank in self._witnessed and self._witnessed[rank].state in _CANNOT_ANSWER for rank in silent)
@@ -290,9 +309,21 @@ class Gathering:
         answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
         if any(rank < self._rank for rank in answered):
             return
-        for seen in self._witness(card for rank, card in peers.items() if rank not in answered):
+        # Those of earlier rounds have left, and nobody has to look at them.
+        answered |= self._answers.keys()
+        self._watched = {rank: card for rank, card in peers.items() if rank not in answered}
+        for seen in self._witness(self._watched.values()):
             self._witnessed[seen.rank] = seen
             self._exchange.set(self._witness_key(seen.rank), codec.encode(seen))
+
+    def _look_again(self) -> None:
+        """A process whose connections broke may have been about to end when it was looked at."""
+        for rank, card in self._watched.items():
+            before = self._witnessed.get(rank)
+            if rank not in self._answers and before is not None and before.state in ANSWERING:
+                seen = look_at(card.pid, rank=rank, started=card.started or None)
+                if seen.state in _GONE:
+                    self._witnessed[rank] = seen
 
     def _witness_key(self, rank: int) -> str:
         return f"{self._key}/witness/{rank}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
 from lightning_ncclsafe import _torch, codec
 from lightning_ncclsafe.ending import (
@@ -24,7 +25,8 @@ from lightning_ncclsafe.ending import (
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, NotRecorded, Phase, RankFacts
-from lightning_ncclsafe.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.gathering import Gathering, leave_word, report_deadline_s
+from lightning_ncclsafe.known_code import TRAINER_STAGE
 from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.moments import LONG_S, Moment
 from lightning_ncclsafe.neighbours import Neighbours, Place
@@ -34,7 +36,7 @@ from lightning_ncclsafe.probes.data_paths import try_addresses
 from lightning_ncclsafe.probes.last_words import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.reach import own_address_towards
-from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
+from lightning_ncclsafe.reporter import Reporter, Verdict, print_no_told_errors, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.rules.expected import is_compiling
@@ -52,7 +54,9 @@ MAX_QUIET_ROUNDS = 500
 # How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
 LINGER_S = 5.0
 # By how much ranks that all raise the same may differ, so that this is not taken for the failure of one.
-_SAME_EXCEPTION_S = 1.0
+_SAME_EXCEPTION_S = 2.0
+# What a rank that has failed is given to leave before those that are ended because of it: its callbacks may save.
+_FAILED_LEAVE_S = 5.0
 # How long the end of an incident may take to reach everybody once training has finished.
 _SETTLE_S = 1.0
 # The store serves every rank's poll: at most about a thousand a second in all.
@@ -172,6 +176,11 @@ class Guard:
             limit it does not return: the process exits.
         """
         is_consequence = self._ending.is_closed or _torch.is_communication_error(error)
+        if self._leaves_at_the_end(error):
+            self.finish()
+            return None
+        if isinstance(error, KeyboardInterrupt):
+            self._leave_word(error)
         nobody_to_tell = self._off or self._place.world_size == 1 or _is_orderly(error)
         if not nobody_to_tell and not self._is_explained(is_consequence):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
@@ -180,10 +189,34 @@ class Guard:
             self._exception_is_told.wait(2 * report_deadline_s(self._place.world_size))
         self._main_thread_left.set()
         if not self._is_explained(is_consequence):
+            if _is_success(error):
+                self._leave_with_success(error)
             return None
         self._leave_ended_run()
         self._ending.exit_after_main_thread()
         return self._timeout_error()
+
+    def _leaves_at_the_end(self, error: BaseException) -> bool:
+        """Whether it leaves with success once its loops are over: nobody waits for it, unlike for one that trains."""
+        if self._off or self._moment_now()[0].phase is Phase.INIT or not _is_success(error):
+            return False
+        stack = stacks.exception_facts(error, is_consequence=False).stack
+        return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
+
+    def _leave_with_success(self, error: SystemExit) -> None:
+        """As far as that is known: no rank is left that trains on."""
+        verdict = self._verdict
+        if verdict is not None and not verdict.is_joint:
+            # Whoever has started the ranks would take it for the status of the run.
+            error.code = 1
+        elif verdict is not None and not verdict.ends_run:
+            self.finish()
+
+    def _leave_word(self, error: BaseException) -> None:
+        """Nobody is asked, as the others mostly are interrupted, too; one that is not can say why this rank left."""
+        exception = stacks.exception_facts(error, is_consequence=False)
+        with suppress(ExchangeError):
+            leave_word(self._next_exchange or self._exchange, replace(self._probe.glance(0.0), exception=exception))
 
     @marked(Mark.STORE)
     def finish(self) -> None:
@@ -237,6 +270,16 @@ class Guard:
         if self._limit_is_told():
             # The watchdog's thread ends the process.
             self._ending.stay()
+        print_no_told_errors()
+        self._let_the_failed_leave()
+
+    def _let_the_failed_leave(self) -> None:
+        """Launchers take the first that ends for the cause: that is to be one that tells it, and prints it before."""
+        raised = self._verdict.raised if self._verdict is not None else ()
+        cards = [card for card in self._probe.peers if card.rank in raised]
+        give_up = time.monotonic() + _FAILED_LEAVE_S
+        while time.monotonic() < give_up and not all(self._probe.look_at_peer(card).state in ENDED for card in cards):
+            time.sleep(_POLL_S / 10)
 
     def _timeout_error(self) -> CollectiveTimeoutError:
         verdict = self._verdict
@@ -369,9 +412,7 @@ class Guard:
     def _take_part(self, entry: Round, idle_s: float) -> None:
         incident = entry.incident
         if entry.recovered_after_s is not None:
-            was_told, self._open, self._verdict = self._open is not None, None, None
-            if self._place.rank == 0 and was_told:
-                self._say(f"recovered after {entry.recovered_after_s:.0f} s (incident {incident.number})")
+            self._end_incident(incident, entry.recovered_after_s)
             return
         # In such a tick nothing else is noted of this rank's own standstill.
         self._idle_s = max(self._idle_s, idle_s)
@@ -388,6 +429,10 @@ class Guard:
             self._open, self._incidents = before, max(self._incidents, incident.number)
             self._leaving_is_told.set()
             return
+        if verdict is not None and verdict.is_joint and not verdict.ends_run:
+            # Nor here: no rank is left that could be waited for.
+            self._open, self._verdict = before, verdict
+            return
         if verdict is not None and verdict.quiet_s > 0:
             self._open, self._quiet_rounds = before, self._quiet_rounds + 1
             self._patience.be_quiet_for(verdict.quiet_s)
@@ -395,9 +440,22 @@ class Guard:
         self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._verdict = verdict or self._verdict
+        self._tell_on_other_hosts(verdict)
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
         if self.ends_run and incident.kind is IncidentKind.TIMEOUT:
             self._end()
+
+    def _end_incident(self, incident: Incident, after_s: float) -> None:
+        was_told, self._open, self._verdict = self._open is not None, None, None
+        if self._place.rank == 0 and was_told:
+            self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
+
+    def _tell_on_other_hosts(self, verdict: Verdict | None) -> None:
+        """The report is printed on one host; on each of the others nobody would know why its ranks end."""
+        is_first, here = self._place.local_rank == 0, self._probe.card.host
+        if verdict is not None and verdict.ends_run and is_first and verdict.told_on not in ("", here):
+            where = f"; report on {verdict.told_on}: {verdict.folder}" if verdict.folder else ""
+            self._say(f"rank {self._place.rank}: the run is ended: {verdict.answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
@@ -435,7 +493,7 @@ class Guard:
 
     def _report(self, job: JobFacts) -> Verdict:
         job = replace(job, tried=try_addresses(job, self._probe.card.host))
-        return self._reporter.report(self._whereabouts.complete(job))
+        return replace(self._reporter.report(self._whereabouts.complete(job)), told_on=self._probe.card.host)
 
     def _end(self) -> None:
         """Ends the run on this rank; unless its main thread is on its way out already, and the limit not reached."""
@@ -481,6 +539,11 @@ class Guard:
         with suppress(ExchangeError):
             self._exchange.set(f"off/{self._place.rank}", b"")
         say_own_failure(error, lambda text: self._say(f"rank {self._place.rank}: {text}"))
+
+
+def _is_success(error: BaseException) -> TypeGuard[SystemExit]:
+    """Whether it would end the process with status 0; not where all stop on SIGTERM."""
+    return isinstance(error, SystemExit) and not error.code and not _is_orderly(error)
 
 
 def _is_orderly(error: BaseException) -> bool:

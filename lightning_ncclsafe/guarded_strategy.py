@@ -14,6 +14,7 @@ from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.guarded_launchers import guarded
 from lightning_ncclsafe.phase_timeouts import PhaseTimeouts
+from lightning_ncclsafe.probes.stacks import drop_passing_frames
 from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
 from lightning_ncclsafe.watched import WatchedCall
 
@@ -253,6 +254,11 @@ class GuardedStrategy(_ParallelStrategy):
         if self._watched is not None:
             self._watched.before_evaluation_batch()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
+        drop_passing_frames(exception)
+        super().on_exception(exception)
+
     def __repr__(self) -> str:
         # A Trainer of Lightning's other package asks for this alone, to say that it does not know the strategy.
         refuse_other_caller(self, sys._getframe(1).f_globals.get("__name__", ""))
@@ -279,6 +285,7 @@ class GuardedStrategy(_ParallelStrategy):
             yield
         except BaseException as error:
             replacement = watched.failed(error)
+            drop_passing_frames(error)
             if replacement is not None:
                 raise replacement from error
             raise

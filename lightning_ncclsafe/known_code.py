@@ -143,6 +143,7 @@ SYNC_BATCH_NORM = _in(_TORCH, "nn/modules/_functions.py")
 SAVE = _in(_TORCH, "serialization.py", functions="save _save _legacy_save")
 DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
 FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
+LOADING = _in(_TORCH, "utils/data/*")
 ALL_OF_TORCH = _in(_TORCH, "*")
 # What torch.compile and Triton are in while they compile or tune. What is on the stack as well while compiled code runs
 # (eval_frame.py, output_code.py, Triton's launcher) is not among it.
@@ -181,6 +182,7 @@ TUNING = (
 
 # Lightning
 TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
+TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
 INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")
 SIGTERM_BROADCAST = _in(
     _PYTORCH, "loops/training_epoch_loop.py", functions="_broadcast_sigterm_tensor", versions=">=2.5.2"

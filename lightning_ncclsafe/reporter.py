@@ -7,13 +7,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.expected import announced_for_s, expected_for_s
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.sentences import exit_status
 from lightning_ncclsafe.settings import Limits
 
 _MOST_TOLD = 16
@@ -33,6 +36,9 @@ class Verdict:
             nothing was written or said. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
+        raised: Ranks that leave with an exception of their own, of which they print the traceback.
+        is_joint: Whether no rank is left that trains on: all have raised the same, or have finished.
+        told_on: Name of the host on whose terminal it has been told.
     """
 
     incident: Incident
@@ -43,6 +49,29 @@ class Verdict:
     quiet_s: float = 0.0
     frozen: tuple[int, ...] = ()
     logging_ranks: tuple[int, ...] = ()
+    raised: tuple[int, ...] = ()
+    is_joint: bool = False
+    told_on: str = ""
+
+
+def print_no_told_errors() -> None:
+    """From now on a process that ends with a `CollectiveTimeoutError` prints no traceback of it: it has been reported.
+
+    What stands last is the traceback of the rank that has failed. The exit status stays what it is.
+    """
+    if not isinstance(sys.excepthook, _Untold):
+        sys.excepthook = _Untold(sys.excepthook)
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """A hook for uncaught exceptions that leaves to another those which have not been told."""
+
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, CollectiveTimeoutError):
+            self.hook(kind, error, trace)
 
 
 class Reporter:
@@ -67,11 +96,14 @@ class Reporter:
             quiet_s = expected_for_s(job, self._limits.limit_s)
         if quiet_s > 0:
             return Verdict(incident=job.incident, answer="", quiet_s=round(quiet_s, 1))
+        if _all_are_done(job):
+            return Verdict(incident=job.incident, answer="", is_joint=True)
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""
         # Where every rank has the same traceback to print, nobody waits and nothing is to be explained.
-        if not _all_raised_alike(job):
+        is_joint = _all_raised_alike(job)
+        if not is_joint:
             folder, where = self._write(diagnosis)
             closing = "\nthe run cannot go on, it is ended" if ends_run else ""
             self._say(f"{render_short(diagnosis)}\n{where}{closing}")
@@ -86,6 +118,8 @@ class Reporter:
             ends_run=ends_run,
             frozen=tuple(seen.rank for seen in job.witnessed if seen.gil_held or seen.state == "stopped"),
             logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
+            raised=tuple(facts.rank for facts in job.ranks if _raises(facts)),
+            is_joint=is_joint,
         )
 
     def _write(self, diagnosis: Diagnosis) -> tuple[str, str]:
@@ -136,5 +170,17 @@ def _cannot_go_on(diagnosis: Diagnosis) -> bool:
 
 def _all_raised_alike(job: JobFacts) -> bool:
     raised = {(facts.exception.type, facts.exception.stack[-1:]) for facts in job.ranks if facts.exception is not None}
-    everyone = sum(facts.exception is not None and not facts.exception.is_consequence for facts in job.ranks)
-    return len(raised) == 1 and everyone == job.world_size
+    return len(raised) == 1 and sum(map(_raises, job.ranks)) == job.world_size
+
+
+def _raises(facts: RankFacts) -> bool:
+    return facts.exception is not None and not facts.exception.is_consequence
+
+
+def _all_are_done(job: JobFacts) -> bool:
+    """Whether ranks only leave a run that is over on all others, as a program may that has nothing left to do."""
+    left = [facts for facts in job.ranks if facts.exception is not None]
+    others = [facts for facts in job.ranks if facts.exception is None]
+    in_order = all(facts.exception is not None and exit_status(facts.exception) == 0 for facts in left)
+    are_done = others and all(facts.progress.phase is Phase.FINISHED for facts in others)
+    return bool(left and in_order and are_done) and not job.silent

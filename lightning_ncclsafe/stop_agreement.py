@@ -22,6 +22,9 @@ Position = tuple[int, int]
 # SIGKILL (30 s with Kubernetes, SLURM and torchrun).
 DEADLINE_S = 10.0
 
+# After this a rank whose watch is off passes the signal on itself.
+_PASSED_ON_S = 2.0
+
 _ASKED, _DECISION = "stop/asked", "stop/decision"
 # Before every batch; and what stands in the exchange where there is nothing to agree on any more.
 _AT_ONCE, _NONE = (-1, -1), "none"
@@ -64,6 +67,7 @@ class StopAgreement:
         self._promised: Position | None = None
         self._waits_until = 0.0
         self._received_at: float | None = None
+        self._pass_on: Callable[[], None] = lambda: None
         self._asker: int | None = None
         self._decision: Position | None = None
         self._is_over = threading.Event()
@@ -76,16 +80,15 @@ class StopAgreement:
 
     # What the main thread calls.
 
-    def receive(self) -> bool:
+    def receive(self, pass_on: Callable[[], None] = lambda: None) -> None:
         """This rank has received the signal. Takes no lock: the signal may have struck where the lock is held.
 
-        Returns:
-            Whether it is the first.
+        Args:
+            pass_on: Sends it to the ranks that this one has started; called once the others know who has received it.
         """
-        is_first = self._received_at is None
-        if is_first:
+        if self._received_at is None:
+            self._pass_on = pass_on
             self._received_at = time.monotonic()
-        return is_first
 
     @marked(Mark.STORE)
     def may_pass(self, position: Position) -> bool:
@@ -94,6 +97,8 @@ class StopAgreement:
         Args:
             position: Where it stands with that batch; greater than before.
         """
+        if self._received_at is not None and time.monotonic() > self._received_at + _PASSED_ON_S:
+            self._send_on()
         with self._lock:
             if self._promised is None and not self._is_unheard():
                 self._passed = position
@@ -104,6 +109,7 @@ class StopAgreement:
 
     def leave(self) -> None:
         """This rank has no further batch; the others need not wait for what it would say."""
+        self._send_on()
         with suppress(ExchangeError):  # there is nobody to tell, or they have their deadline
             self._promise()
             self._exchange.set(f"stop/knows/{self._rank}", b"")
@@ -131,15 +137,20 @@ class StopAgreement:
 
     def poll(self) -> None:
         """Asks, promises and decides, as far as it goes without waiting. Never raises."""
-        if self._is_off or self._is_over.is_set():
-            return
         try:
-            self._poll()
+            if not (self._is_off or self._is_over.is_set()):
+                self._poll()
         except ExchangeError:
             pass  # the next time, or never: main threads have their deadline
         except Exception as error:
             self._is_off = True
             say_own_failure(error, self._say, what="the agreement on where to stop")
+        if self._received_at is not None:
+            self._send_on()
+
+    def _send_on(self) -> None:
+        pass_on, self._pass_on = self._pass_on, lambda: None
+        pass_on()
 
     def _poll(self) -> None:
         if self._asker is None:

@@ -83,5 +83,4 @@ class StopSignal:
     def _handle(self, signum: int, frame: Any) -> None:
         """The signal has struck, wherever the main thread is: in a lock of ours, or in a collective."""
         launcher = self._trainer.strategy.launcher
-        if self._agreement.receive() and launcher is not None:
-            launcher.kill(signum)
+        self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)

@@ -215,6 +215,7 @@ class WatchedCall:
                 loggers=live_facts,
                 stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
                 steps=self.steps,
+                launched=lambda: _exit_codes(strategy.launcher),
             ),
             ending=self._ending,
             write_logs=drain_all,
@@ -448,6 +449,13 @@ def _settings_of(trainer: Any, kind: type[T]) -> T | None:
     """Those of the Trainer's callback for this: a callback only says what is wanted."""
     found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
     return next((settings for settings in found if isinstance(settings, kind)), None)
+
+
+def _exit_codes(launcher: Any) -> dict[int, int]:
+    """Of the ranks that this process has started, as far as it has waited for them."""
+    processes = getattr(launcher, "procs", ())
+    codes = {process.pid: getattr(process, "returncode", None) for process in processes}
+    return {pid: code for pid, code in codes.items() if code is not None}
 
 
 def _place(strategy: Any) -> Place:

@@ -258,6 +258,7 @@ NOT_FOR_RANKS = {
     "gathering.Gathering._collect": ASIDE,
     "guard.Guard._ask_who_stays": "below Guard.finish",
     "guard.Guard._settle": "below Guard.finish",
+    "guard.Guard._let_the_failed_leave": "below Guard.failed and Guard.finish",
     "guard.Guard._gather": ASIDE,
     "guarded_launchers._later": ASIDE,
     "loaders.tuning.tuner.Tuner.close": ITSELF,

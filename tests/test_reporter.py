@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.reporter import print_no_told_errors, say_on_stderr, say_own_failure
 
 
 class BrokenPipe(io.StringIO):
@@ -41,3 +42,14 @@ def test_our_own_failure_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "training goes on: KeyError('ours')" in said
     assert "test_reporter.py" in said
+
+
+def test_an_error_that_was_told_has_no_traceback_and_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    print_no_told_errors()
+    print_no_told_errors()
+    other = ValueError("the user's")
+    for error in (CollectiveTimeoutError("rank 1 raised"), other):
+        sys.excepthook(type(error), error, None)
+    assert printed == [other]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ncclsafe import stop_agreement
 from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
@@ -168,8 +169,8 @@ def test_the_batch_is_the_next_one_of_the_rank_that_is_furthest() -> None:
 def test_it_is_said_once_who_was_sent_the_signal() -> None:
     ranks = ranks_of(training(20))
     for rank in (ranks[2], ranks[1]):
-        assert rank.agreement.receive()
-        assert not rank.agreement.receive(), "a second one"
+        rank.agreement.receive()
+        rank.agreement.receive()  # a second one
     for rank in reversed(ranks):
         rank.agreement.poll()
     settle(ranks)
@@ -370,3 +371,34 @@ def test_threads_that_meet_in_a_collective_stop_before_the_same_batch(watch: lis
         begun = [*pool.map(train, range(WORLD), timeout=20)]
     assert len(set(begun)) == 1
     assert begun[0] >= min(signals.values())
+
+
+def test_the_rank_that_was_sent_the_signal_is_named_and_not_one_that_it_has_passed_it_on_to() -> None:
+    ranks = ranks_of(training(20))
+
+    def pass_on() -> None:
+        ranks[1].agreement.receive()
+        ranks[1].agreement.poll()
+
+    ranks[0].agreement.receive(pass_on)
+    ranks[1].agreement.poll()
+    settle(ranks)
+    assert [rank.said for rank in ranks[:2]] == [["rank 0 was sent SIGTERM: ranks stop, all before the same batch"], []]
+
+
+def test_the_signal_is_passed_on_once_and_also_without_an_exchange() -> None:
+    ranks, passed_on = ranks_of(training(20)), list[int]()
+    ranks[0].exchange.close()
+    ranks[0].agreement.receive(lambda: passed_on.append(1))
+    assert not passed_on
+    for _ in range(3):
+        ranks[0].agreement.poll()
+    assert passed_on == [1]
+
+
+def test_a_rank_whose_watch_is_off_passes_the_signal_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_agreement, "_PASSED_ON_S", -1.0)
+    ranks, passed_on = ranks_of(training(20)), list[int]()
+    ranks[0].agreement.receive(lambda: passed_on.append(1))
+    ranks[0].step()
+    assert passed_on == [1]

@@ -173,9 +173,11 @@ def test_without_a_signal_nothing_is_known_afterwards(trainer: Trainer, stop: St
     assert not trainer._signal_connector.received_sigterm
 
 
-def test_launched_processes_are_told_once(trainer: Trainer, stop: StopSignal) -> None:
+def test_launched_processes_are_told_once(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.signal()
     trainer.signal()
+    agreement.poll()
+    agreement.poll()
     assert trainer.killed == [signal.SIGTERM]
 
 

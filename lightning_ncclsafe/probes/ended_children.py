@@ -1,11 +1,11 @@
 """Children of this process that were killed or have failed, seen without asking for them as their parent would."""
 
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 
 from lightning_ncclsafe.machine_facts import EndedProcess
+from lightning_ncclsafe.probes.host import signal_name
 
 _PROC = Path("/proc")
 _KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
@@ -31,13 +31,7 @@ def _ended(pid: int) -> EndedProcess | None:
     with suppress(OSError):
         told = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if told is not None and told.si_code in _KILLED:
-            return EndedProcess(pid=pid, signal=_name(told.si_status))
+            return EndedProcess(pid=pid, signal=signal_name(told.si_status))
         if told is not None and told.si_status != 0:
             return EndedProcess(pid=pid, exit_code=told.si_status)
     return None
-
-
-def _name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -1,6 +1,7 @@
 """Memory, swap, cores and processes of this host, from psutil; what it lacks, from /proc and the control group."""
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from lightning_ncclsafe.facts import HostFacts, ProcessFacts
 from lightning_ncclsafe.probes.cgroups import ControlGroups
 
 T = TypeVar("T")
+
+GONE = "gone"
+"""The state of a process that no longer exists."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -70,8 +74,10 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
     try:
         process = psutil.Process(pid)
         if started is not None and abs(process.create_time() - started) > 1:
-            return ProcessFacts(pid=pid, rank=rank, state="gone")
+            return ProcessFacts(pid=pid, rank=rank, state=GONE)
         with process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return ended_process(pid, _wait_status(pid), rank=rank)
             times = _try(process.cpu_times)
             memory = _try(process.memory_info)
             return ProcessFacts(
@@ -84,7 +90,38 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
                 swap_bytes=_swap_bytes(process),
             )
     except psutil.NoSuchProcess:
-        return ProcessFacts(pid=pid, rank=rank, state="gone")
+        return ProcessFacts(pid=pid, rank=rank, state=GONE)
+
+
+def ended_process(pid: int, wait_status: int | None, *, rank: int = -1) -> ProcessFacts:
+    """A process that has ended, and that nobody has waited for yet.
+
+    Args:
+        pid: Process id.
+        wait_status: How it has ended, as ``os.waitpid`` gives it; None where that is not known.
+        rank: Its global rank; -1 if it is none.
+    """
+    code = None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
+    ended_by = signal_name(-code) if code is not None and code < 0 else ""
+    exit_code = code if code is not None and code >= 0 else None
+    return ProcessFacts(pid=pid, rank=rank, state="zombie", ended_by=ended_by, exit_code=exit_code)
+
+
+def signal_name(number: int) -> str:
+    """``"SIGKILL"``; ``"signal 50"`` for one that has no name."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _wait_status(pid: int) -> int | None:
+    """What whoever waits for a process that has ended will be told; None where the kernel does not say it."""
+    with suppress(OSError, ValueError, IndexError):
+        # To others than its user it says 0.
+        if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
+            # After the name, which may hold anything, the state is the third field of 52, and this is the last.
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+    return None
 
 
 def child_processes(*, besides: Iterable[int]) -> list[int]:

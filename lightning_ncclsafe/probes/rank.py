@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.gpu_state import GpuWatch
 from lightning_ncclsafe.probes.growth import LEAST_S, Growth
-from lightning_ncclsafe.probes.host import HostProbe, child_processes, look_at, own_memory
+from lightning_ncclsafe.probes.host import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
 from lightning_ncclsafe.probes.last_words import ENDED, LastWords
 from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.main_thread import look_at_main_thread
@@ -74,6 +74,8 @@ class RankProbe:
         loggers: Asks the loggers of this process that are off the training thread.
         stragglers: Which ranks have kept others waiting before, as far as this rank knows.
         steps: What its training steps leave out; None where nobody notes that.
+        launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
+            a signal.
 
     Attributes:
         card: What this rank leaves with its peers.
@@ -90,6 +92,7 @@ class RankProbe:
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
         stragglers: Callable[[], tuple[Straggler, ...]] = tuple,
         steps: StepRecord | None = None,
+        launched: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
@@ -98,6 +101,7 @@ class RankProbe:
         self._loggers = loggers
         self._stragglers = stragglers
         self._steps = steps
+        self._launched = launched
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._growth = Growth()
@@ -228,10 +232,18 @@ class RankProbe:
         """
         seen = look_at(card.pid, rank=card.rank, started=card.started or None)
         if seen.state in ENDED:
-            ended_by, stack = self._last_words.of(card.pid)
-            return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack))
+            return self._ended(seen)
         grows, swaps = self._growth.measure(card.pid, seen.rss_bytes, seen.swap_bytes)
         return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
+
+    def _ended(self, seen: ProcessFacts) -> ProcessFacts:
+        """With how it has ended: by the kernel, by whoever has launched it and waited for it, or by its own word."""
+        ended_by, stack = self._last_words.of(seen.pid)
+        code = self._launched().get(seen.pid) if seen.state == GONE else None
+        if code is not None:
+            seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
+        ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
+        return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack))
 
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
         """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.

@@ -2,6 +2,7 @@
 
 import ast
 import linecache
+import os
 import re
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.known_code import ALL_OF_TORCH, LOADING
 from lightning_ncclsafe.marks import mark_at
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
@@ -21,6 +23,8 @@ _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
 
 _PACKAGE = str(Path(__file__).parents[1])
+_OWN = f"{_PACKAGE}{os.sep}"
+_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 # torch.compile names its modules, and their folders, after a hash; a cache may be anywhere.
@@ -62,6 +66,50 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
     stack = _traceback_frames(error.__traceback__)
     message = str(error)[:_MAX_MESSAGE]
     return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
+
+
+def drop_passing_frames(error: BaseException) -> None:
+    """Takes out of an exception's traceback, and out of those of its causes, the frames of ours that hand a call on.
+
+    Frames of ours stay where ours has raised it, or what ours has called for itself: Python's library, or torch.
+
+    Args:
+        error: The exception. Its traceback is changed in place: whoever holds a part of it sees the same.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_passing(one.__traceback__)
+            errors += [one.__cause__, one.__context__]
+
+
+def _without_passing(trace: TracebackType | None) -> TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    is_handed_on = False
+    for entry in reversed(entries):
+        code = entry.tb_frame.f_code
+        # Also of what is left out: the interpreter may still hold the first of them.
+        entry.tb_next = kept
+        if not code.co_filename.startswith(_OWN):
+            is_handed_on = not _serves_ours(code.co_filename, code.co_name)
+        if not is_handed_on or not code.co_filename.startswith(_OWN):
+            kept = entry
+    return kept
+
+
+def _serves_ours(file: str, function: str) -> bool:
+    """Whether ours calls this code for itself; it hands on to Lightning, to users, and to what gives their data."""
+    if LOADING.has(file, function):
+        return False
+    is_library = file.startswith(("<frozen ", *_LIBRARY)) and "-packages" not in file
+    return is_library or ALL_OF_TORCH.has(file, function)
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:

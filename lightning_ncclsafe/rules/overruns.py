@@ -11,10 +11,15 @@ _NEAR = 8
 
 def aborted(view: Timeline) -> tuple[int, ...]:
     """Ranks that may have been ended by gloo, while what the others were in sends something of the user's own."""
-    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and signal_of(view, rank) in ("", "SIGABRT"))
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and _has_aborted(view, rank))
     # The others may have gone on by the time that it is ended; what it was in itself is known by what it wrote.
     sent = any(map(last_of_gloo, view.facts.values())) or any(_ended_in_collective(view, rank) for rank in gone)
     return gone if sent and not any(facts.host_facts.oom_kills for facts in view.facts.values()) else ()
+
+
+def _has_aborted(view: Timeline, rank: int) -> bool:
+    """As far as is known."""
+    return view.witnesses[rank].exit_code is None and signal_of(view, rank) in ("", "SIGABRT")
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:

@@ -1,9 +1,10 @@
 """The parts that findings are built of: where a rank stands, what the others wait in, and how we know."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, JobFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.findings import Evidence, Severity
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.meaning import meaning
@@ -28,6 +29,8 @@ _STAGES = {
     Phase.PREDICT: "in prediction",
 }
 _VARIANTS = 3
+_EXITS = ("SystemExit",)
+_WHOLE = re.compile(r"-?\d{1,9}")
 _LISTED = 8
 
 
@@ -169,6 +172,15 @@ def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...
     """Stack, phase and recorder on the ranks in question: what nearly every finding rests on."""
     listed = list(ranks)
     return (*stack_evidence(timeline, listed), *phase_evidence(timeline, listed), *recorder_evidence(timeline))
+
+
+def exit_status(exception: ExceptionFacts) -> int | None:
+    """The status with which ``sys.exit`` ends a process,; None for an exception that is no such exit."""
+    if exception.type not in _EXITS:
+        return None
+    message = exception.message
+    # Python prints any other text, and ends with 1.
+    return 0 if message in ("", "None", "False") else int(message) if _WHOLE.fullmatch(message) else 1
 
 
 def exception_place(facts: RankFacts) -> Frame | None:

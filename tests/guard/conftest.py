@@ -1,5 +1,6 @@
 """Makes jobs of ranks that are threads, and sees to it that nothing of them is left."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         limits = Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout, learned=learned)
         job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
         jobs.append(job)
+        # Ranks that are threads never leave their process.
+        monkeypatch.setattr(guard_module, "_FAILED_LEAVE_S", 0.05)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
         return job
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from standing import seen
@@ -12,8 +13,9 @@ from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 from lightning_ncclsafe import guard as guard_module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
-from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.settings import Limits
@@ -355,3 +357,121 @@ def test_a_main_thread_that_its_guard_keeps_waits_for_the_others(name: str, make
     stack = seen(calls[name], getattr(Guard, name), release)
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack)
     assert activity(facts).waits_for_peers
+
+
+def leave(guard: Guard, error: BaseException) -> BaseException:
+    """A rank raises, and its guard is told."""
+    try:
+        raise error
+    except BaseException as raised:
+        guard.failed(raised)
+        return raised
+
+
+def in_a_stage(error: BaseException) -> BaseException:
+    """The exception, as if Lightning's loops had been left by it."""
+    file = "/site-packages/lightning/pytorch/trainer/trainer.py"
+    names: dict[str, Any] = {"error": error}
+    exec(compile("def _run_stage():\n    raise error", file, "exec"), names)
+    with pytest.raises(BaseException) as raised:
+        names["_run_stage"]()
+    return raised.value
+
+
+def test_an_exit_of_one_rank_while_others_train_is_no_success(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    wait_on_all_but(job, 2)
+    job.start()
+    error = leave(job.guards[2], in_a_stage(SystemExit(0)))
+    assert isinstance(error, SystemExit) and error.code == 1
+    assert "Rank 2 left the others by SystemExit with status 0" in job.said[0]
+    assert "the run cannot go on" in job.said[0]
+
+
+def test_an_exit_of_all_ranks_is_what_it_says(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+    errors = [in_a_stage(SystemExit(0)) for _ in job.guards]
+    threads = [threading.Thread(target=leave, args=one) for one in zip(job.guards, errors, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [error.code for error in errors if isinstance(error, SystemExit)] == [0, 0, 0]
+    assert not job.said
+
+
+def test_an_exit_once_all_others_have_finished_is_what_it_says(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+    finishing = [threading.Thread(target=guard.finish) for guard in job.guards[:2]]
+    for thread in finishing:
+        thread.start()
+    for probe in job.probes[:2]:
+        probe.finished = True
+    error = leave(job.guards[2], in_a_stage(SystemExit()))
+    assert isinstance(error, SystemExit) and error.code is None
+    for thread in finishing:
+        thread.join(20)
+        assert not thread.is_alive(), "it waits for a rank that has left"
+    assert not job.said and not job.folder.exists()
+
+
+def test_an_exit_after_the_loops_waits_for_the_others_as_the_end_does(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+    error = SystemExit(0)
+    leaving = threading.Thread(target=leave, args=(job.guards[1], error))
+    leaving.start()
+    job.guards[0].finish()
+    leaving.join(20)
+    assert not leaving.is_alive()
+    assert error.code == 0 and job.probes[1].finished
+    assert not job.said
+
+
+def test_why_a_rank_was_interrupted_is_known_to_one_whose_connection_breaks(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    wait_on_all_but(job, 1)
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start()
+    leave(job.guards[1], KeyboardInterrupt())
+    job.guards[1].close()
+    assert not job.said
+    error = job.guards[0].failed(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert "Rank 1 was interrupted (KeyboardInterrupt" in str(error)
+
+
+def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(world_size=2)
+    monkeypatch.setattr(guard_module, "_FAILED_LEAVE_S", 60.0)
+    states = iter(["running", "running", "zombie"])
+    asked: list[int] = []
+
+    def look_at_peer(card: Card) -> ProcessFacts:
+        asked.append(card.rank)
+        return ProcessFacts(pid=card.pid, rank=card.rank, state=next(states))
+
+    wait_on_all_but(job, 1)
+    job.start()
+    job.guards[1].failed(ValueError("the batch is broken"))
+    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    error = job.guards[0].failed(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert asked == [1, 1, 1]
+
+
+def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.probes[0].card = replace(job.probes[0].card, host="node-a")
+    job.start()
+    job.guards[1]._place = replace(job.guards[1]._place, local_rank=0)
+    job.guards[0].failed(ValueError("the batch is broken"))
+    job.wait_for(lambda: len(job.said) == 2)
+    assert job.said[1].startswith("rank 1: the run is ended: Rank 0 raised ValueError")
+    assert "; report on node-a: " in job.said[1]

@@ -15,7 +15,15 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import HostFacts
-from lightning_ncclsafe.probes.host import HostProbe, child_processes, filesystem_of, find_ranks, look_at, own_memory
+from lightning_ncclsafe.probes.host import (
+    GONE,
+    HostProbe,
+    child_processes,
+    filesystem_of,
+    find_ranks,
+    look_at,
+    own_memory,
+)
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712
@@ -337,3 +345,27 @@ def test_the_path_itself_is_not_touched(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, name, noted(getattr(os, name)))
     assert filesystem_of(str(tmp_path / "runs")) != ""
     assert not [path for path in touched if str(tmp_path) in str(path)]
+
+
+@pytest.mark.parametrize(
+    ("end", "ended_by", "exit_code"),
+    [
+        (lambda: os._exit(2), "", 2),
+        (lambda: os._exit(0), "", 0),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL", None),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "SIGTERM", None),
+    ],
+)
+def test_how_a_process_has_ended_is_seen_until_it_is_waited_for(
+    end: Callable[[], object], ended_by: str, exit_code: int | None
+) -> None:
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end()
+        os._exit(99)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    seen = look_at(pid)
+    os.waitpid(pid, 0)
+    assert (seen.state, seen.ended_by, seen.exit_code) == ("zombie", ended_by, exit_code)
+    assert look_at(pid).state == GONE

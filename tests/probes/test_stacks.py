@@ -1,9 +1,15 @@
 """Stacks: which lines are the user's, and which run on some ranks only."""
 
+import json
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe.probes import stacks
 
@@ -112,3 +118,80 @@ def test_a_very_deep_stack_keeps_both_ends() -> None:
     assert len(stack) <= 120
     assert stack[0].function == "test_a_very_deep_stack_keeps_both_ends"
     assert stack[-1].line == stack[-2].line - 1
+
+
+OURS = f"{Path(stacks.__file__).parents[1]}/made.py"
+LIGHTNING = "/x/site-packages/lightning/pytorch/strategies/strategy.py"
+DATASETS = "/x/site-packages/datasets/iterable_dataset.py"
+
+
+def calls(file: str, act: Callable[[], object]) -> Callable[[], object]:
+    """A function of another file that calls another."""
+    names: dict[str, Any] = {"act": act}
+    exec(compile("def call():\n    return act()", file, "exec"), names)
+    made: Callable[[], object] = names["call"]
+    return made
+
+
+def fail() -> None:
+    raise ValueError("the user's")
+
+
+def fail_for_a_reason() -> None:
+    try:
+        calls(OURS, fail)()
+    except ValueError as error:
+        raise KeyError("another") from error
+
+
+def files_after_trimming(act: Callable[[], object]) -> list[list[str]]:
+    """The files of the tracebacks of an exception and of its causes, from here on."""
+    with pytest.raises(Exception) as raised:
+        act()
+    stacks.drop_passing_frames(raised.value)
+    error: BaseException | None = raised.value
+    found = []
+    while error is not None:
+        found.append([frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)])
+        error = error.__cause__ or error.__context__
+    return found
+
+
+@pytest.mark.parametrize("above", [LIGHTNING, DATASETS])
+def test_frames_of_ours_that_hand_a_call_on_are_taken_out(above: str) -> None:
+    act = calls(LIGHTNING, calls(OURS, calls(OURS, calls(above, calls(OURS, fail)))))
+    assert files_after_trimming(act) == [[__file__, LIGHTNING, above, __file__]]
+
+
+def test_those_of_causes_are_taken_out_too() -> None:
+    error, cause = files_after_trimming(calls(LIGHTNING, fail_for_a_reason))
+    assert OURS not in [*error, *cause]
+    assert error[-1] == cause[-1] == __file__
+
+
+def test_what_reads_a_loader_is_on_the_way_to_its_dataset() -> None:
+    class Broken(Dataset[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise ValueError("the user's")
+
+    loader = iter(DataLoader(Broken()))
+    (files,) = files_after_trimming(calls(OURS, loader.__next__))
+    assert OURS not in files and files[-1] == __file__
+
+
+@pytest.mark.parametrize("own", ["json.loads('{')", "torch.load('/no/such/file')", "torch.empty(2) @ torch.empty(3)"])
+def test_what_ours_has_done_for_itself_is_not_hidden(own: str) -> None:
+    made: dict[str, Any] = {"json": json, "torch": torch}
+    exec(compile(f"call = lambda: {own}", OURS, "exec"), made)
+    (files,) = files_after_trimming(calls(LIGHTNING, made["call"]))
+    assert OURS in files
+
+
+def test_an_exception_that_ours_raises_is_not_hidden() -> None:
+    made: dict[str, Any] = {}
+    exec(compile("def call():\n    raise RuntimeError", OURS, "exec"), made)
+    (files,) = files_after_trimming(calls(LIGHTNING, calls(OURS, made["call"])))
+    assert files[-2:] == [OURS, OURS]

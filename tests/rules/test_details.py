@@ -1,12 +1,16 @@
 """What a finding tells besides its cause: the words that a user acts on."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import builders
 import pytest
 import scenes
 from builders import GLOO, NCCL, Backend
 
 from lightning_ncclsafe.facts import HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
+from lightning_ncclsafe.findings import Finding
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.memory import short_of_memory, swaps
 from lightning_ncclsafe.rules.storage import directories, directory_words
@@ -113,3 +117,76 @@ def test_only_gloo_hides_whether_a_collective_has_started() -> None:
 )
 def test_memory(host: HostFacts, swapping: bool, short: bool) -> None:
     assert (swaps(host), short_of_memory(host)) == (swapping, short)
+
+
+def ended(*ends: dict[str, Any]) -> Finding:
+    """Rank 0 is left of some, whose processes have ended so."""
+    peers = tuple(replace(builders.process(rank, "zombie"), **end) for rank, end in enumerate(ends, start=1))
+    seen = replace(GLOO.waiting(0, seq=61), peers=peers)
+    return judge(replace(scenes.one_rank_was_killed(GLOO), ranks=(seen,), world_size=len(ends) + 1)).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "remedy"),
+    [
+        ({"exit_code": 2}, "The process of rank 1 has exited with status 2, while rank 0 waits", "os._exit"),
+        ({"exit_code": 0}, "has exited with status 0", "os._exit"),
+        (
+            {"ended_by": "SIGKILL"},
+            "was killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)",
+            "SIGKILL comes from outside",
+        ),
+        ({"ended_by": "SIGSEGV"}, "was ended by SIGSEGV (a segmentation fault)", "native code"),
+        ({"ended_by": "SIGTERM"}, "was ended by SIGTERM, while", "Look at who ends processes there"),
+        ({"ended_by": "SIGUSR1"}, "was ended by SIGUSR1, while", "Look at the end of this rank's own output"),
+        ({}, "The process of rank 1 is gone, while", "Look at the end of this rank's own output"),
+    ],
+)
+def test_a_rank_that_has_ended_is_told_with_how_it_has(end: dict[str, Any], text: str, remedy: str) -> None:
+    finding = ended(end)
+    assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
+    assert text in finding.summary
+    assert remedy in finding.remedy
+    told = f"{finding.summary}{finding.remedy}"
+    assert ("out-of-memory" in told) == (end == {"ended_by": "SIGKILL"})
+    assert ("segmentation" in told) == (end == {"ended_by": "SIGSEGV"})
+
+
+def test_ranks_that_have_ended_differently_are_told_one_by_one() -> None:
+    finding = ended({"exit_code": 2}, {"ended_by": "SIGABRT"}, {})
+    assert "The processes of ranks 1-3 are gone" in finding.summary
+    assert [item.text.partition(" ")[2].partition(" ")[2] for item in finding.evidence] == [
+        "has exited with status 2.",
+        "was ended by SIGABRT (it has aborted itself, as a failed assertion does).",
+        "is gone; how it ended is not known here, its launcher may say it.",
+    ]
+
+
+def test_a_kill_for_memory_elsewhere_does_not_explain_an_exit() -> None:
+    killed = scenes.one_rank_was_killed(GLOO)
+    exited = replace(killed.ranks[0], peers=(replace(killed.ranks[0].peers[0], state="zombie", exit_code=3),))
+    finding = judge(replace(killed, ranks=(exited, *killed.ranks[1:]))).findings[0]
+    assert "exited with status 3" in finding.summary
+    assert "memory" not in f"{finding.summary}{finding.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "text"),
+    [
+        ("SystemExit", "0", "Rank 3 left the others by SystemExit with status 0 at train.py:42 in training_step"),
+        ("SystemExit", "", "with status 0 at"),
+        ("SystemExit", "None", "with status 0 at"),
+        ("SystemExit", "3", "with status 3 at"),
+        ("SystemExit", "no space left", "with status 1 (no space left) at"),
+        ("KeyboardInterrupt", "", "Rank 3 was interrupted (KeyboardInterrupt: SIGINT, as by Ctrl-C) at train.py:42"),
+    ],
+)
+def test_a_rank_that_leaves_is_told_with_its_status(kind: str, message: str, text: str) -> None:
+    failed = scenes.one_rank_fails(GLOO)
+    left = tuple(
+        replace(facts, exception=replace(facts.exception, type=kind, message=message)) if facts.exception else facts
+        for facts in failed.ranks
+    )
+    finding = judge(replace(failed, ranks=left)).findings[0]
+    assert text in finding.summary
+    assert "Correct the" not in finding.remedy

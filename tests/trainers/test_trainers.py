@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from warm import Warm, ranks_of
 
+import lightning_ncclsafe
 from lightning_ncclsafe.ending import EXIT_CODE
 
+PACKAGE = str(Path(lightning_ncclsafe.__file__).parent)
 SCENARIO = Path(__file__).with_name("scenario.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 # What starts the ranks, where Lightning does not.
@@ -97,10 +99,37 @@ def test_a_rank_that_raises_is_named_with_its_line(outcome: Outcome, start_metho
     assert "ValueError: the batch is broken" in outcome.output
 
 
+@pytest.mark.program("raise", "--start-method", "popen")
+def test_the_traceback_is_printed_once_after_the_report_and_is_the_users_alone(outcome: Outcome) -> None:
+    assert outcome.output.count("Traceback (most recent call last)") == 1, outcome.output
+    report, _, traceback = outcome.output.partition("Traceback (most recent call last)")
+    assert "the run cannot go on" in report
+    assert "[ncclsafe]" not in traceback
+    files = re.findall(r'File "(.+)", line \d+', traceback)
+    assert not [file for file in files if file.startswith(PACKAGE)], traceback
+    assert files[-1] == str(SCENARIO)
+    assert {"trainer.py", "training_epoch_loop.py"} <= {Path(file).name for file in files}, "Lightning's are left"
+
+
+@pytest.mark.program("raise", "--start-method", "spawn")
+def test_what_started_the_ranks_raises_the_error_of_the_one_that_has_failed(outcome: Outcome) -> None:
+    assert "-- Process 1 terminated with the following error:" in outcome.output, outcome.output
+    assert "CollectiveTimeoutError" not in outcome.output
+
+
 @pytest.mark.program("exit", "--devices", "3", "--rank", "2")
 def test_a_rank_that_exits_silently_is_no_silent_end(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [2])
+    assert first_finding(outcome)["location"].startswith(line_of("exit"))
+    assert "Rank 2 left the others by SystemExit with status 0 at scenario.py" in outcome.said[1]
+    assert "Traceback" not in outcome.output
     assert outcome.exit_code != 0
+
+
+@pytest.mark.program("exit", "--rank", "0")
+def test_the_exit_of_the_rank_that_has_started_the_others_is_no_success(outcome: Outcome) -> None:
+    assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [0])
+    assert outcome.exit_code == 1
 
 
 @pytest.mark.program("kill", "--rank", "0")

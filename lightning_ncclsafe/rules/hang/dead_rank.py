@@ -1,6 +1,7 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
@@ -12,10 +13,29 @@ from lightning_ncclsafe.rules.transport import has_given_up
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _DEAD = ("gone", "zombie")
-_REMEDY = (
-    "Look at the end of this rank's own output and at the kernel's log (dmesg) of its host for a signal, a "
-    "segmentation fault or the out-of-memory killer."
+_GONE = "is gone; how it ended is not known here, its launcher may say it"
+_REMEDY = "Look at the end of this rank's own output, and at what its launcher and the kernel's log (dmesg) say of it."
+_REMEDY_EXITED = (
+    "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception, and "
+    "sys.exit, would have been told."
 )
+_REMEDY_KILLED = (
+    "SIGKILL comes from outside. The kernel's log (dmesg) names the process if its out-of-memory killer has sent it; "
+    "else look at the scheduler, the launcher, or whoever may end processes there."
+)
+_REMEDY_ENDED = "Look at who ends processes there: a scheduler whose time is up, a launcher, kill."
+_REMEDY_FAULT = (
+    "This is a fault in native code, of a library or an extension. Look at the end of this rank's own output, and at "
+    "the line that it was in; PYTHONFAULTHANDLER=1 prints it."
+)
+_FAULTS = {
+    "SIGSEGV": "a segmentation fault",
+    "SIGBUS": "a bus error",
+    "SIGFPE": "an arithmetic error",
+    "SIGILL": "an illegal instruction",
+    "SIGABRT": "it has aborted itself, as a failed assertion does",
+}
+_ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
     ' "op.preamble.length <= op.nbytes" there is gloo, which ends a process that is sent more than it has room for: '
     "then ranks have called different collectives, or other sizes."
@@ -39,7 +59,8 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         Look at this rank's own output and the kernel's log. Need less host memory if the out-of-memory killer struck.
 
     Cannot see:
-        The exit code, and processes on hosts on which no rank answered.
+        How a process ended that another one than a rank has started and waited for already; who sent a signal;
+        processes on hosts on which no rank answered.
     """
     view = timeline(job)
     seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)))
@@ -50,9 +71,38 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
         confidence = Confidence.POSSIBLE if may_have_left else Confidence.CERTAIN
-        yield _finding(view, seen, confidence, "is gone", "are gone")
+        ends = {_end(view, rank) for rank in seen}
+        end = ends.pop() if len(ends) == 1 else _End()
+        yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
     elif presumed := _presumed(view):
-        yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently")
+        yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
+
+
+class _End(NamedTuple):
+    """How a process has ended, as far as that is known."""
+
+    signal: str = ""
+    status: int | None = None
+
+
+def _end(view: Timeline, rank: int) -> _End:
+    signal = signal_of(view, rank)
+    process = view.witnesses[rank]
+    children = (child for facts in view.facts.values() for child in facts.machine.ended if child.pid == process.pid)
+    status = process.exit_code if process.exit_code is not None else next((one.exit_code for one in children), None)
+    return _End(signal, None if signal else status)
+
+
+def _words(end: _End, *, many: bool) -> str:
+    """``"was killed by SIGKILL (…)"``: what was seen, and of what is not known, what it may have been."""
+    was, is_ = ("were", "are") if many else ("was", "is")
+    if end.status is not None:
+        return f"{'have' if many else 'has'} exited with status {end.status}"
+    if end.signal == "SIGKILL":
+        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)"
+    if end.signal:
+        return f"{was} ended by {end.signal}" + (f" ({_FAULTS[end.signal]})" if end.signal in _FAULTS else "")
+    return f"{is_} gone"
 
 
 def _is_dead(process: ProcessFacts | None) -> bool:
@@ -76,8 +126,9 @@ def _has_lost_a_peer(facts: RankFacts) -> bool:
     return was_connected and facts.exception is not None and facts.exception.is_consequence
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str) -> Finding:
-    kills = _oom_kills(view, ranks)
+def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str, end: _End) -> Finding:
+    # One that has ended in another way was not killed for its memory.
+    kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer has struck on its host" if kills else ""
     text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{killer}{while_others_wait(view, ranks)}."
     return Finding(
@@ -87,21 +138,35 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
         summary=capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
         ranks=ranks,
         evidence=(*_evidence(view, ranks), *kills),
-        remedy=_REMEDY_OOM if kills else _REMEDY + (_REMEDY_GLOO if _may_be_gloos(view, ranks) else ""),
+        remedy=_REMEDY_OOM if kills else _remedy(end) + (_REMEDY_GLOO if _may_be_gloos(view, ranks, end) else ""),
     )
+
+
+def _remedy(end: _End) -> str:
+    if end.status is not None:
+        return _REMEDY_EXITED
+    if end.signal in _ENDS:
+        return _REMEDY_ENDED
+    if end.signal in _FAULTS:
+        return _REMEDY_FAULT
+    return _REMEDY_KILLED if end.signal == "SIGKILL" else _REMEDY
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
     for rank in ranks[:8]:
         process = view.witnesses.get(rank)
         if process is not None:
-            yield Evidence(source="process", rank=rank, text=f"Process {process.pid} is {process.state}.")
+            end = _end(view, rank)
+            known = _words(end, many=False) if end.signal or end.status is not None else _GONE
+            yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
         else:
             yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
 
 
-def _may_be_gloos(view: Timeline, ranks: tuple[int, ...]) -> bool:
+def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
     """Whether gloo may have ended one of them: as far as is known it has ended itself, and the group is gloo's."""
+    if end.status is not None:
+        return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
     return ended and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 

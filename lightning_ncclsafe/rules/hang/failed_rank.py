@@ -4,14 +4,22 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import trainer_start
-from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
+from lightning_ncclsafe.rules.sentences import batch_words, exception_place, exit_status, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _MESSAGE = 200
+_INTERRUPT = "KeyboardInterrupt"
+_REMEDIES = {
+    "SystemExit": (
+        "A rank that leaves alone fails the run, with whatever status. Let all ranks leave at the same batch: set "
+        "trainer.should_stop on all of them, or broadcast the decision; or raise an exception if this is an error."
+    ),
+    _INTERRUPT: "Send SIGINT to all ranks, as Ctrl-C on the terminal does, or SIGTERM to one: then all stop together.",
+}
 _LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
 # Nobody reads more; where every rank of a large job raises something else, one of these explains the others.
@@ -26,7 +34,8 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         "Connection closed by peer".
 
     Cause:
-        An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only.
+        An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only; or
+        one rank leaves by sys.exit, with whatever status, or is interrupted.
 
     Remedy:
         Correct the error at the line given. The messages of the other ranks are its consequence.
@@ -53,9 +62,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     worker = _line_in_worker(exception.message) if exception else None
     frame = worker or frame
     name = exception.type if exception else ""
-    said = f"{name}: {_gist(exception.message)}" if exception and exception.message else name
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
-    text = f"{ranks_words(ranks)} raised {said}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    did = _deed(exception) if exception else ""
+    text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     return Finding(
         rule="failed-rank",
         severity=Severity.ERROR,
@@ -64,8 +73,19 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks=ranks,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
-        remedy=f"Correct the {name}{at}. What the other ranks print about lost connections is a consequence of it.",
+        remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
+
+
+def _deed(exception: ExceptionFacts) -> str:
+    """``"raised KeyError: 'lr'"``; of an exit, with which status."""
+    status = exit_status(exception)
+    if status is not None:
+        text = f" ({_gist(exception.message)})" if exception.message not in ("", "None", "False", str(status)) else ""
+        return f"left the others by SystemExit with status {status}{text}"
+    if exception.type == _INTERRUPT:
+        return f"was interrupted ({_INTERRUPT}: SIGINT, as by Ctrl-C)"
+    return f"raised {exception.type}: {_gist(exception.message)}" if exception.message else f"raised {exception.type}"
 
 
 def _line_in_worker(message: str) -> Frame | None:

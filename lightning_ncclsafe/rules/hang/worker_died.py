@@ -33,8 +33,13 @@ _REMEDY = (
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
 )
 _REMEDY_KILLED = (
-    "SIGKILL mostly is the kernel's out-of-memory killer (dmesg, memory.events of the control group) or a scheduler: "
-    "need less memory, with fewer workers, a smaller prefetch_factor, data in arrays instead of Python objects."
+    "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
+    "group), a scheduler, or whoever else may end processes. If it was memory, need less of it: with fewer workers, a "
+    "smaller prefetch_factor, data in arrays instead of Python objects."
+)
+_REMEDY_EXITED = (
+    "It has ended itself with this status: look at its output for a traceback, and for sys.exit and os._exit in the "
+    "dataset and what it calls; run with num_workers=0 to see the error."
 )
 _REMEDY_ENDED = (
     "Somebody has told it to end: a scheduler whose time is up or that takes the job's host away, Ctrl-C, kill. Look "
@@ -117,7 +122,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     one = f"{'was' if signal else 'has'} {how}"
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
     who = f"{whose} of rank {ranks[0]} {one}" if len(ranks) == 1 else f"Workers of {ranks_words(ranks)} {_many(one)}"
-    text = f"{who}{_killer(facts)}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    text = f"{who}{_killer(facts, signal or _KILLS[0])}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     told = (view.facts[rank] for rank in ranks[:_LISTED])
     return Finding(
         rule="worker-died",
@@ -148,8 +153,8 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     is_own = _waits_for_its_own(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     text = (
-        f"Rank {rank} {waits}, and a child of its, process {chosen.pid}, {_end_words(chosen)}{_killer(facts)}: "
-        f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
+        f"Rank {rank} {waits}, and a child of its, process {chosen.pid}, {_end_words(chosen)}"
+        f"{_killer(facts, chosen.signal)}: {standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return Finding(
         rule="worker-died",
@@ -159,7 +164,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         ranks=(rank,),
         location=location(view, (rank,)),
         evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
-        remedy=_remedy(facts, chosen.signal),
+        remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )
 
 
@@ -182,8 +187,9 @@ def _end_words(child: EndedProcess) -> str:
     return f"was killed by {child.signal}" if child.signal else f"has exited with code {child.exit_code}"
 
 
-def _killer(facts: RankFacts) -> str:
-    return ", and the kernel's out-of-memory killer has struck on its host" if facts.host_facts.oom_kills else ""
+def _killer(facts: RankFacts, signal: str) -> str:
+    has_struck = signal in _KILLS and facts.host_facts.oom_kills
+    return ", and the kernel's out-of-memory killer has struck on its host" if has_struck else ""
 
 
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:

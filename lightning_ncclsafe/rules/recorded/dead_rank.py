@@ -17,7 +17,10 @@ _REMEDIES = {
         "If the kernel's log (dmesg) of its host names the out-of-memory killer, need less memory on the host: fewer "
         "loader workers, a smaller prefetch_factor, no full copy of the dataset in every rank; or give the job more."
     ),
-    -7: "Give the job more shared memory (docker run --shm-size, an emptyDir of medium Memory), or use fewer workers.",
+    -7: (
+        "If /dev/shm was full, give the job more shared memory (docker run --shm-size, an emptyDir of medium Memory), "
+        "or use fewer workers; else look at the kernel's log (dmesg) of its host."
+    ),
 }
 
 

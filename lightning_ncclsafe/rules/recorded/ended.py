@@ -6,9 +6,9 @@ from lightning_ncclsafe.rules.timeline import Timeline
 
 # An abort (-6) is what the watchdog does to whoever waits, and SIGTERM (-15) what a launcher does to all others.
 FATAL = {
-    -9: "killed (SIGKILL, which the out-of-memory killer sends)",
+    -9: "killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)",
     -11: "ended by a segmentation fault (SIGSEGV)",
-    -7: "ended by a bus error (SIGBUS: most often /dev/shm is full)",
+    -7: "ended by a bus error (SIGBUS, as where /dev/shm is full)",
     -4: "ended by an illegal instruction (SIGILL)",
     -8: "ended by an arithmetic error (SIGFPE)",
 }
