@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from timing_builders import BEGAN_NS, MS, S, matched
 
-from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
+from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans, WorstMoments
 from lightning_ncclsafe.timing.lateness import lateness
 from lightning_ncclsafe.timing.windows import SPAN
 
@@ -61,6 +61,10 @@ def test_without_collectives_there_is_no_history() -> None:
     assert LatenessHistory(4).late_s.shape == (4, 0)
 
 
+def nothing_worse() -> WorstMoments:
+    return WorstMoments(0, least_ns=0)
+
+
 def spans(rank: int, first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.array([(rank, number % 3, number) for number in range(first, first + count)], dtype=SPAN)
 
@@ -74,7 +78,7 @@ def test_spans_of_each_rank_stay_in_order_whatever_the_order_of_ranks() -> None:
         1: [0],
         2: [0, 1, 2, 3, 4],
     }
-    assert recent.all()["rank"].tolist() == [0] * 4 + [1] + [2] * 5
+    assert nothing_worse().spans_with(recent.by_rank)["rank"].tolist() == [0] * 4 + [1] + [2] * 5
 
 
 def test_the_last_spans_stay_and_all_ranks_share_the_limit() -> None:
@@ -88,7 +92,7 @@ def test_the_last_spans_stay_and_all_ranks_share_the_limit() -> None:
 def test_no_spans_are_none() -> None:
     recent = RecentSpans(10)
     recent.add(np.zeros(0, SPAN))
-    assert len(recent.all()) == 0 and recent.by_rank == {}
+    assert len(nothing_worse().spans_with(recent.by_rank)) == 0 and recent.by_rank == {}
 
 
 def test_the_last_collectives_stay() -> None:
