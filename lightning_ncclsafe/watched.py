@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -69,6 +70,8 @@ _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_
 
 # Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
 _calls = itertools.count()
+# What this rank has published in its last calls; a program may make any number of them.
+_published: deque[set[str]] = deque()
 # The name of this start, where the store may hold what an earlier one has left; the same for all calls.
 _start: str | None = None
 
@@ -378,8 +381,12 @@ class WatchedCall:
         return self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
 
     def _store(self) -> Exchange:
-        start = f"{_start}/" if _start is not None else ""
-        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{start}{next(_calls)}"))
+        name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
+        store = TcpStoreExchange(_torch.own_store_connection(name), prefix=f"{next(_calls)}/")
+        _published.append(store.published)
+        # Whoever begins a call has seen all ranks finish the one before, so that nobody reads what was before that.
+        while len(_published) > 2:
+            store.forget(_published.popleft())
         return FallbackExchange(store, self._files(_name_of_run(store)))
 
     def _name_start(self) -> None:

@@ -196,7 +196,9 @@ class WorstMoments:
         made = [np.zeros(0, SPAN)]
         for rank, own in before.items():
             last = recent.get(rank, np.zeros(0, SPAN))
-            made += [_with_gaps(rank, own, until_ns=int(last["begin_ns"][0]) if len(last) else None), last]
+            if own:
+                made.append(_with_gaps(rank, own, until_ns=int(last["begin_ns"][0]) if len(last) else None))
+            made.append(last)
         return np.concatenate(made)
 
 
@@ -204,13 +206,15 @@ def _with_gaps(rank: int, moments: list[tuple[Spans, int]], *, until_ns: int | N
     """Phases of some moments of a rank, each up to its end, before its last phases begin; moments may overlap."""
     moments = sorted(moments, key=lambda moment: int(moment[0]["begin_ns"][0]))
     begins = [int(spans["begin_ns"][0]) for spans, _ in moments[1:]]
-    made, end_ns = [np.zeros(0, SPAN)], 0
+    made: list[Spans] = []
+    end_ns = 0
     for (spans, ended_ns), next_ns in zip(moments, [*begins, until_ns], strict=True):
         end_ns = max(end_ns, ended_ns)
         made.append(spans)
         if next_ns is None or end_ns < next_ns:
             made.append(np.array([(rank, GAP, end_ns)], dtype=SPAN))
     found = np.unique(np.concatenate(made))
+    found = found[np.argsort(found["begin_ns"], kind="stable")]
     return found if until_ns is None else found[found["begin_ns"] < until_ns]
 
 

@@ -46,9 +46,15 @@ def facts_of(rank: int, **more: object) -> RankFacts:
     return RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN), **more)  # type: ignore[arg-type]
 
 
-def part_of(exchange: MemoryExchange, rank: int, world_size: int) -> Gathering:
+def part_of(exchange: MemoryExchange, rank: int, world_size: int, round_number: int = 0) -> Gathering:
     return Gathering(
-        exchange, round_number=0, rank=rank, world_size=world_size, peers=(), witness=lambda _: [], is_dropped=bool
+        exchange,
+        round_number=round_number,
+        rank=rank,
+        world_size=world_size,
+        peers=(),
+        witness=lambda _: [],
+        is_dropped=bool,
     )
 
 
@@ -56,13 +62,15 @@ def told(job: JobFacts) -> Verdict:
     return Verdict(incident=job.incident, answer=f"{len(job.ranks)} of {job.world_size}: {' '.join(job.missing)}")
 
 
-def hold_all(world_size: int, ranks: Sequence[int], make: Callable[[int], MemoryExchange]) -> dict[int, Verdict | None]:
+def hold_all(
+    world_size: int, ranks: Sequence[int], make: Callable[[int], MemoryExchange], round_number: int = 0
+) -> dict[int, Verdict | None]:
     verdicts: dict[int, Verdict | None] = {}
     # On a busy machine the first threads would else have given up on the last ones before these have begun.
     all_have_published = threading.Barrier(len(ranks))
 
     def take_part(rank: int) -> None:
-        part = part_of(make(rank), rank, world_size)
+        part = part_of(make(rank), rank, world_size, round_number)
         part.publish(facts_of(rank))
         all_have_published.wait(30)
         verdicts[rank] = part.hold(INCIDENT, told)
@@ -81,7 +89,15 @@ def test_all_of_many_ranks_are_heard_and_hear() -> None:
     assert {verdict.answer for verdict in verdicts.values() if verdict} == {"100 of 100: "}
     assert len(verdicts) == 100
     # What has been judged is taken back: the store is memory of rank 0.
-    assert not any(shared.values[f"round/0/facts/{rank}"] for rank in range(100))
+    assert not any(f"round/0/{said}/{rank}" in shared.values for said in ("facts", "here") for rank in range(100))
+
+
+def test_rounds_leave_a_few_keys_each_however_many_ranks_there_are() -> None:
+    shared = SharedMemory()
+    for number in range(6):
+        assert len(hold_all(20, range(20), lambda _: MemoryExchange(shared), round_number=number)) == 20
+    left = {number: sum(key.startswith(f"round/{number}/") for key in shared.values) for number in range(6)}
+    assert all(left[number] == 2 for number in range(4)), "the verdict, and who has reported"
 
 
 def test_where_rank_0_is_silent_the_others_do_not_read_one_anothers_facts(monkeypatch: pytest.MonkeyPatch) -> None:
