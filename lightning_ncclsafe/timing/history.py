@@ -21,6 +21,8 @@ KEPT_NS = 180_000_000_000
 # However old: of a run with long steps there is more to see than three minutes.
 _LEAST_BYTES = 1 << 20
 _LEAST_SPANS_OF_A_RANK = 2000
+# What is older did not lead to a collective: its group is one of many, and is called rarely.
+_LED_TO_NS = 30_000_000_000
 # One long delay has many collectives in it, and others are worth a look, too.
 _WORST_OF_A_BLOCK = 4
 _MOST_SPANS_OF_A_MOMENT = 64
@@ -122,8 +124,10 @@ class RecentCalls:
 
     @property
     def began_ns(self) -> int:
-        """The first arrival in the oldest block, on the reference clock; there has to be one."""
-        return int(self._blocks[0].arrival_ns.min())
+        """When what led to the oldest block began, on the reference clock; there has to be one."""
+        oldest = self._blocks[0]
+        first_ns = int(oldest.arrival_ns.min())
+        return max(min(int(oldest.before_ns.max()), first_ns), first_ns - _LED_TO_NS)
 
     def add(self, calls: MatchedCalls) -> list[MatchedCalls]:
         """Adds a block; returns those that are forgotten for it, the oldest."""

@@ -49,8 +49,8 @@ class Statistics:
     def count(self, window: Window) -> None:
         """Adds what ranks have called, compared or not."""
         for group in window.groups:
-            is_known = group.name in self._groups
-            if is_known and group.ranks or not is_known and len(self._groups) < _MOST_KEYS:
+            may_know = group.ranks if group.name in self._groups else len(self._groups) < _MOST_KEYS
+            if may_know:
                 self._groups[group.name] = group
         for rank, totals in window.totals.items():
             for total in totals:

@@ -76,7 +76,9 @@ def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_
     exchange.close()
 
 
-def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A program may fit and validate any number of times in one process."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 

@@ -155,7 +155,7 @@ def test_what_is_older_than_some_minutes_is_forgotten() -> None:
     for number in range(1, 101):
         run.second(number)
     assert seconds(run.calls.blocks) == [number + 0.5 for number in range(90, 101)]
-    assert run.phases(0)[0] == (2, 90.25), "the phase that went on then is still known"
+    assert run.phases(0)[0] == (2, 89.25), "what led to the first of them is still known"
     assert run.worst.blocks == []
 
 
