@@ -36,6 +36,11 @@ def grown_bytes(feed: Callable[[int], object], *, few: int, many: int) -> int:
         tracemalloc.stop()
 
 
+def keep(monkeypatch: pytest.MonkeyPatch, *, for_ns: int) -> None:
+    for module in (history, analysis_module):
+        monkeypatch.setattr(module, "KEPT_NS", for_ns)
+
+
 def later(told: Window, number: int, *, steps: int, lasts_ns: int) -> Window:
     """The same again, as the windows after it."""
     calls, spans = told.calls.copy(), told.spans.copy()
@@ -49,7 +54,7 @@ def later(told: Window, number: int, *, steps: int, lasts_ns: int) -> Window:
 @pytest.mark.parametrize("step_ms", [5.0, 2000.0])
 def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast steps fill the minutes that are kept; of slow ones so many are kept as have room."""
-    monkeypatch.setattr(history, "KEPT_NS", 2 * S)
+    keep(monkeypatch, for_ns=2 * S)
     monkeypatch.setattr(history, "_LEAST_BYTES", 50_000)
     monkeypatch.setattr(history, "_LEAST_SPANS_OF_A_RANK", 500)
     monkeypatch.setattr(analysis_module, "_WORST_BYTES", 20_000)
@@ -83,7 +88,7 @@ def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytes
         for name in ("_MOST_GROUPS", "_MOST_KEYS"):
             monkeypatch.setattr(module, name, 20, raising=False)
     monkeypatch.setattr(analysis_module, "_MOST_MISSING", 5)
-    monkeypatch.setattr(history, "KEPT_NS", 0)
+    keep(monkeypatch, for_ns=0)
     monkeypatch.setattr(history, "_LEAST_BYTES", 0)
     job, analysis = Job(2, 3), Analysis(2)
     told = job.window()
