@@ -1,6 +1,7 @@
 # make demo   train on two ranks, then let a training hang and print why
 # make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
+# make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
@@ -17,12 +18,13 @@ STRATEGY ?= safe
 REPEAT ?= 1
 TESTS ?=
 SESSION ?=
+MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test suite lint matrix bench faults gpu install clean
+.PHONY: demo hangs test suite lint matrix bench soak faults gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -57,6 +59,10 @@ matrix: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/step_overhead.py
+
+# SOAK takes options: make soak MINUTES=15 SOAK="--with stock --json samples.json"
+soak: $(INSTALLED)
+	$(BIN)/python tests/benchmarks/soak.py --minutes $(MINUTES) $(SOAK)
 
 # FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
 faults: $(INSTALLED)

@@ -100,6 +100,7 @@ class Gathering:
     ) -> None:
         self._exchange = exchange
         self._key = f"round/{round_number}"
+        self._key_before = f"round/{round_number - 1}"
         self._rank = rank
         self._world_size = world_size
         self._peers = {card.rank: card for card in peers}
@@ -204,8 +205,12 @@ class Gathering:
             time.sleep(_POLL_S)
 
     def _forget(self) -> None:
-        """Takes back the facts of this rank, which have been judged: the store's memory is that of rank 0."""
-        self._exchange.set(self._facts_key(self._rank), b"")
+        """Takes back what this rank has said, which was judged: the store's memory is that of rank 0.
+
+        The reporter may still look for the word that this rank has seen the verdict, but not for that of a round ago.
+        """
+        said = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
+        self._exchange.delete(said)
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"

@@ -48,6 +48,8 @@ from lightning_ncclsafe.whereabouts import Whereabouts
 
 # A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
 MAX_SUSPICIONS = 20
+# The same of those that have waited up to the limit, where that does not end the run.
+MAX_REPORTS_AT_LIMIT = 20
 # Rounds of which nothing is told, as what ranks waited for was to be expected, leave a few entries each on the store.
 # After so many, ranks are asked only when they have waited for longer than can be expected.
 MAX_QUIET_ROUNDS = 500
@@ -123,6 +125,7 @@ class Guard:
         self._open: Incident | None = None
         self._incidents = 0
         self._suspicions = 0
+        self._reports_at_limit = 0
         self._quiet_rounds = 0
         self._idle_s = 0.0
         self._ended_s = 0.0
@@ -374,7 +377,8 @@ class Guard:
         doing = activity(facts)
         if self.ends_run and doing.waits_for_peers:
             self._end()
-        if self._patience.is_out(idle_s, doing, self._moment) and not self._limit_is_told():
+        is_at_limit = self._patience.is_out(idle_s, doing, self._moment) and not self._limit_is_told()
+        if is_at_limit and (self._limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
         waits = doing.waits_for_peers or doing.waits_for_data
         may_ask = waits and self._open is None and self._suspicions < MAX_SUSPICIONS
@@ -439,6 +443,7 @@ class Guard:
             return
         self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
+        self._reports_at_limit += incident.kind is IncidentKind.TIMEOUT
         self._verdict = verdict or self._verdict
         self._tell_on_other_hosts(verdict)
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -69,6 +70,8 @@ _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_
 
 # Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
 _calls = itertools.count()
+# What this rank has published in calls that have ended; a program may make any number of them.
+_published: deque[set[str]] = deque()
 # The name of this start, where the store may hold what an earlier one has left; the same for all calls.
 _start: str | None = None
 
@@ -122,6 +125,7 @@ class WatchedCall:
         self.timer: AttachedTimer | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
+        self._own_keys: set[str] = set()
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
@@ -191,6 +195,9 @@ class WatchedCall:
         if timer is not None:
             self._unharmed(timer.detach)
         self._leaving(lambda guard: guard.close())
+        # Not before: another Trainer may run within this call.
+        if self._own_keys:
+            _published.append(self._own_keys)
 
     def _recorder_size(self) -> int:
         timed = _settings_of(self._trainer, TimerSettings) is not None
@@ -379,8 +386,12 @@ class WatchedCall:
         return self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
 
     def _store(self) -> Exchange:
-        start = f"{_start}/" if _start is not None else ""
-        store = TcpStoreExchange(_torch.own_store_connection(f"ncclsafe/{start}{next(_calls)}"))
+        name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
+        store = TcpStoreExchange(_torch.own_store_connection(name), prefix=f"{next(_calls)}/")
+        self._own_keys = store.published
+        # Whoever begins a call has seen all ranks finish the one before, so that nobody reads what was before that.
+        while len(_published) > 1:
+            store.forget(_published.popleft())
         return FallbackExchange(store, self._files(_name_of_run(store)))
 
     def _name_start(self) -> None:

@@ -27,7 +27,8 @@ class CollectiveTimerHooks:
         every_n_steps: After about how many steps ranks share what they have recorded, and scalars are logged. It is
             not done more often than twice a second, nor, in a large job, than every 10 ms for each rank.
         table: Whether a table is printed at the end.
-        trace: Whether a trace is written at the end. It has the last of what fits into 64 MiB of rank 0's memory.
+        trace: Whether a trace is written at the end. It has the last three minutes, or of long steps the last MiB, at
+            most 64 MiB, and of what was before those collectives for which ranks came furthest apart.
         heat_map: Whether a picture of lateness is logged at the end.
 
     Raises:

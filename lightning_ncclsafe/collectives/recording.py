@@ -19,6 +19,8 @@ Entry = dict[str, Any]
 # How long a duration on the device is waited for; a collective that takes longer is a hang's business.
 _PATIENCE_NS = 30_000_000_000
 _KEPT_STARTS = 4096
+# A program may make groups for as long as it runs.
+_MOST_GROUPS = 10_000
 
 
 class Recording:
@@ -134,6 +136,8 @@ class Recording:
                 )
                 if name not in members:
                     self.say(f"the members of the process group {name!r} are not known: it is gone already.")
+        for name in [name for name in self._groups if name not in names][: max(len(self._groups) - _MOST_GROUPS, 0)]:
+            del self._groups[name]
         self._time_on_device()
 
     def _time_on_device(self) -> None:

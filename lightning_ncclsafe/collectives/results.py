@@ -57,7 +57,13 @@ def save_trace(analysis: Analysis, summary: TimingSummary, report_dir: Path) -> 
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = _free_name(folder)
-        write_trace(path, calls=analysis.calls.blocks, spans=analysis.spans.all(), summary=summary)
+        write_trace(
+            path,
+            calls=[*analysis.worst.blocks, *analysis.calls.blocks],
+            spans=analysis.worst.spans_with(analysis.spans.by_rank),
+            summary=summary,
+            forgotten=analysis.forgotten,
+        )
     except OSError as error:
         return f"the trace could not be written: {error}"
     return f"trace: {path} (open it at https://ui.perfetto.dev)"

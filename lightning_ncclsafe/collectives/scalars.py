@@ -14,6 +14,8 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 
 # MLflow takes no other characters in a metric's name.
 _REFUSED = re.compile(r"[^\w./\-: ]")
+# A program may make groups for as long as it runs, and loggers keep every name that they are given.
+_MOST_NAMES = 256
 
 
 def _mean() -> Any:
@@ -34,13 +36,14 @@ class Scalars:
         self._updated: set[str] = set()
         self._late_s = np.zeros(world_size)
         self._steps: set[int] = set()
+        self._names: set[str] = set()
 
     def add(self, calls: MatchedCalls, late: Lateness) -> None:
         """Adds a block of collectives."""
         for number in np.unique(calls.op):
             chosen = calls.op == number
             timed = chosen & (late.transfer_ns >= 0)
-            name = _name(calls, calls.ops[number])
+            name = self._name(calls.group.name, calls.ops[number])
             self._update(f"{name}/skew_ms", late.skew_ns[chosen] / 1e6)
             self._update(f"{name}/wait_ms", late.wait_ns[:, chosen].mean(axis=0) / 1e6)
             self._update(f"{name}/size_bytes", calls.size_bytes[chosen].astype(float))
@@ -72,13 +75,18 @@ class Scalars:
         self._late_s[:] = 0
         return found
 
+    def _name(self, group: str, op: str) -> str:
+        """``"collectives/all_reduce"``; for any other than the default group with its name: ``"collectives/reduce.7"``.
+
+        Later groups have one name together: ``"collectives/reduce.later"``.
+        """
+        name = _REFUSED.sub("_", f"collectives/{op}" if group == "0" else f"collectives/{op}.{group}")
+        if name not in self._names and len(self._names) >= _MOST_NAMES:
+            return _REFUSED.sub("_", f"collectives/{op}.later")
+        self._names.add(name)
+        return name
+
     def _update(self, name: str, values: Any) -> None:
         # The mean of a block, with its weight: one update costs a tenth of a millisecond.
         self._updated.add(name)
         self._means[name].update(float(values.mean()), weight=len(values))
-
-
-def _name(calls: MatchedCalls, op: str) -> str:
-    """``"collectives/all_reduce"``; for any other than the default group with its name: ``"collectives/reduce.7"``."""
-    name = f"collectives/{op}" if calls.group.name == "0" else f"collectives/{op}.{calls.group.name}"
-    return _REFUSED.sub("_", name)

@@ -18,7 +18,7 @@ from lightning_ncclsafe.recorder import MOST_ENTRIES
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
-from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.analysis import TRACE_BYTES, Analysis
 from lightning_ncclsafe.timing.windows import Window, joined
 
 RECORDER_SIZE = 1000
@@ -66,7 +66,7 @@ class Timer:
     ) -> None:
         self.settings = settings
         self.stragglers: tuple[Straggler, ...] = ()
-        self.analysis = Analysis(world_size if rank == 0 else 1)
+        self.analysis = Analysis(world_size if rank == 0 else 1, trace_bytes=TRACE_BYTES if settings.trace else 0)
         self._exchange = exchange
         self._world_size = world_size
         self._say = say

@@ -62,8 +62,7 @@ class DirectoryExchange:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
-        if self._closed:
-            raise ExchangeError(f"The exchange in {str(self._folder)!r} was used after it was closed.")
+        self._check_open()
         found = {}
         for key in keys:
             try:
@@ -73,6 +72,16 @@ class DirectoryExchange:
             except OSError as error:
                 raise self._error("read", error) from error
         return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away."""
+        self._check_open()
+        for path in map(self._path, keys):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise self._error("delete in", error) from error
+            self._published.discard(path)
 
     def close(self) -> None:
         """Takes back what this rank has published; the last rank takes the folder, with all that is left in it."""
@@ -91,9 +100,12 @@ class DirectoryExchange:
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
 
-    def _write(self, value: bytes) -> Path:
+    def _check_open(self) -> None:
         if self._closed:
             raise ExchangeError(f"The exchange in {str(self._folder)!r} was used after it was closed.")
+
+    def _write(self, value: bytes) -> Path:
+        self._check_open()
         try:
             is_new = not self._folder.parent.exists()
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -37,6 +37,11 @@ class FallbackExchange:
         wanted = list(keys)
         return self._try(lambda exchange: exchange.get_many(wanted))
 
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away."""
+        gone = list(keys)
+        self._try(lambda exchange: exchange.delete(gone))
+
     def close(self) -> None:
         """Closes both."""
         # The first may wait for an answer that does not come, if that is how it was lost.

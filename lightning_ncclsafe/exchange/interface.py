@@ -34,5 +34,8 @@ class Exchange(Protocol):
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
 
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away, whoever has published them; those that have no value are passed over."""
+
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""

@@ -44,6 +44,13 @@ class MemoryExchange:
         with self._shared.lock:
             return {key: self._shared.values[key] for key in keys if key in self._shared.values}
 
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away."""
+        self._check_open()
+        with self._shared.lock:
+            for key in keys:
+                self._shared.values.pop(key, None)
+
     def close(self) -> None:
         """Ends this rank's use; the others go on."""
         self.lost = "it was used after it was closed"

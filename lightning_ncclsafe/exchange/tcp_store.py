@@ -30,14 +30,18 @@ class TcpStoreExchange:
     Args:
         store: A connection of our own, a ``torch.distributed.Store``; see
             :func:`lightning_ncclsafe._torch.own_store_connection`.
+        prefix: What all keys of this exchange begin with on the store, and those of no other do.
         deadline_s: Seconds that a call may take.
 
     Attributes:
         lost: Why the store was given up; empty while it works.
+        published: The keys that this rank has published and not deleted, with the prefix.
     """
 
-    def __init__(self, store: Any, *, deadline_s: float = 2.0) -> None:
+    def __init__(self, store: Any, *, prefix: str = "", deadline_s: float = 2.0) -> None:
         self._store = store
+        self._prefix = prefix
+        self.published: set[str] = set()
         self._deadline_s = deadline_s
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self.lost = ""
@@ -51,19 +55,31 @@ class TcpStoreExchange:
         """Publishes a value; one that is too long for a store is refused, and nothing else happens."""
         if len(value) > MOST_BYTES:
             raise ExchangeError(f"The job's store takes no value of {len(value):,} bytes: {key}.")
-        self._call(lambda: self._set(key, value))
+        self._call(lambda: self._set(self._prefix + key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         """Publishes a value unless the key has one; returns the value that stands."""
         # TCPStore takes an expected value of "" for "the key has none".
-        return self._call(lambda: bytes(self._store.compare_set(key, "", value.decode("utf-8"))))
+        name = self._prefix + key
+        self.published.add(name)
+        return self._call(lambda: bytes(self._store.compare_set(name, "", value.decode("utf-8"))))
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
         found: dict[str, bytes] = {}
-        for part in in_parts(keys):
+        for part in in_parts(self._prefix + key for key in keys):
             found |= self._call(partial(self._get_many, part))
-        return found
+        return {name.removeprefix(self._prefix): value for name, value in found.items()}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away."""
+        for part in in_parts(self._prefix + key for key in keys):
+            self._call(partial(self._delete, part))
+
+    def forget(self, published: Iterable[str]) -> None:
+        """Takes away what an earlier exchange of this rank has published; some time, and nobody waits for it."""
+        for part in in_parts([*published]):
+            self._calls.put((Future(), partial(self._delete, part)))
 
     def close(self) -> None:
         """Ends the thread; one that hangs on a dead host is left behind, asleep."""
@@ -72,9 +88,15 @@ class TcpStoreExchange:
         self._thread.join(self._deadline_s)
 
     def _set(self, key: str, value: bytes) -> None:
+        self.published.add(key)
         self._store.set(key, value)
         # TCPStore sends and waits for no answer: without a question of ours a dead host would go unnoticed.
         self._store.check([key])
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+        self.published.difference_update(keys)
 
     def _get_many(self, keys: list[str]) -> dict[str, bytes]:
         present = self._present(keys)

@@ -20,6 +20,8 @@ from lightning_ncclsafe.rules.judging import judge
 
 # With these there is no going on: ranks would call different collectives next.
 _ALWAYS_RAISED = frozenset({"loader-count", "settings-disagreement"})
+# Loaders that are made anew for every epoch may differ in another way each time.
+_MOST_SAID = 16
 
 
 class Agreement:
@@ -150,7 +152,7 @@ class Agreement:
     def _warn(self, diagnosis: Diagnosis) -> None:
         """Once, also where loaders are made anew for every epoch."""
         text = render_mismatch(diagnosis)
-        if self._identity.rank == 0 and text not in self._said:
+        if self._identity.rank == 0 and text not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(text)
             self._say(f"{text}\nreport: {self._write(diagnosis)}")
 

@@ -133,7 +133,7 @@ class Meeting:
             # The others wait for a word, also where there is none to say.
             agreed = self._settle(agreed)
         if self.number > 1:
-            self._keep_trying(lambda: self._exchange.set(self._verdict_key(self.number - 1), b""))
+            self._keep_trying(lambda: self._exchange.delete([self._verdict_key(self.number - 1)]))
         return agreed
 
     def _settle(self, agreed: Agreed) -> Agreed:

@@ -39,6 +39,8 @@ def unfinished(destination: str) -> threading.Event | None:
 
 def set_unfinished(destination: str, ended: threading.Event) -> None:
     """An offload ends with something left; ``ended`` is set once that is on storage."""
+    for other in [other for other, event in _unfinished.items() if event.is_set()]:
+        del _unfinished[other]
     _unfinished[destination] = ended
 
 

@@ -36,6 +36,7 @@ def write_trace(
     calls: Sequence[MatchedCalls],
     spans: Spans,
     summary: TimingSummary,
+    forgotten: int = 0,
     most_events: int = 1_000_000,
 ) -> int:
     """Writes a trace, compressed and private to the user, in the place of an earlier one.
@@ -49,6 +50,7 @@ def write_trace(
         calls: Matched collectives, all on the reference clock.
         spans: Array of :data:`~lightning_ncclsafe.timing.windows.SPAN`, on the reference clock.
         summary: Clocks of the ranks, and the stragglers.
+        forgotten: Older collectives, of which ``calls`` has the worst only, if any; the trace says so.
         most_events: Room, names of ranks and threads included. Where there is more, the collectives with the greatest
             skew are kept, the newest, some in even distances, and the phases before them.
 
@@ -65,7 +67,9 @@ def write_trace(
     kept = select(calls, times.begin_ns, times.end_ns, max(most_events - reserved, 0))
     tracks, drawn = tracks_of(calls, kept.columns), times.only(kept.spans)
     start_ns = _first_ns(tracks, drawn, summary)
-    left_out = _left_out_words(kept, sum(len(block.seq) for block in calls), len(times.rank))
+    left_out = "; ".join(
+        filter(None, [_left_out_words(kept, sum(len(block.seq) for block in calls), len(times.rank)), _old(forgotten)])
+    )
     head: dict[str, object] = {"displayTimeUnit": "ns", "otherData": _about(start_ns, left_out, summary)}
     return _write(path, head, _events(ranks, tracks, drawn, summary, start_ns, left_out))
 
@@ -89,6 +93,12 @@ def _left_out_words(kept: Selection, collectives: int, phases: int) -> str:
         f"{kept.collectives:,} of {collectives:,} collectives and {kept.phases:,} of {phases:,} phases are left out: "
         "shown are the collectives with the greatest skew, the newest and some in even distances"
     )
+
+
+def _old(forgotten: int) -> str:
+    if not forgotten:
+        return ""
+    return f"of the {forgotten:,} oldest collectives, only some for which ranks came furthest apart were kept"
 
 
 def _about(start_ns: int, left_out: str, summary: TimingSummary) -> dict[str, object]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES
-from lightning_ncclsafe.timing.windows import Spans
+from lightning_ncclsafe.timing.windows import GAP, Spans
 
 PHASES_TID = 1
 _AT_ONCE = 10_000
@@ -35,12 +35,13 @@ class SpanTimes:
 
 
 def span_times(spans: Spans, until_ns: int) -> SpanTimes:
-    """Each lasts until its rank's next one; the last one of a rank until ``until_ns``. By rank and time."""
+    """Each lasts until its rank's next one, or a gap; the last one of a rank until ``until_ns``. By rank and time."""
     ordered = spans[np.lexsort((spans["begin_ns"], spans["rank"]))]
     rank, begin_ns = ordered["rank"], ordered["begin_ns"].astype(np.int64)
     is_followed = np.append(rank[1:] == rank[:-1], [False])[: len(rank)]
     end_ns = np.where(is_followed, np.append(begin_ns[1:], [0])[: len(rank)], np.maximum(begin_ns, until_ns))
-    return SpanTimes(rank=rank, phase=ordered["phase"], begin_ns=begin_ns, end_ns=end_ns)
+    found = SpanTimes(rank=rank, phase=ordered["phase"], begin_ns=begin_ns, end_ns=end_ns)
+    return found.only(found.phase != GAP)
 
 
 def span_events(times: SpanTimes, start_ns: int) -> Events:

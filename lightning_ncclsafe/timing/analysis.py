@@ -1,9 +1,11 @@
 """Makes of all ranks' windows what is told of them; runs on rank 0, bit by bit, in bounded memory."""
 
+from itertools import islice
+
 import numpy as np
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
+from lightning_ncclsafe.timing.history import KEPT_NS, LatenessHistory, RecentCalls, RecentSpans, WorstMoments
 from lightning_ncclsafe.timing.lateness import Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, durations_known
 from lightning_ncclsafe.timing.statistics import Statistics
@@ -14,10 +16,15 @@ from lightning_ncclsafe.timing.summary import RankSummary, TimingSummary
 from lightning_ncclsafe.timing.waits import Waits
 from lightning_ncclsafe.timing.windows import Clock, Window
 
-_TRACE_BYTES = 64 << 20
+TRACE_BYTES = 64 << 20
+"""Of collectives that are kept for a trace."""
+
 _TRACE_SPANS = 2_000_000
+_WORST_BYTES = 1 << 20
 # Should nobody take them.
 _MOST_FRESH = 64
+# Sentences on what could not be had; the first ones tell most.
+_MOST_MISSING = 100
 # What no phase explains is counted with what is between hooks.
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
 
@@ -27,18 +34,22 @@ class Analysis:
 
     Args:
         world_size: Number of ranks.
-        trace_bytes: Most bytes of collectives that are kept for a trace.
+        trace_bytes: Most bytes of collectives that are kept for a trace; 0 where there will be none.
 
     Attributes:
         history: How late each rank was over the whole run.
         calls: The last collectives.
         spans: The last phases.
+        worst: The worst of all collectives before those.
+        forgotten: Number of those.
     """
 
-    def __init__(self, world_size: int, *, trace_bytes: int = _TRACE_BYTES) -> None:
+    def __init__(self, world_size: int, *, trace_bytes: int = TRACE_BYTES) -> None:
         self.history = LatenessHistory(world_size)
         self.calls = RecentCalls(trace_bytes)
         self.spans = RecentSpans(_TRACE_SPANS)
+        self.worst = WorstMoments(min(_WORST_BYTES, trace_bytes), least_ns=LEAST_LATE_NS)
+        self.forgotten = 0
         self._matcher = Matcher()
         self._statistics = Statistics()
         self._steps = Steps(world_size)
@@ -58,13 +69,16 @@ class Analysis:
         self._clocks |= window.clocks
         self._lost += sum(window.lost.values())
         self._left_out += sum(window.left_out.values())
-        self._missing |= dict.fromkeys(window.missing)
+        self._missing = dict.fromkeys(islice({**self._missing, **dict.fromkeys(window.missing)}, _MOST_MISSING))
         self._statistics.count(window)
         self._add_spans(window)
         blocks = [calls for calls in self._matcher.add(window) if self._is_comparable(calls)]
         waits = Waits(blocks) if len({calls.group.name for calls in blocks}) > 1 else None
         for calls in blocks:
             self._compare(calls, waits)
+        if blocks:
+            # In which phase a rank was late is asked for a call of a minute ago, too, also where no trace is kept.
+            self.spans.forget(min(self.calls.began_ns, self._ended_ns - KEPT_NS))
         return self._take(self._steps.complete())
 
     def take_fresh(self) -> list[tuple[MatchedCalls, Lateness]]:
@@ -117,7 +131,9 @@ class Analysis:
         self._statistics.compare(calls, late)
         self._steps.add(calls, late)
         self.history.add(calls, late)
-        self.calls.add(calls)
+        for block in self.calls.add(calls):
+            self.forgotten += len(block.seq)
+            self.worst.add(block, self.spans.by_rank)
         self._fresh = [*self._fresh[-_MOST_FRESH:], (calls, late)]
 
     def _take(self, steps: list[Step]) -> list[Straggler]:

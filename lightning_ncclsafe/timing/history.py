@@ -1,6 +1,11 @@
 """What is kept of a run for its pictures, in memory that does not grow with it."""
 
+import heapq
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -8,8 +13,19 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.lateness import Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.windows import SPAN, Spans
+from lightning_ncclsafe.timing.windows import GAP, SPAN, Spans
 
+KEPT_NS = 180_000_000_000
+"""For how long everything is kept: memory is as large as it gets after these three minutes."""
+
+# However old: of a run with long steps there is more to see than three minutes.
+_LEAST_BYTES = 1 << 20
+_LEAST_SPANS_OF_A_RANK = 2000
+# What is older did not lead to a collective: its group is one of many, and is called rarely.
+_LED_TO_NS = 30_000_000_000
+# One long delay has many collectives in it, and others are worth a look, too.
+_WORST_OF_A_BLOCK = 4
+_MOST_SPANS_OF_A_MOMENT = 64
 _BINS = 512
 # What the arrays of a block take beside what is in them.
 _BLOCK_BYTES = 2000
@@ -78,21 +94,22 @@ class RecentSpans:
             known = self._by_rank.get(rank, np.zeros(0, SPAN))
             self._by_rank[rank] = np.concatenate([known, part])[-most:]
 
+    def forget(self, before_ns: int) -> None:
+        """Forgets what was over by then, but for each rank's last 2,000."""
+        for rank, known in self._by_rank.items():
+            self._by_rank[rank] = known[min(_position(known, before_ns), max(len(known) - _LEAST_SPANS_OF_A_RANK, 0)) :]
+
     @property
     def by_rank(self) -> dict[int, Spans]:
         """Those of each rank."""
         return self._by_rank
 
-    def all(self) -> Spans:
-        """Those of all ranks, by rank."""
-        return np.concatenate([np.zeros(0, SPAN), *(self._by_rank[rank] for rank in sorted(self._by_rank))])
-
 
 class RecentCalls:
-    """The last matched collectives.
+    """The last matched collectives: those of the last minutes, of long steps as many as fit into 1 MiB.
 
     Args:
-        limit_bytes: Most bytes that are kept.
+        limit_bytes: Most bytes that are kept, however young.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -105,12 +122,136 @@ class RecentCalls:
         """The blocks, oldest first."""
         return list(self._blocks)
 
-    def add(self, calls: MatchedCalls) -> None:
-        """Adds a block, and forgets the oldest where there are too many."""
+    @property
+    def began_ns(self) -> int:
+        """When what led to the oldest block began, on the reference clock; there has to be one."""
+        oldest = self._blocks[0]
+        first_ns = int(oldest.arrival_ns.min())
+        return max(min(int(oldest.before_ns.max()), first_ns), first_ns - _LED_TO_NS)
+
+    def add(self, calls: MatchedCalls) -> list[MatchedCalls]:
+        """Adds a block; returns those that are forgotten for it, the oldest."""
         self._blocks.append(calls)
         self._bytes += _size_of(calls)
-        while self._bytes > self._limit_bytes and len(self._blocks) > 1:
-            self._bytes -= _size_of(self._blocks.popleft())
+        forgotten = []
+        since_ns = int(calls.arrival_ns.max()) - KEPT_NS
+        while len(self._blocks) > 1 and (self._bytes > self._limit_bytes or self._may_forget(since_ns)):
+            forgotten.append(self._blocks.popleft())
+            self._bytes -= _size_of(forgotten[-1])
+        return forgotten
+
+    def _may_forget(self, since_ns: int) -> bool:
+        oldest = self._blocks[0]
+        return self._bytes - _size_of(oldest) >= _LEAST_BYTES and int(oldest.arrival_ns.max()) < since_ns
+
+
+class WorstMoments:
+    """The collectives for which ranks came furthest apart, with the phases before them: of those that are forgotten.
+
+    Args:
+        limit_bytes: Most bytes that are kept.
+        least_ns: What is less apart is not kept.
+    """
+
+    def __init__(self, limit_bytes: int, *, least_ns: float) -> None:
+        self._limit_bytes = limit_bytes
+        self._least_ns = least_ns
+        self._bytes = 0
+        self._numbers = count()
+        # The least comes first; no two have the same number, so that calls are never compared.
+        self._heap: list[tuple[int, int, MatchedCalls, list[Spans]]] = []
+
+    def add(self, forgotten: MatchedCalls, spans: Mapping[int, Spans]) -> None:
+        """Keeps the worst of a block.
+
+        Args:
+            forgotten: The block.
+            spans: Phases of its ranks by rank, on the reference clock.
+        """
+        skew_ns = np.ptp(forgotten.arrival_ns, axis=0)
+        for column in np.argsort(-skew_ns, kind="stable")[:_WORST_OF_A_BLOCK].tolist():
+            apart_ns = int(skew_ns[column])
+            is_full = self._bytes >= self._limit_bytes
+            if apart_ns < self._least_ns or (is_full and (not self._heap or apart_ns <= self._heap[0][0])):
+                return
+            calls = _only(forgotten, column)
+            before = [_before(calls, spans[rank]) for rank in calls.group.ranks if rank in spans]
+            heapq.heappush(self._heap, (apart_ns, next(self._numbers), calls, [part for part in before if len(part)]))
+            self._bytes += _size_of_moment(calls, before)
+            while self._bytes > self._limit_bytes:
+                _, _, calls, before = heapq.heappop(self._heap)
+                self._bytes -= _size_of_moment(calls, before)
+
+    @property
+    def blocks(self) -> list[MatchedCalls]:
+        """The collectives, each a block, in the order of time."""
+        return sorted((calls for _, _, calls, _ in self._heap), key=lambda calls: int(calls.arrival_ns.max()))
+
+    def spans_with(self, recent: Mapping[int, Spans]) -> Spans:
+        """The phases before them, and the last ones, by rank; of what was between nothing is known any more.
+
+        Args:
+            recent: The last phases of each rank.
+        """
+        before: dict[int, list[tuple[Spans, int]]] = {rank: [] for rank in sorted(recent)}
+        for _, _, calls, parts in self._heap:
+            for part in parts:
+                before.setdefault(int(part["rank"][0]), []).append((part, int(calls.arrival_ns.max())))
+        made = [np.zeros(0, SPAN)]
+        for rank, own in before.items():
+            last = recent.get(rank, np.zeros(0, SPAN))
+            if own:
+                made.append(_with_gaps(rank, own, until_ns=int(last["begin_ns"][0]) if len(last) else None))
+            made.append(last)
+        return np.concatenate(made)
+
+
+def _with_gaps(rank: int, moments: list[tuple[Spans, int]], *, until_ns: int | None) -> Spans:
+    """Phases of some moments of a rank, each up to its end, before its last phases begin; moments may overlap."""
+    moments = sorted(moments, key=lambda moment: int(moment[0]["begin_ns"][0]))
+    begins = [int(spans["begin_ns"][0]) for spans, _ in moments[1:]]
+    made: list[Spans] = []
+    end_ns = 0
+    for (spans, ended_ns), next_ns in zip(moments, [*begins, until_ns], strict=True):
+        end_ns = max(end_ns, ended_ns)
+        made.append(spans)
+        if next_ns is None or end_ns < next_ns:
+            made.append(np.array([(rank, GAP, end_ns)], dtype=SPAN))
+    found = np.unique(np.concatenate(made))
+    found = found[np.argsort(found["begin_ns"], kind="stable")]
+    return found if until_ns is None else found[found["begin_ns"] < until_ns]
+
+
+def _only(block: MatchedCalls, column: int) -> MatchedCalls:
+    """One collective of a block; copied, as a view would keep the whole."""
+    this = slice(column, column + 1)
+    return replace(
+        block,
+        op=block.op[this].copy(),
+        seq=block.seq[this].copy(),
+        step=block.step[this].copy(),
+        size_bytes=block.size_bytes[this].copy(),
+        arrival_ns=block.arrival_ns[:, this].copy(),
+        duration_ns=block.duration_ns[:, this].copy(),
+        before_ns=block.arrival_ns[:, column - 1].copy() if column else block.before_ns.copy(),
+        follows=block.follows[this].copy(),
+    )
+
+
+def _before(calls: MatchedCalls, spans: Spans) -> Spans:
+    """Phases of a rank from the collective before one until that; what the first was before is left out."""
+    begin_ns = min(int(calls.before_ns.max()), int(calls.arrival_ns.min()))
+    part: Spans = spans[_position(spans, begin_ns) : _position(spans, int(calls.arrival_ns.max())) + 1]
+    is_whole = len(part) <= _MOST_SPANS_OF_A_MOMENT
+    part = part[-_MOST_SPANS_OF_A_MOMENT:].copy()
+    if is_whole:
+        part["begin_ns"][:1] = np.maximum(part["begin_ns"][:1], begin_ns)
+    return part
+
+
+def _position(spans: Spans, moment_ns: int) -> int:
+    """Of the span of a rank that goes on at a moment, or of the first; numpy would copy all of them to search."""
+    return max(bisect_right(spans["begin_ns"], moment_ns) - 1, 0)
 
 
 def _is_sorted(spans: Spans) -> bool:
@@ -124,3 +265,7 @@ def _sorted_ranks(spans: Spans) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _size_of(calls: MatchedCalls) -> int:
     return int(_BLOCK_BYTES + calls.arrival_ns.nbytes + calls.duration_ns.nbytes + 5 * calls.seq.nbytes)
+
+
+def _size_of_moment(calls: MatchedCalls, spans: list[Spans]) -> int:
+    return _size_of(calls) + sum(part.nbytes for part in spans)

@@ -13,6 +13,8 @@ from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Calls, Clock, GroupMem
 _MOST_PENDING = 1_000_000
 # A call that not all members have told of by then is given up, on the clock of the calls themselves.
 _GIVE_UP_NS = 60_000_000_000
+# A program may make groups for as long as it runs; one that is forgotten and called again is a new one.
+_MOST_GROUPS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +61,29 @@ class Matcher:
         self._groups: dict[str, GroupMembers] = {}
         self._clocks: dict[int, Clock] = {}
         self._last: dict[str, tuple[int, NDArray[Any]]] = {}
+        self._newest_ns: dict[int, int] = {}
         self.unmatched = 0
 
     def add(self, window: Window) -> list[MatchedCalls]:
         """What can be matched now that this has come, by group."""
         self._clocks |= window.clocks
         for group in window.groups:
-            if group.ranks or group.name not in self._groups:
-                self._groups[group.name] = group
+            known = self._groups.pop(group.name, group)
+            self._groups[group.name] = group if group.ranks and group != known else known
+        self._newest_ns |= _newest_ns(window.calls)
         for number in np.unique(window.calls["group"]):
             calls = window.calls[window.calls["group"] == number]
             self._pending[window.groups[number].name].append((window.ops, calls))
-        return [matched for name in [*self._pending] if (matched := self._match(name)) is not None]
+        found = [matched for name in [*self._pending] if (matched := self._match(name)) is not None]
+        self._forget_groups()
+        return found
+
+    def _forget_groups(self) -> None:
+        """Those that were called longest ago; not one that a member's word is waited for."""
+        if (too_many := len(self._groups) - _MOST_GROUPS) > 0:
+            for name in [name for name in self._groups if name not in self._pending][:too_many]:
+                del self._groups[name]
+                self._last.pop(name, None)
 
     def _match(self, name: str) -> MatchedCalls | None:
         group = self._groups[name]
@@ -111,7 +124,7 @@ class Matcher:
 
     def _keep(self, name: str, ops: tuple[str, ...], calls: Calls) -> None:
         """What some members have not told of yet may still come; not for ever."""
-        age_ns = _age_ns(calls)
+        age_ns = self._age_ns(calls)
         youngest = np.argsort(age_ns, kind="stable")[: _MOST_PENDING // max(len(self._pending), 1)]
         kept = calls[youngest[age_ns[youngest] < _GIVE_UP_NS]]
         self.unmatched += len(calls) - len(kept)
@@ -120,14 +133,20 @@ class Matcher:
         else:
             del self._pending[name]
 
+    def _age_ns(self, calls: Calls) -> NDArray[Any]:
+        """How much older than its rank's newest, in any group, each call is: clocks of ranks may be far apart."""
+        ranks, row = np.unique(calls["rank"], return_inverse=True)
+        newest_ns = np.array([self._newest_ns[rank] for rank in ranks.tolist()], dtype=np.int64)
+        age_ns: NDArray[Any] = newest_ns[row] - calls["created_ns"]
+        return age_ns
 
-def _age_ns(calls: Calls) -> NDArray[Any]:
-    """How much older than its rank's newest each call is: clocks of ranks may be far apart."""
+
+def _newest_ns(calls: Calls) -> dict[int, int]:
+    """When each rank has made its newest call."""
     ranks, row = np.unique(calls["rank"], return_inverse=True)
     newest_ns = np.zeros(len(ranks), dtype=np.int64)
     np.maximum.at(newest_ns, row, calls["created_ns"])
-    age_ns: NDArray[Any] = newest_ns[row] - calls["created_ns"]
-    return age_ns
+    return dict(zip(ranks.tolist(), newest_ns.tolist(), strict=True))
 
 
 def _with_common_ops(parts: list[tuple[tuple[str, ...], Calls]]) -> tuple[tuple[str, ...], Calls]:

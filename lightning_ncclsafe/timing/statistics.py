@@ -10,6 +10,10 @@ from lightning_ncclsafe.timing.windows import GroupMembers, Window
 
 Key = tuple[str, str]
 
+# A program may make groups for as long as it runs; what comes after so many is one row.
+_MOST_KEYS = 10_000
+_OTHERS = GroupMembers(name="others", description="later groups")
+
 
 @dataclass(kw_only=True)
 class OpSums:
@@ -38,16 +42,19 @@ class Statistics:
     """Adds up, for as long as a run lasts, in memory that does not grow with it."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, GroupMembers] = {}
+        self._groups: dict[str, GroupMembers] = {_OTHERS.name: _OTHERS}
         self._sums: dict[Key, OpSums] = {}
         self._counts: dict[Key, dict[int, tuple[int, int]]] = {}
 
     def count(self, window: Window) -> None:
         """Adds what ranks have called, compared or not."""
-        self._groups |= {group.name: group for group in window.groups if group.ranks or group.name not in self._groups}
+        for group in window.groups:
+            may_know = group.ranks if group.name in self._groups else len(self._groups) < _MOST_KEYS
+            if may_know:
+                self._groups[group.name] = group
         for rank, totals in window.totals.items():
             for total in totals:
-                counts = self._counts.setdefault((total.group, total.op), {})
+                counts = self._counts.setdefault(self._key(total.group, total.op), {})
                 count, size_bytes = counts.get(rank, (0, 0))
                 counts[rank] = (count + total.count, size_bytes + total.size_bytes)
 
@@ -58,7 +65,7 @@ class Statistics:
             if not chosen.any():
                 continue
             timed = chosen & (late.transfer_ns >= 0)
-            sums = self._sums.setdefault((calls.group.name, op), OpSums())
+            sums = self._sums.setdefault(self._key(calls.group.name, op), OpSums())
             sums.compared += int(chosen.sum())
             sums.size_bytes += int(calls.size_bytes[chosen].sum())
             sums.skew_ns += float(late.skew_ns[chosen].sum())
@@ -66,6 +73,12 @@ class Statistics:
             sums.timed += int(timed.sum())
             sums.transfer_ns += float(late.transfer_ns[timed].sum())
             sums.timed_bytes += int(calls.size_bytes[timed].sum())
+
+    def _key(self, group: str, op: str) -> Key:
+        """What a group's operation is counted with."""
+        is_known = (group, op) in self._counts or (group, op) in self._sums
+        is_room = len(self._counts) < _MOST_KEYS and len(self._sums) < _MOST_KEYS
+        return (group, op) if is_known or is_room else (_OTHERS.name, "several")
 
     def summaries(self) -> tuple[OpSummary, ...]:
         """One for each group and operation, those on which ranks waited longest in all first."""

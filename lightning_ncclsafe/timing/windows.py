@@ -29,6 +29,9 @@ rank's training batches; ``created_ns`` is the rank's own wall clock; ``duration
 SPAN = np.dtype([("rank", "<i4"), ("phase", "<i4"), ("begin_ns", "<i8")])
 """From ``begin_ns``, on the rank's own wall clock, on it is in a phase, by number, until its next span begins."""
 
+GAP = -1
+"""In place of a phase: from there on nothing is known of the rank, until its next span begins."""
+
 UNKNOWN_NS = -1
 """Of a duration that the back end does not give."""
 

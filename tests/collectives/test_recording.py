@@ -400,3 +400,13 @@ def test_a_batch_of_sends_and_receives_is_no_collective() -> None:
     ]
     whole = nccl(3, duration_ms=1.0) | {"profiling_name": "nccl:coalesced", "collective_seq_id": 1, "p2p_seq_id": 9}
     assert seqs(Read()(nccl(0, duration_ms=1.0), *parts, whole, last=True)) == [1]
+
+
+def test_of_groups_that_are_made_again_and_again_the_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording_module, "_MOST_GROUPS", 5)
+    read = Read()
+    for number in range(100):
+        (group,) = read(entry(number, group=(f"group {number}", ""))).groups
+        assert group.name == f"group {number}"
+    assert len(read.recording._groups) <= 6
+    assert read(entry(100, group=("group 3", ""))).groups[0].name == "group 3"

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_ncclsafe.collectives import scalars as scalars_module
 from lightning_ncclsafe.collectives.scalars import Scalars
 from lightning_ncclsafe.timing.lateness import lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
@@ -95,3 +96,11 @@ def test_every_name_is_one_that_all_loggers_take(name: str, op: str) -> None:
 
 def test_the_numbers_are_plain() -> None:
     assert {type(value) for value in taken(block([[0], [1]], [[1.0], [2.0]])).values()} == {float}
+
+
+def test_of_groups_that_are_made_again_and_again_the_later_ones_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalars_module, "_MOST_NAMES", 3)
+    blocks = [block([[0], [number]], name=str(number)) for number in range(30)]
+    names = {name.removesuffix("/skew_ms") for name in taken(*blocks) if name.endswith("/skew_ms")}
+    assert names == {f"collectives/all_reduce{name}" for name in ("", ".1", ".2", ".later")}
+    assert taken(*blocks)["collectives/all_reduce.later/skew_ms"] == pytest.approx(sum(range(3, 30)) / 27)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -112,10 +113,44 @@ def test_a_megabyte_arrives_whole(make: MakeExchange) -> None:
     assert make().get_many(["big"]) == {"big": value}
 
 
+def test_what_is_deleted_is_as_if_it_had_never_been_set(make: MakeExchange) -> None:
+    mine, other = make(), make()
+    mine.set("a/1", b"old")
+    mine.set_if_absent("a/2", b"old")
+    mine.set("b", b"stays")
+    other.delete(key for key in ["a/1", "a/2", "never"])
+    assert mine.get_many(["a/1", "a/2", "never", "b"]) == {"b": b"stays"}
+    assert mine.set_if_absent("a/2", b"new") == b"new"
+    assert other.get_many(["a/2"]) == {"a/2": b"new"}
+
+
 def test_use_after_close_is_one_clear_error(make: MakeExchange) -> None:
     exchange = make()
     exchange.close()
     exchange.close()
-    for call in (lambda: exchange.set("k", b""), lambda: exchange.get_many(["k"])):
+    for call in (lambda: exchange.set("k", b""), lambda: exchange.get_many(["k"]), lambda: exchange.delete(["k"])):
         with pytest.raises(ExchangeError, match="closed"):
             call()
+
+
+def test_what_an_earlier_exchange_of_this_rank_has_published_is_taken_away_and_nothing_else() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+    def at(prefix: str) -> TcpStoreExchange:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+        return TcpStoreExchange(PrefixStore("ncclsafe", client), prefix=prefix)
+
+    with closing(at("0/")) as first, closing(at("0/")) as other, closing(at("1/")) as second:
+        before = server.num_keys()
+        first.set_if_absent("run", b"a")
+        for number in range(200):
+            first.set(f"key/{number}", b"")
+        first.delete(["key/7"])
+        assert "0/key/7" not in first.published and len(first.published) == 200
+        other.set("theirs", b"")
+        second.set("key/1", b"new")
+        assert second.get_many(["run", "theirs", "key/1"]) == {"key/1": b"new"}, "each has keys of its own"
+        second.forget(first.published)
+        # One thread makes all calls, one after the other.
+        assert second.get_many(["key/1"]) == {"key/1": b"new"}
+        assert server.num_keys() == before + 2

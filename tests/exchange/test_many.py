@@ -1,12 +1,20 @@
 """Many keys and long values: what is asked of a store stays small enough for it to answer in time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
-from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, in_parts
+from lightning_ncclsafe import _torch, watched
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, TcpStoreExchange, in_parts
 from lightning_ncclsafe.exchange.parts import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
+from lightning_ncclsafe.phases import PhaseTracker
 
 
 class CountingStore:
@@ -68,3 +76,42 @@ def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_
     assert exchange.get_many(["facts/3"]) == {"facts/3": b"short"}
     assert not exchange.lost
     exchange.close()
+
+
+def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program may fit and validate any number of times in one process."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+    def connect(prefix: str) -> Any:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+        return PrefixStore(prefix, client)
+
+    monkeypatch.setattr(_torch, "own_store_connection", connect)
+    monkeypatch.setattr(watched, "_published", type(watched._published)())
+    keys = []
+    with closing_call(tmp_path) as outer:
+        outer.set("card/0", b"outer")
+        for number in range(8):
+            with closing_call(tmp_path) as exchange:
+                for key in ("card/0", "finished/0"):
+                    exchange.set(key, str(number).encode())
+                assert exchange.get_many(["card/0"]) == {"card/0": str(number).encode()}
+                keys.append(server.num_keys())
+        assert outer.get_many(["card/0"]) == {"card/0": b"outer"}, "within which the others have been"
+    assert keys[0] < keys[1] == keys[2] == keys[-1]
+
+
+@contextmanager
+def closing_call(folder: Path) -> Iterator[Exchange]:
+    """The store of a call of the Trainer that has nothing else."""
+    call = watched.WatchedCall.__new__(watched.WatchedCall)
+    vars(call).update(dict.fromkeys(("_presenter", "_stop_signal", "_tuner", "timer", "_guard")))
+    vars(call).update(tracker=PhaseTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder)
+    exchange = call._store()
+    try:
+        yield exchange
+    finally:
+        exchange.close()
+        call.close()

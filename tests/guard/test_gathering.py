@@ -46,9 +46,15 @@ def facts_of(rank: int, **more: object) -> RankFacts:
     return RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN), **more)  # type: ignore[arg-type]
 
 
-def part_of(exchange: MemoryExchange, rank: int, world_size: int) -> Gathering:
+def part_of(exchange: MemoryExchange, rank: int, world_size: int, round_number: int = 0) -> Gathering:
     return Gathering(
-        exchange, round_number=0, rank=rank, world_size=world_size, peers=(), witness=lambda _: [], is_dropped=bool
+        exchange,
+        round_number=round_number,
+        rank=rank,
+        world_size=world_size,
+        peers=(),
+        witness=lambda _: [],
+        is_dropped=bool,
     )
 
 
@@ -81,7 +87,21 @@ def test_all_of_many_ranks_are_heard_and_hear() -> None:
     assert {verdict.answer for verdict in verdicts.values() if verdict} == {"100 of 100: "}
     assert len(verdicts) == 100
     # What has been judged is taken back: the store is memory of rank 0.
-    assert not any(shared.values[f"round/0/facts/{rank}"] for rank in range(100))
+    assert not any(f"round/0/{said}/{rank}" in shared.values for said in ("facts", "here") for rank in range(100))
+
+
+def test_rounds_leave_a_few_keys_each_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after the other: the reporter need not wait for those that come after it.
+    monkeypatch.setattr(gathering, "SEEN_S", 0.0)
+    exchange = MemoryExchange()
+    for number in range(6):
+        parts = [part_of(exchange, rank, 20, number) for rank in range(20)]
+        for rank, part in enumerate(parts):
+            part.publish(facts_of(rank))
+        assert {verdict.answer for part in parts if (verdict := part.hold(INCIDENT, told))} == {"20 of 20: "}
+    left = {key.removeprefix("round/") for key in exchange._shared.values}
+    of_each = {f"{number}/{name}" for number in range(6) for name in ("verdict", "reporter/0")}
+    assert left == of_each | {f"5/seen/{rank}" for rank in range(1, 20)}
 
 
 def test_where_rank_0_is_silent_the_others_do_not_read_one_anothers_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +113,7 @@ def test_where_rank_0_is_silent_the_others_do_not_read_one_anothers_facts(monkey
     assert asked[1]["round/0/facts/"] >= 39
     assert all("round/0/facts/" not in asked[rank] for rank in range(2, 40))
     # Once it knows that a lower one has answered, it does not ask again.
-    assert all(asked[rank]["round/0/here/"] <= 40 for rank in range(2, 40))
+    assert all(asked[rank].get("round/0/here/", 0) <= 40 for rank in range(2, 40))
 
 
 def test_an_answer_that_comes_while_others_are_read_is_read_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,20 @@ def test_a_rank_is_ended_at_the_limit_of_the_phase_it_waits_in(make_job: Callabl
     assert (incident["kind"], incident["opened_by"], incident["timeout_s"]) == ("timeout", 2, 0.6)
 
 
+def test_a_run_that_is_not_ended_at_the_limit_has_so_many_reports_of_it(make_job: Callable[..., Job]) -> None:
+    """Of a year of standstills nobody reads a report each, and each would be a folder."""
+    job = make_job(world_size=1, timeout_s=0.6, on_timeout="report")
+    job.probes[0].waits = True
+    job.start(without=0)
+    (guard,) = job.guards
+    guard._suspicions = guard_module.MAX_SUSPICIONS
+    assert guard._reason(1000.0) is IncidentKind.TIMEOUT
+    guard._reports_at_limit = guard_module.MAX_REPORTS_AT_LIMIT
+    assert guard._reason(2000.0) is None
+    guard._limits = replace(guard._limits, on_timeout="abort")
+    assert guard._reason(3000.0) is IncidentKind.TIMEOUT, "a run is ended however often it was not"
+
+
 def test_without_a_phase_of_its_own_the_same_rank_waits_on(make_job: Callable[..., Job]) -> None:
     job = make_job(on_timeout="report")
     job.limits = replace(job.limits, phases_s={"validate": 0.6})

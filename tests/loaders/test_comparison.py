@@ -95,6 +95,7 @@ def test_one_comparison_follows_the_other_over_the_same_keys(tmp_path: Path) -> 
 
     assert job.run(many) == [40] * 3
     assert sum(map(len, job.shared.values.values())) < 8_000, "what has been read is taken back"
+    assert {*job.shared.values} == {"data/0", "data/1", "data/2", "data/verdict/40"}
 
 
 def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
@@ -114,6 +115,14 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     assert said.startswith("unequal-batches: ")
     assert "report: " in said
     assert len(list(tmp_path.glob("*/report.json"))) == 1
+
+
+def test_loaders_that_differ_in_another_way_each_time_are_told_of_some_times(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for number in range(30):
+        longer = replace(EQUAL, length=6 + number, batches=6 + number)
+        job.compare(data(EQUAL, on_mismatch="warn"), data(longer, on_mismatch="warn"))
+    assert len(job.said) == len(list(tmp_path.glob("*/report.json"))) == 16
 
 
 def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lightning_ncclsafe.report import trace, trace_selection
 from lightning_ncclsafe.report.trace import write_trace
 from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.summary import RankSummary, TimingSummary
-from lightning_ncclsafe.timing.windows import SPAN, UNKNOWN_NS, Clock, GroupMembers, Spans
+from lightning_ncclsafe.timing.windows import GAP, SPAN, UNKNOWN_NS, Clock, GroupMembers, Spans
 
 MS = 1_000_000
 T0 = 1_700_000_000_123_456_789
@@ -174,6 +174,20 @@ def test_a_phase_lasts_until_the_next_one_of_its_rank(path: Path) -> None:
         ("phase 200", 30_000, 40_000),
     ]
     assert drawn(found[1, "phases"]) == [("data loading", 0, 5_000), ("forward/backward", 5_000, 40_000)]
+
+
+def test_a_phase_ends_where_from_then_on_nothing_is_known(path: Path) -> None:
+    spans = spans_of((0, 1, 0.0), (0, GAP, 2.0), (0, 3, 5.0))
+    read = written(path, calls=[block([[6.0], [6.0]])], spans=spans)
+    phases = [(name, begin, end) for name, begin, end in drawn(threads(read)[0, "phases"])]
+    assert [(begin, end) for _, begin, end in phases] == [(0.0, 2000.0), (5000.0, 6000.0)]
+
+
+def test_what_was_forgotten_before_is_said(path: Path) -> None:
+    read = written(path, calls=[block([[1.0], [3.0]])], forgotten=12_345)
+    said = "of the 12,345 oldest collectives, only some for which ranks came furthest apart were kept"
+    assert read["otherData"]["left_out"] == said
+    assert said in [event["name"] for event in read["traceEvents"] if event["ph"] == "i"]
 
 
 def test_ranks_are_processes_in_their_order_with_their_clocks(path: Path) -> None:

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from timing_builders import BEGAN_NS, MS, S, matched
 
-from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans
+from lightning_ncclsafe.timing import history
+from lightning_ncclsafe.timing.history import LatenessHistory, RecentCalls, RecentSpans, WorstMoments
 from lightning_ncclsafe.timing.lateness import lateness
-from lightning_ncclsafe.timing.windows import SPAN
+from lightning_ncclsafe.timing.matching import MatchedCalls
+from lightning_ncclsafe.timing.windows import GAP, SPAN
 
 
 def add_late(history: LatenessHistory, at_s: float, late_ms: float = 10.0) -> None:
@@ -61,6 +63,10 @@ def test_without_collectives_there_is_no_history() -> None:
     assert LatenessHistory(4).late_s.shape == (4, 0)
 
 
+def nothing_worse() -> WorstMoments:
+    return WorstMoments(0, least_ns=0)
+
+
 def spans(rank: int, first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.array([(rank, number % 3, number) for number in range(first, first + count)], dtype=SPAN)
 
@@ -74,7 +80,7 @@ def test_spans_of_each_rank_stay_in_order_whatever_the_order_of_ranks() -> None:
         1: [0],
         2: [0, 1, 2, 3, 4],
     }
-    assert recent.all()["rank"].tolist() == [0] * 4 + [1] + [2] * 5
+    assert nothing_worse().spans_with(recent.by_rank)["rank"].tolist() == [0] * 4 + [1] + [2] * 5
 
 
 def test_the_last_spans_stay_and_all_ranks_share_the_limit() -> None:
@@ -88,7 +94,7 @@ def test_the_last_spans_stay_and_all_ranks_share_the_limit() -> None:
 def test_no_spans_are_none() -> None:
     recent = RecentSpans(10)
     recent.add(np.zeros(0, SPAN))
-    assert len(recent.all()) == 0 and recent.by_rank == {}
+    assert len(nothing_worse().spans_with(recent.by_rank)) == 0 and recent.by_rank == {}
 
 
 def test_the_last_collectives_stay() -> None:
@@ -105,3 +111,114 @@ def test_one_block_that_is_too_large_is_kept_all_the_same() -> None:
     for _ in range(3):
         recent.add(matched(np.zeros((2, 50))))
     assert len(recent.blocks) == 1
+
+
+class Run:
+    """One collective of two ranks each second; at each full second a phase begins, a quarter later another."""
+
+    def __init__(self, *, worst_bytes: int = 1 << 20) -> None:
+        self.calls, self.spans = RecentCalls(limit_bytes=1 << 20), RecentSpans(1_000_000)
+        self.worst = WorstMoments(worst_bytes, least_ns=5 * MS)
+
+    def second(self, number: int, late_ms: float = 0.0) -> None:
+        """The collective comes at half past; rank 1 is late."""
+        at_ms = 1000.0 * number
+        begins_ns = [BEGAN_NS + int(at_ms + ms) * MS for ms in (0, 250)]
+        self.spans.add(np.array([(r, p, ns) for r in range(2) for p, ns in enumerate(begins_ns, 1)], dtype=SPAN))
+        for block in self.calls.add(
+            matched([[at_ms + 500], [at_ms + 500 + late_ms]], before_ns=[at_ms - 500] * 2, follows=[True])
+        ):
+            self.worst.add(block, self.spans.by_rank)
+        self.spans.forget(self.calls.began_ns)
+
+    def phases(self, rank: int) -> list[tuple[int, float]]:
+        """What would be drawn of a rank: phases, and the seconds at which they begin."""
+        found = self.worst.spans_with(self.spans.by_rank)
+        return [(int(phase), (int(ns) - BEGAN_NS) / S) for of, phase, ns in found.tolist() if of == rank]
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds are kept, and no more than two phases of each rank for longer."""
+    monkeypatch.setattr(history, "KEPT_NS", 10 * S)
+    monkeypatch.setattr(history, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(history, "_LEAST_SPANS_OF_A_RANK", 2)
+
+
+def seconds(blocks: list[MatchedCalls]) -> list[float]:
+    return [(int(block.arrival_ns[0, 0]) - BEGAN_NS) / S for block in blocks]
+
+
+@pytest.mark.usefixtures("little")
+def test_what_is_older_than_some_minutes_is_forgotten() -> None:
+    run = Run()
+    for number in range(1, 101):
+        run.second(number)
+    assert seconds(run.calls.blocks) == [number + 0.5 for number in range(90, 101)]
+    assert run.phases(0)[0] == (2, 89.25), "what led to the first of them is still known"
+    assert run.worst.blocks == []
+
+
+def test_of_long_steps_some_are_kept_however_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    for number in range(0, 100_000, 1000):
+        run.second(number)
+    assert len(run.calls.blocks) == 100 and len(run.phases(1)) == 200
+    monkeypatch.setattr(history, "_LEAST_BYTES", 20_000)
+    run.second(100_000)
+    assert 5 < len(run.calls.blocks) < 20
+
+
+@pytest.mark.usefixtures("little")
+def test_the_worst_of_what_is_forgotten_stays_with_the_phases_before_it() -> None:
+    run = Run()
+    for number in range(1, 101):
+        run.second(number, late_ms={20: 40.0, 30: 3.0, 50: 60.0, 99: 90.0}.get(number, 0.0))
+    assert seconds(run.worst.blocks) == [20.5, 50.5], "the last one has not been forgotten, another was not late"
+    late = run.worst.blocks[1]
+    assert (late.arrival_ns.shape, late.seq.shape, late.follows.tolist()) == ((2, 1), (1,), [True])
+    assert late.arrival_ns[1, 0] - late.arrival_ns[0, 0] == 60 * MS
+    before = [phase for phase in run.phases(1) if phase[1] < 60]
+    # From the collective before it on; from when it was over, nothing is known.
+    assert before == [
+        (2, 19.5),
+        (1, 20.0),
+        (2, 20.25),
+        (GAP, 20.54),
+        (2, 49.5),
+        (1, 50.0),
+        (2, 50.25),
+        (GAP, 50.56),
+    ]
+
+
+@pytest.mark.usefixtures("little")
+def test_moments_that_follow_one_another_have_no_gap_between_them() -> None:
+    run = Run()
+    for number in range(1, 101):
+        run.second(number, late_ms=40.0 if number in (20, 21) else 0.0)
+    assert [phase for phase in run.phases(0) if phase[1] < 60] == [
+        (2, 19.5),
+        (1, 20.0),
+        (2, 20.25),
+        (2, 20.5),
+        (1, 21.0),
+        (2, 21.25),
+        (GAP, 21.54),
+    ]
+
+
+@pytest.mark.usefixtures("little")
+def test_only_so_many_of_the_worst_stay() -> None:
+    run = Run(worst_bytes=40_000)
+    for number in range(1, 201):
+        run.second(number, late_ms=10.0 + number * 7 % 100)
+    late_ms = [float(np.ptp(block.arrival_ns) / MS) for block in run.worst.blocks]
+    assert 5 < len(late_ms) < 25
+    assert sorted(late_ms) == sorted(10.0 + number * 7 % 100 for number in range(1, 190))[-len(late_ms) :]
+
+
+def test_nothing_is_kept_where_there_is_no_room() -> None:
+    worst = WorstMoments(0, least_ns=0)
+    worst.add(matched([[0.0], [50.0]]), {})
+    assert worst.blocks == []

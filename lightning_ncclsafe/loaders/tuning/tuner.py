@@ -215,6 +215,9 @@ class Tuner:
                     time.sleep(_EPOCH_POLL_S)
                 if found:
                     return self._in_epoch(name, found[key])
+            if self._deciding is not None:
+                # No rank is two epochs behind; what lies on the store does not grow with them.
+                self._exchange.delete([f"tuning/epoch/{name}/{self._epochs[name] - 2}"])
             setting = self._setting_of(name) if self._deciding is not None else None
             stands = self._exchange.set_if_absent(key, codec.encode(Decision(settings=(setting,) if setting else ())))
             return self._in_epoch(name, stands)

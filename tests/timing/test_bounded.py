@@ -1,0 +1,112 @@
+"""A run of a year keeps no more than one of an hour: of ten times as much, as many bytes are held.
+
+Limits are made small, so that they are reached at once; that what they bound is kept at all, others test.
+"""
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from timing_builders import Job, S
+
+from lightning_ncclsafe.timing import analysis as analysis_module
+from lightning_ncclsafe.timing import history, matching, statistics
+from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.windows import GroupMembers, OpTotal, Window
+
+FEW_BYTES = 30_000
+
+
+def grown_bytes(feed: Callable[[int], object], *, few: int, many: int) -> int:
+    """By how much what is held grows from ``few`` calls to ``many``."""
+    tracemalloc.start()
+    try:
+        for number in range(few):
+            feed(number)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(few, many):
+            feed(number)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, *, for_ns: int) -> None:
+    for module in (history, analysis_module):
+        monkeypatch.setattr(module, "KEPT_NS", for_ns)
+
+
+def later(told: Window, number: int, *, steps: int, lasts_ns: int) -> Window:
+    """The same again, as the windows after it."""
+    calls, spans = told.calls.copy(), told.spans.copy()
+    calls["seq"] += number * steps
+    calls["step"] += number * steps
+    calls["created_ns"] += number * lasts_ns
+    spans["begin_ns"] += number * lasts_ns
+    return replace(told, calls=calls, spans=spans)
+
+
+@pytest.mark.parametrize("step_ms", [5.0, 2000.0])
+def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast steps fill the minutes that are kept; of slow ones so many are kept as have room."""
+    keep(monkeypatch, for_ns=2 * S)
+    monkeypatch.setattr(history, "_LEAST_BYTES", 50_000)
+    monkeypatch.setattr(history, "_LEAST_SPANS_OF_A_RANK", 500)
+    monkeypatch.setattr(analysis_module, "_WORST_BYTES", 20_000)
+    steps = 100
+    late = {(1, step): (StepPhase.DATA, 20.0) for step in range(10, steps, 20)}
+    job, analysis = Job(2, steps, step_ms=step_ms, late=late), Analysis(2)
+    told, lasts_ns = job.window(), int(job.begins_ns[-1] - job.begins_ns[0])
+
+    def feed(number: int) -> None:
+        analysis.add(later(told, number, steps=steps, lasts_ns=lasts_ns))
+        analysis.take_fresh()
+
+    assert grown_bytes(feed, few=20, many=200) < FEW_BYTES, "of 18,000 steps"
+    found = analysis.summary()
+    assert found.steps >= 199 * steps and found.ops[0].compared == 200 * steps, "all the same they have counted"
+    assert analysis.worst.blocks and analysis.forgotten > 10_000
+
+
+def test_what_is_kept_where_no_trace_is_wanted() -> None:
+    job, traced, untraced = Job(2, 1000), Analysis(2), Analysis(2, trace_bytes=0)
+    for told in job.windows():
+        for analysis in (traced, untraced):
+            analysis.add(told)
+    assert len(untraced.calls.blocks) == 1 and not untraced.worst.blocks
+    assert untraced.summary() == traced.summary(), "all else is the same"
+
+
+def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is used for some calls of two ranks; of every tenth one rank never tells, and something is missing."""
+    for module in (matching, statistics):
+        for name in ("_MOST_GROUPS", "_MOST_KEYS"):
+            monkeypatch.setattr(module, name, 20, raising=False)
+    monkeypatch.setattr(analysis_module, "_MOST_MISSING", 5)
+    keep(monkeypatch, for_ns=0)
+    monkeypatch.setattr(history, "_LEAST_BYTES", 0)
+    job, analysis = Job(2, 3), Analysis(2)
+    told = job.window()
+
+    def feed(number: int) -> None:
+        window = later(told, number, steps=3, lasts_ns=30 * S)
+        if number % 10 == 0:
+            window = replace(window, calls=window.calls[window.calls["rank"] == 0])
+        name = f"group {number}"
+        total = OpTotal(group=name, op="all_reduce", count=3)
+        groups = (GroupMembers(name=name, ranks=(0, 1), backend="gloo"),)
+        missing = (f"{name} is gone.",)
+        analysis.add(replace(window, groups=groups, totals={0: (total,), 1: (total,)}, missing=missing))
+        analysis.take_fresh()
+
+    assert grown_bytes(feed, few=50, many=500) < FEW_BYTES
+    found = analysis.summary()
+    assert sum(op.count for op in found.ops) == 1500, "later ones are one row"
+    assert {op.description for op in found.ops} == {"", "later groups"} and len(found.ops) == 21
+    assert found.unmatched == 147, "of the last two, the other rank may still tell"
+    assert found.missing == tuple(f"group {number} is gone." for number in range(5))
