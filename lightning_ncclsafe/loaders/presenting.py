@@ -229,9 +229,10 @@ class Presenter:
         return "max_size_cycle" if name == TRAIN else "sequential"
 
     def _end(self, agreement: Agreement, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> "_End":
-        facts, most = data.loaders[index], stage.most_batches(self._trainer)
+        facts = data.loaders[index]
         if terms.votes:
-            iterate = self._voting(agreement, facts, data, most)
+            lockstep = partial(Lockstep, looks_ahead=terms.looks_ahead, most=stage.most_batches(self._trainer))
+            iterate = self._voting(agreement, facts, data, lockstep)
         else:
             iterate = _counting(agreement, terms, facts, data)
         return _End(iterate=iterate, length=terms.length, hides_length=terms.hides_length)
@@ -244,7 +245,9 @@ class Presenter:
             else:
                 self._replaced.setdefault(stage, []).append(replaced)
 
-    def _voting(self, agreement: Agreement, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
+    def _voting(
+        self, agreement: Agreement, facts: LoaderFacts, data: DataFacts, lockstep: Callable[..., Lockstep]
+    ) -> Iterate:
         votes, tell = self._votes, partial(agreement.uneven, data, facts)
         assert votes is not None
         # Where ranks have peers these have to evaluate the same, too.
@@ -254,7 +257,7 @@ class Presenter:
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
-            return Lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch, most)
+            return lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch)
 
         return iterate
 
