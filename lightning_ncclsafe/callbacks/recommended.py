@@ -1,6 +1,6 @@
 """The callbacks that are recommended together."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from lightning_ncclsafe._lightning import CHOSEN, Callback
 from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimer
@@ -9,13 +9,14 @@ from lightning_ncclsafe.callbacks.host_preflight import HostPreflight
 from lightning_ncclsafe.callbacks.loader_tuner import LoaderTuner
 from lightning_ncclsafe.callbacks.logger_offload import LoggerOffload
 
-_RECOMMENDED: tuple[type[Callback], ...] = (
-    HostPreflight,
-    DatasetAgreement,
-    LoaderTuner,
-    LoggerOffload,
-    CollectiveTimer,
-)
+_RECOMMENDED: dict[type[Callback], Callable[[], Callback]] = {
+    HostPreflight: HostPreflight,
+    # A program is not refused for data on which stock trains, unless its author has asked for that.
+    DatasetAgreement: lambda: DatasetAgreement(on_mismatch="raise_on_hang"),
+    LoaderTuner: LoaderTuner,
+    LoggerOffload: LoggerOffload,
+    CollectiveTimer: CollectiveTimer,
+}
 
 
 def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> list[Callback]:
@@ -23,7 +24,9 @@ def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> 
 
     Those are, in this order: :class:`~lightning_ncclsafe.HostPreflight`, :class:`~lightning_ncclsafe.DatasetAgreement`,
     :class:`~lightning_ncclsafe.LoaderTuner`, :class:`~lightning_ncclsafe.LoggerOffload` and
-    :class:`~lightning_ncclsafe.CollectiveTimer`, each with its defaults.
+    :class:`~lightning_ncclsafe.CollectiveTimer`, each with its defaults, but for ``on_mismatch="raise_on_hang"``: as
+    with the strategy alone, data that differs in content is a warning, and only what would hang is refused. Give
+    ``DatasetAgreement()`` yourself to have the former refused, too.
 
     Args:
         *own: Callbacks of your own. One of a recommended class, or of a class derived from it, takes that one's place;
@@ -45,7 +48,7 @@ def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> 
         if not isinstance(callback, Callback):
             raise TypeError(_not_a_callback(callback))
     recommended = [_of_kind(kind, own, left_out=kind in without) for kind in _RECOMMENDED]
-    others = [callback for callback in own if not isinstance(callback, _RECOMMENDED)]
+    others = [callback for callback in own if not isinstance(callback, tuple(_RECOMMENDED))]
     return [*(callback for callback in recommended if callback is not None), *others]
 
 
@@ -57,7 +60,7 @@ def _of_kind(kind: type[Callback], own: Sequence[Callback], *, left_out: bool) -
         raise ValueError(f"safe_callbacks was given a {kind.__name__}, and told to leave it out; do one of the two.")
     if left_out:
         return None
-    return given[0] if given else kind()
+    return given[0] if given else _RECOMMENDED[kind]()
 
 
 def _check_without(without: Collection[type[Callback]]) -> None:

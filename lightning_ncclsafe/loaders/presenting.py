@@ -16,7 +16,7 @@ from lightning_ncclsafe.facts import VOTE_GROUP
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
-from lightning_ncclsafe.loaders.stage import TRAIN, Stage
+from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.methods import ReplacedMethod
@@ -24,6 +24,7 @@ from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.rules.activity import AGREEMENT
+from lightning_ncclsafe.rules.presented import TRAIN
 from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
 
 _CONNECT_S = 30.0

@@ -14,7 +14,7 @@ from lightning_ncclsafe.settings import OnUneven
 
 LENGTHS = (5, 3, 4)
 # The Lockstep of a test; see the fixture.
-lockstep: Callable[..., Lockstep]
+lockstep: Callable[..., Lockstep] = Lockstep
 
 
 class End(Exception):
