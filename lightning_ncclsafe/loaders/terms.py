@@ -15,8 +15,8 @@ class LoaderTerms:
     Attributes:
         votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
             ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
-        looks_ahead: Whether they vote one batch ahead, as on every rank worker processes make the batches. What is made
-            in a rank's own process may depend on what has been trained when it is fetched.
+        looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
+            rank's own process takes part in may depend on what has been trained when it is fetched.
         hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
         length: The number of batches it has on every rank from now on; None for as many as it says itself.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
@@ -71,7 +71,7 @@ def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str) -> Loade
     if any(loader.iterable for loader in loaders) or len(known) < len(lengths):
         return LoaderTerms(
             votes=True,
-            looks_ahead=all(loader.num_workers for loader in loaders),
+            looks_ahead=all(loader.made_by_workers for loader in loaders),
             length=length,
             hides_length=length is None and bool(known),
         )

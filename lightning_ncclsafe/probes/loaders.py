@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, chain_names, hugging_face, is_iterable
 from lightning_ncclsafe.probes.fingerprints import file_names, fingerprints, is_listed
@@ -37,13 +39,16 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
     length = reader.length(loader, "loader")
     listed = samplers.decides if is_listed(samplers.decides) else None
     prints = fingerprints(dataset, content=content, batches=listed, items=not iterable)
+    num_workers = reader.whole_number(loader, "num_workers", "loader") or 0
     return LoaderFacts(
         name=name,
         loader=class_name(loader),
         dataset=class_name(dataset),
         datasets=chain_names(datasets),
         iterable=iterable,
-        num_workers=reader.whole_number(loader, "num_workers", "loader") or 0,
+        num_workers=num_workers,
+        # A subclass may do anything around it; and what picks samples of a map-style dataset does so in this process.
+        made_by_workers=num_workers > 0 and is_iterable(own) and type(loader).__iter__ is DataLoader.__iter__,
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
         batches=reader.attempt("The limit of batches", lambda: limited(length, limit)),
