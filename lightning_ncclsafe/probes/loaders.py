@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, chain_names, hugging_face, is_iterable
 from lightning_ncclsafe.probes.fingerprints import file_names, fingerprints, is_listed
 from lightning_ncclsafe.probes.reading import Reader, class_name, whole_number
-from lightning_ncclsafe.probes.samplers import Samplers, sampler_facts, samplers_of, split_facts
+from lightning_ncclsafe.probes.samplers import Samplers, iterates_plainly, sampler_facts, samplers_of, split_facts
 
 _MOST_PROBLEMS = 16
 
@@ -47,8 +45,8 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         datasets=chain_names(datasets),
         iterable=iterable,
         num_workers=num_workers,
-        # A subclass may do anything around it; and what picks samples of a map-style dataset does so in this process.
-        made_by_workers=num_workers > 0 and is_iterable(own) and type(loader).__iter__ is DataLoader.__iter__,
+        # What picks samples of a map-style dataset does so in this process.
+        made_by_workers=num_workers > 0 and is_iterable(own) and iterates_plainly(loader),
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
         batches=reader.attempt("The limit of batches", lambda: limited(length, limit)),
