@@ -43,6 +43,8 @@ class LoaderFacts:
             outside in.
         iterable: Whether the dataset is an ``IterableDataset``, or the loader anything that is just iterated.
         num_workers: Worker processes of this loader.
+        made_by_workers: Whether these alone make the batches, and nothing in the rank's own process decides what is in
+            them: an ``IterableDataset`` in a ``DataLoader`` that is iterated as PyTorch's is.
         prefetch_factor: Batches each worker prefetches; None without workers.
         length: ``len(loader)``; None where the loader has no length.
         batches: Number of batches after ``limit_*_batches``; None where the loader has no length.
@@ -72,6 +74,7 @@ class LoaderFacts:
     datasets: tuple[str, ...] = ()
     iterable: bool = False
     num_workers: int = 0
+    made_by_workers: bool = False
     prefetch_factor: int | None = None
     length: int | None = None
     batches: int | None = None

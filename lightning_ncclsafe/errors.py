@@ -23,6 +23,8 @@ class CollectiveTimeoutError(RuntimeError):
 class DatasetMismatchError(RuntimeError):
     """The ranks disagree about their data, so training does not start. Raised on all ranks, with the same text.
 
+    Without the callback ``DatasetAgreement`` only where they would hang; with it, whatever they disagree about.
+
     Attributes:
         findings: What differs, the most telling first.
         report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.

@@ -16,7 +16,10 @@ from lightning_ncclsafe.step_facts import StepFacts
 from lightning_ncclsafe.trainer_facts import TrainerFacts
 
 VOTE_GROUP = "ncclsafe votes"
-"""Description of our own process group, on which ranks vote on whether all of them have a next batch."""
+"""Description of our own process group, on which ranks vote on whether all of them have a next batch, and wait."""
+VOTE_AHEAD_GROUP = "ncclsafe votes ahead"
+"""Of the one on which they do so one batch ahead: such a vote is on its way while a rank trains."""
+VOTE_GROUPS = (VOTE_GROUP, VOTE_AHEAD_GROUP)
 
 
 class Phase(str, Enum):

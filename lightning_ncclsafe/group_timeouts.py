@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import VOTE_GROUP, Phase
+from lightning_ncclsafe.facts import VOTE_GROUPS, Phase
 from lightning_ncclsafe.moments import FIRST_BATCH, is_occasional
 from lightning_ncclsafe.patience import DEFAULT_TIMEOUTS_S
 from lightning_ncclsafe.reporter import say_own_failure
@@ -115,7 +115,7 @@ class GroupTimeouts:
             group.set_timeout(own_s if round(before_s, 3) in self._as_made_s else before_s)
 
     def _groups(self) -> list[_torch.TimedGroup]:
-        groups = [group for group in _torch.timed_groups() if group.description != VOTE_GROUP]
+        groups = [group for group in _torch.timed_groups() if group.description not in VOTE_GROUPS]
         names = {group.name for group in groups}
         self._before_s = {name: timeout_s for name, timeout_s in self._before_s.items() if name in names}
         return groups

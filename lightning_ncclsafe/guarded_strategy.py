@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         predict_step: Any
         backward: Any
         process_dataloader: Any
+        on_exception: Any
 
         def __getstate__(self) -> dict[str, Any]: ...
 

@@ -97,7 +97,9 @@ def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> 
     """The callbacks that are recommended with a strategy of this package, new ones at each call.
 
     Those are, in this order: :class:`HostPreflight`, :class:`DatasetAgreement`, :class:`LoaderTuner`,
-    :class:`LoggerOffload` and :class:`CollectiveTimer`, each with its defaults.
+    :class:`LoggerOffload` and :class:`CollectiveTimer`, each with its defaults, but for
+    ``DatasetAgreement(on_mismatch="raise_on_hang")``: as with the strategy alone, data that differs in content is a
+    warning, and only what would hang is refused. Give ``DatasetAgreement()`` yourself to have the former refused, too.
 
     Args:
         *own: Callbacks of your own. One of a recommended class, or of a class derived from it, takes that one's place;

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 OnTimeout = Literal["abort", "report"]
-OnMismatch = Literal["raise", "warn"]
+OnMismatch = Literal["raise", "raise_on_hang", "warn"]
 Content = Literal["sample", "full", "off"]
 OnUneven = Literal["raise", "stop_together", "repeat"]
 Overflow = Literal["thin", "drop_oldest", "block"]
@@ -62,7 +62,8 @@ class AgreementSettings:
     """What ranks do about their data; see :class:`~lightning_ncclsafe.DatasetAgreement`.
 
     Attributes:
-        on_mismatch: Whether ranks that disagree about their data raise, or only say so.
+        on_mismatch: Whether ranks that disagree about their data raise, do so only where they would hang, or only say
+            so.
         content: How much of the data's content is compared.
         on_uneven: What happens where one rank's data ends before another's.
 

@@ -33,7 +33,7 @@ from lightning_ncclsafe.guard import Guard
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.presenting import Presenter
-from lightning_ncclsafe.loaders.stage import TRAIN, Stage
+from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.loggers.live import drain_all, live_facts
 from lightning_ncclsafe.moments import Moment
@@ -48,6 +48,7 @@ from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.steps import StepRecord
 from lightning_ncclsafe.probes.trainer import TrainerProbe
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.rules.presented import TRAIN
 from lightning_ncclsafe.settings import (
     AgreementSettings,
     Limits,
@@ -356,7 +357,8 @@ class WatchedCall:
             trainer=self._trainer,
             strategy=strategy,
             agreement=self._make_agreement(_place(strategy), exchange) if strategy.world_size > 1 else None,
-            settings=_settings_of(self._trainer, AgreementSettings) or AgreementSettings(),
+            # What stock trains on, different data on each rank for instance, is refused only on request.
+            settings=_settings_of(self._trainer, AgreementSettings) or AgreementSettings(on_mismatch="raise_on_hang"),
             combined=self._combined,
             tracker=self.tracker,
             timeout_s=self._limits.longest_s,

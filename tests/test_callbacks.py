@@ -27,7 +27,7 @@ def test_the_defaults_are_those_of_a_strategy_without_the_callback() -> None:
 @pytest.mark.parametrize(
     ("argument", "allowed"),
     [
-        ("on_mismatch", "'raise' or 'warn'"),
+        ("on_mismatch", "'raise', 'raise_on_hang' or 'warn'"),
         ("content", "'sample', 'full' or 'off'"),
         ("on_uneven", "'raise', 'stop_together' or 'repeat'"),
     ],

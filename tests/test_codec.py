@@ -104,6 +104,7 @@ LOADER = LoaderFacts(
     datasets=("Subset", "Digits"),
     iterable=True,
     num_workers=2,
+    made_by_workers=True,
     prefetch_factor=4,
     length=10,
     batches=9,

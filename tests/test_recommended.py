@@ -13,6 +13,7 @@ from lightning_ncclsafe import (
     LoggerOffload,
     safe_callbacks,
 )
+from lightning_ncclsafe.settings import AgreementSettings
 
 RECOMMENDED = [HostPreflight, DatasetAgreement, LoaderTuner, LoggerOffload, CollectiveTimer]
 
@@ -33,7 +34,13 @@ def test_they_are_all_that_we_have_and_new_at_each_call() -> None:
 
 def test_of_each_its_defaults() -> None:
     found = {type(callback): callback.settings for callback in safe_callbacks()}  # type: ignore[attr-defined]
-    assert found == {kind: kind().settings for kind in RECOMMENDED}
+    lenient = AgreementSettings(on_mismatch="raise_on_hang")
+    assert found == {kind: kind().settings for kind in RECOMMENDED} | {DatasetAgreement: lenient}
+
+
+def test_data_that_stock_trains_on_is_refused_only_where_that_is_asked_for_by_name() -> None:
+    (given,) = (one for one in safe_callbacks(DatasetAgreement()) if isinstance(one, DatasetAgreement))
+    assert given.settings.on_mismatch == "raise"
 
 
 @pytest.mark.parametrize("own", [CollectiveTimer(trace=False), OwnTimer()])

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from lightning_ncclsafe import SafeDDP
+from lightning_ncclsafe import DatasetAgreement, SafeDDP
 
 VOCABULARY = ["a", "and", "cat", "dog", "fish", "in", "mouse", "near", "sees", "talks", "the", "to", "tree", "under"]
 TOKENS = {word: token for token, word in enumerate(VOCABULARY)}
@@ -100,6 +100,8 @@ if __name__ == "__main__":
         accelerator="auto",
         devices=options.devices,
         strategy=DDPStrategy(**limits) if options.strategy == "ddp" else SafeDDP(**limits, **guard, on_timeout="abort"),
+        # Different numbers of batches are refused without it, too; with it, different texts in as many batches as well.
+        callbacks=[] if options.strategy == "ddp" else [DatasetAgreement()],
         max_epochs=3,
         default_root_dir=options.root_dir,
         enable_progress_bar=False,

@@ -8,14 +8,18 @@ from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, 
 class DatasetAgreementHooks:
     """Says how ranks compare their data before training starts, and what happens where it ends unevenly.
 
-    With any strategy of this package the loaders of every stage are compared across ranks without it, too, with the
-    defaults below.
+    With any strategy of this package the loaders of every stage are compared across ranks without it, too, with
+    ``on_mismatch="raise_on_hang"`` and the other defaults below: what stock Lightning would train on, if on other data
+    than was meant, is a warning then. This callback, given by name, refuses it.
 
     Args:
         on_mismatch: ``"raise"``: where ranks disagree about their data, all of them raise
-            :class:`~lightning_ncclsafe.DatasetMismatchError` before their workers start. ``"warn"``: the same is
-            printed once, and training goes on; what cannot be gone on with (different numbers of loaders) raises all
-            the same.
+            :class:`~lightning_ncclsafe.DatasetMismatchError` before their workers start. ``"raise_on_hang"``: they do
+            so only where ranks would wait for one another for ever: different numbers of batches or of loaders, a
+            length that only some of them know, validation after different batches. Content that differs (each rank
+            has other data, or the same share) is printed once for each stage, with the table, and training goes on.
+            ``"warn"``: the former are printed, too, and only what cannot be gone on with (different numbers of
+            loaders) raises all the same.
         content: How much of the data's content is compared. ``"sample"``: up to 65,536 indices and 4,096 file
             names in full, 1,024 of longer lists, and some rows of what is in memory. ``"full"``: all indices and file
             names, and up to 8 samples as the dataset gives them, each read twice; one that is different the second

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_ncclsafe._lightning import package_of
+from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreementHooks
 
 
 def recommended(kinds: Sequence[type], callback: type, own: Sequence[Any], without: Collection[type]) -> list[Any]:
@@ -37,7 +38,9 @@ def _of_kind(kind: type, own: Sequence[Any], *, left_out: bool) -> Any:
         raise ValueError(f"safe_callbacks was given a {kind.__name__}, and told to leave it out; do one of the two.")
     if left_out:
         return None
-    return given[0] if given else kind()
+    # A program is not refused for data on which stock trains, unless its author has asked for that.
+    settings = {"on_mismatch": "raise_on_hang"} if issubclass(kind, DatasetAgreementHooks) else {}
+    return given[0] if given else kind(**settings)
 
 
 def _check_without(kinds: Sequence[type], without: Collection[type]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
-from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
 from lightning_ncclsafe.recorder import Kind, Recorder, told_once
 from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
@@ -69,7 +69,8 @@ class Recording:
         """
         found, lost = self._new_entries(last)
         self._know_groups(found)
-        collectives = [entry for entry in found if entry["process_group"][1] != VOTE_GROUP]
+        # For a vote that is on its way while a rank trains nobody waits; for any other, as for the training's own.
+        collectives = [entry for entry in found if entry["process_group"][1] != VOTE_AHEAD_GROUP]
         for entry in collectives:
             entry["size_bytes"] = size_bytes(entry)
         self._read_starts()
@@ -121,7 +122,7 @@ class Recording:
         return found, lost
 
     def _know_groups(self, entries: list[Entry]) -> None:
-        names = {entry["process_group"][0]: entry for entry in entries if entry["process_group"][1] != VOTE_GROUP}
+        names = {entry["process_group"][0]: entry for entry in entries if entry["process_group"][1] != VOTE_AHEAD_GROUP}
         if names.keys() <= self._groups.keys():
             return
         members = {group.name: group.ranks for group in _torch.process_groups()}

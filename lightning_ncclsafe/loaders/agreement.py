@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.lockstep import Reading, Votes
 from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
 from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
@@ -16,12 +16,11 @@ from lightning_ncclsafe.report.data_table import render_mismatch
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.wording import joined
 
-# With these there is no going on: ranks would call different collectives next.
-_ALWAYS_RAISED = frozenset({"loader-count", "settings-disagreement"})
-# Loaders that are made anew for every epoch may differ in another way each time.
-_MOST_SAID = 16
+_GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.\n'
 
 
 class Agreement:
@@ -137,9 +136,11 @@ class Agreement:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has said why
-        diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
+        job = self._job(ranks)
+        diagnosis = judge(job, AGREEMENT_RULES)
         terms = terms_of(data) if self._is_complete(ranks) else ()
-        if any(_is_raised(finding, data) for finding in diagnosis.findings) and self._is_complete(ranks):
+        if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
+            diagnosis = _with_way_on(diagnosis)
             folder = self._write(diagnosis)
             return Agreed(complete=True, error=render_mismatch(diagnosis), findings=diagnosis.findings, folder=folder)
         if diagnosis.findings:
@@ -150,11 +151,14 @@ class Agreement:
         return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
 
     def _warn(self, diagnosis: Diagnosis) -> None:
-        """Once, also where loaders are made anew for every epoch."""
-        text = render_mismatch(diagnosis)
-        if self._identity.rank == 0 and text not in self._said and len(self._said) < _MOST_SAID:
-            self._said.add(text)
-            self._say(f"{text}\nreport: {self._write(diagnosis)}")
+        """Once, also where loaders are made anew for every epoch, and with them data that differs in another way."""
+        loaders = [loader.name for facts in diagnosis.job.ranks[:1] if facts.data for loader in facts.data.loaders]
+        about = " ".join([*loaders, *sorted(finding.rule for finding in diagnosis.findings)])
+        if self._identity.rank == 0 and about not in self._said:
+            self._said.add(about)
+            is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+            goes_on = _GOES_ON if is_error else ""
+            self._say(f"{render_mismatch(diagnosis)}\n{goes_on}report: {self._write(diagnosis)}")
 
     def _job(self, ranks: tuple[RankFacts, ...]) -> JobFacts:
         incident = Incident(
@@ -178,14 +182,22 @@ class Agreement:
         return str(folder)
 
 
-def _is_raised(finding: Finding, ranks: list[DataFacts]) -> bool:
-    if finding.rule in _ALWAYS_RAISED:
-        return True
-    return finding.severity is Severity.ERROR and any(data.on_mismatch == "raise" for data in ranks)
+def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
+    """Whoever is refused is told how to train all the same."""
+    way = way_on(diagnosis.findings, diagnosis.job)
+    findings = (
+        replace(finding, remedy=joined((finding.remedy, way))) if finding.severity is Severity.ERROR else finding
+        for finding in diagnosis.findings
+    )
+    return replace(diagnosis, findings=tuple(findings))
 
 
 def _alike(loader: LoaderFacts) -> LoaderFacts:
     """What other ranks can be taken to have in common with this one: all that could differ has been compared before."""
     return LoaderFacts(
-        name=loader.name, loader=loader.loader, dataset=loader.dataset, datasets=loader.datasets, iterable=True
+        name=loader.name,
+        loader=loader.loader,
+        dataset=loader.dataset,
+        datasets=loader.datasets,
+        iterable=loader.iterable,
     )

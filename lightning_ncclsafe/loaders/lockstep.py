@@ -1,8 +1,10 @@
 """Iterates data of unknown length in lockstep: every rank gets its next batch, or all of them are at the end.
 
-Before each batch the ranks vote on whether all of them have it. The vote on a batch is started when the batch before
-it is handed out, so it is under way while that one is trained on; ranks wait for it only where one of them is late
-with its data, and then they would wait in the next all-reduce anyway.
+Before each batch the ranks vote on whether all of them have it. A batch is fetched when Lightning asks for it, and no
+sooner: a generator may depend on what has been trained until then. Ranks wait for that vote. Where worker processes
+make the batches, it makes no difference to them whether one more is taken from what they have made: there the vote on
+a batch is started when the batch before it is handed out, and is under way while that one is trained on; ranks wait
+for it only where one of them is late with its data, and then they would wait in the next all-reduce anyway.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +64,9 @@ class Lockstep:
             ``on_uneven`` is ``"raise"``.
         compare: Called on all ranks, once they have all got two batches, with a digest of each; None for nobody.
         digest: Makes the digest of a batch.
-        most: Number of batches after which nobody asks for more; None where that is not known.
+        looks_ahead: Whether each batch is fetched when the one before is handed out; the same on all ranks.
+        most: Number of batches after which nobody asks for more; None where that is not known. Nothing is looked
+            ahead beyond it.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class Lockstep:
         tell: Callable[[list[Reading]], Exception],
         compare: Callable[[int, int], None] | None = None,
         digest: Callable[[Any], int] = hash,
+        *,
+        looks_ahead: bool = False,
         most: int | None = None,
     ) -> None:
         self._begin = begin
@@ -82,7 +88,10 @@ class Lockstep:
         self._compare = compare
         self._digest = digest
         self._digests: list[int] = []
+        self._looks_ahead = looks_ahead
         self._most = most
+        self._next: tuple[Any] | None = None
+        self._vote: Callable[[], int] | None = None
         self._error: Exception | None = None
         self._ended = False
         self._given = 0
@@ -95,38 +104,44 @@ class Lockstep:
         return self
 
     def __next__(self) -> Any:
-        if self._over or not self._all_go_on():
-            self._over = True
+        if self._over:
             raise StopIteration
+        if self._vote is None:
+            self._fetch()
+        self._over = not self._all_go_on()
+        # It is raised when its batch is due: before, it is not this rank's turn to fail.
         if self._error is not None:
+            self._over = True
             raise self._error
-        batch = self._start_over() if self._ahead is None else self._ahead[0]
+        if self._over:
+            raise StopIteration
+        batch = self._start_over() if self._next is None else self._next[0]
         self._given += 1
+        self._next = None
         self._look_ahead()
         return batch
 
     def _look_ahead(self) -> None:
-        """Fetches the next batch of this rank, and starts the vote on it."""
-        if self._given == self._most:
-            self._over = True
-            return
-        self._ahead = self._fetch()
-        if self._compare is not None and self._ahead is not None:
-            self._digests.append(self._digest(self._ahead[0]))
-        self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
+        if self._looks_ahead and self._given != self._most:
+            self._fetch()
 
-    def _fetch(self) -> tuple[Any] | None:
-        """The next batch, in a tuple, as the batch itself may be None; None where there is none."""
+    def _fetch(self) -> None:
+        """Fetches the next batch of this rank, and starts the vote on it."""
+        # In a tuple, as the batch itself may be None.
         try:
-            return (next(self._own),)
+            self._next = (next(self._own),)
         except StopIteration:
             self._ended = True
-        except Exception as error:  # raised when this batch is due: it is not this rank's turn to fail yet
+        except Exception as error:
             self._error = error
-        return None
+        if self._compare is not None and self._next is not None:
+            self._digests.append(self._digest(self._next[0]))
+        self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
 
     def _all_go_on(self) -> bool:
-        outcome = self._vote()
+        assert self._vote is not None
+        vote, self._vote = self._vote, None
+        outcome = vote()
         if not outcome & _ENDED:
             self._compare_first_batches()
             return True
@@ -135,7 +150,7 @@ class Lockstep:
         error = self._tell_once()
         if self._on_uneven == "raise" and error is not None:
             self._over = True
-            raise error
+            raise error from self._error
         return self._on_uneven == "repeat"
 
     def _compare_first_batches(self) -> None:

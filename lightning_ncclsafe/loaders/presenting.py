@@ -12,11 +12,11 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
-from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
-from lightning_ncclsafe.loaders.stage import TRAIN, Stage
+from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.methods import ReplacedMethod
@@ -24,6 +24,7 @@ from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.rules.activity import AGREEMENT
+from lightning_ncclsafe.rules.presented import TRAIN
 from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
 
 _CONNECT_S = 30.0
@@ -69,7 +70,8 @@ class Presenter:
         self._stage: Stage | None = None
         self._methods: list[ReplacedMethod] = []
         self._replaced: dict[str, list[Replaced]] = {}
-        self._votes: _torch.VoteGroup | None = None
+        self._votes: dict[bool, _torch.VoteGroup] = {}
+        """By whether ranks vote one batch ahead."""
         self._is_off = False
 
     def attach(self) -> None:
@@ -87,7 +89,8 @@ class Presenter:
         for stage in [*self._replaced]:
             self._release(stage)
         self._give_back()
-        self._close_votes()
+        for looks_ahead in [*self._votes]:
+            self._close_votes(looks_ahead)
 
     def _give_back(self) -> None:
         """Where something had to stand for a user's loader, that loader takes its place again."""
@@ -159,11 +162,11 @@ class Presenter:
             return {}
         data = stage.facts(self._trainer, self._strategy, self._settings)
         terms = agreement.compare(data)
-        can_vote = self._can_vote(agreement, any(its_terms.votes for its_terms in terms))
+        self._make_votes(agreement, {its_terms.looks_ahead for its_terms in terms if its_terms.votes})
         return {
             index: self._end(agreement, its_terms, stage, index, data)
             for index, its_terms in enumerate(terms)
-            if not its_terms.changes_nothing and (can_vote or not its_terms.votes)
+            if not its_terms.changes_nothing and (its_terms.looks_ahead in self._votes or not its_terms.votes)
         }
 
     def _tunings(self, stage: Stage) -> list[Tuning | None]:
@@ -187,28 +190,25 @@ class Presenter:
         )
         self._replaced.setdefault(stage.name, []).append(replaced)
 
-    def _can_vote(self, agreement: Agreement, wanted: bool) -> bool:
-        """Makes the group that ranks vote on, where they have to; all of them can use it, or none does."""
-        if not wanted or self._votes is not None:
-            return wanted
-        error: Exception | None = None
-        try:
-            self._votes = _torch.VoteGroup(
-                VOTE_GROUP,
-                timeout_s=self._timeout_s + BACKSTOP_S,
-                # Well before the guard would end the run: without votes it can go on.
-                connect_s=min(_CONNECT_S, self._timeout_s / 2),
-            )
-        except Exception as failure:
-            error = failure
-            say_own_failure(error, what="the vote on a next batch")
-        can = agreement.all_can(error is None)
-        if not can:
-            self._close_votes()
-        return can
+    def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
+        """Makes the groups that ranks vote on, where they have to; all of them can use one, or none does."""
+        for looks_ahead in sorted(wanted - self._votes.keys()):
+            error: Exception | None = None
+            try:
+                self._votes[looks_ahead] = _torch.VoteGroup(
+                    VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
+                    timeout_s=self._timeout_s + BACKSTOP_S,
+                    # Well before the guard would end the run: without votes it can go on.
+                    connect_s=min(_CONNECT_S, self._timeout_s / 2),
+                )
+            except Exception as failure:
+                error = failure
+                say_own_failure(error, what="the vote on a next batch")
+            if not agreement.all_can(error is None):
+                self._close_votes(looks_ahead)
 
-    def _close_votes(self) -> None:
-        votes, self._votes = self._votes, None
+    def _close_votes(self, looks_ahead: bool) -> None:
+        votes = self._votes.pop(looks_ahead, None)
         if votes is not None:
             votes.close()
 
@@ -229,9 +229,9 @@ class Presenter:
         return "max_size_cycle" if name == TRAIN else "sequential"
 
     def _end(self, agreement: Agreement, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> "_End":
-        facts, most = data.loaders[index], stage.most_batches(self._trainer)
+        facts = data.loaders[index]
         if terms.votes:
-            iterate = self._voting(agreement, facts, data, most)
+            iterate = self._voting(agreement, terms, facts, data, stage.most_batches(self._trainer))
         else:
             iterate = _counting(agreement, terms, facts, data)
         return _End(iterate=iterate, length=terms.length, hides_length=terms.hides_length)
@@ -244,9 +244,11 @@ class Presenter:
             else:
                 self._replaced.setdefault(stage, []).append(replaced)
 
-    def _voting(self, agreement: Agreement, facts: LoaderFacts, data: DataFacts, most: int | None) -> Iterate:
-        votes, tell = self._votes, partial(agreement.uneven, data, facts)
-        assert votes is not None
+    def _voting(
+        self, agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts, most: int | None
+    ) -> Iterate:
+        ahead, tell = terms.looks_ahead, partial(agreement.uneven, data, facts)
+        votes = self._votes[ahead]
         # Where ranks have peers these have to evaluate the same, too.
         has_peers = data.data_ranks < self._strategy.world_size
         compares = (data.stage == TRAIN or has_peers) and data.content != "off"
@@ -254,7 +256,8 @@ class Presenter:
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
-            return Lockstep(begin, votes, self._settings.on_uneven, tell, compare, digest_of_batch, most)
+            on_uneven = self._settings.on_uneven
+            return Lockstep(begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most)
 
         return iterate
 

@@ -6,10 +6,8 @@ from typing import Any
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.probes.loaders import loader_facts
 from lightning_ncclsafe.probes.random_state import random_states
+from lightning_ncclsafe.rules.presented import TRAIN
 from lightning_ncclsafe.settings import AgreementSettings
-
-TRAIN = "train_dataloader"
-"""Name of the hook that gives the loaders to train on."""
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,8 @@ class LoaderTerms:
     Attributes:
         votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
             ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
+        looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
+            rank's own process takes part in may depend on what has been trained when it is fetched.
         hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
         length: The number of batches it has on every rank from now on; None for as many as it says itself.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
@@ -22,6 +24,7 @@ class LoaderTerms:
     """
 
     votes: bool = False
+    looks_ahead: bool = False
     hides_length: bool = False
     length: int | None = None
     ends_at: int | None = None
@@ -66,7 +69,12 @@ def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str) -> Loade
     agreed = {"stop_together": min, "repeat": max}.get(on_uneven)
     length = agreed(known) if agreed is not None and len(known) == len(lengths) else None
     if any(loader.iterable for loader in loaders) or len(known) < len(lengths):
-        return LoaderTerms(votes=True, length=length, hides_length=length is None and bool(known))
+        return LoaderTerms(
+            votes=True,
+            looks_ahead=all(loader.made_by_workers for loader in loaders),
+            length=length,
+            hides_length=length is None and bool(known),
+        )
     if length is not None:
         return LoaderTerms(length=length)
     # One more than the shortest rank has: in asking for that one all ranks meet the end.

@@ -6,7 +6,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, chain_names, hugging_face, is_iterable
 from lightning_ncclsafe.probes.fingerprints import file_names, fingerprints, is_listed
 from lightning_ncclsafe.probes.reading import Reader, class_name, whole_number
-from lightning_ncclsafe.probes.samplers import Samplers, sampler_facts, samplers_of, split_facts
+from lightning_ncclsafe.probes.samplers import Samplers, iterates_plainly, sampler_facts, samplers_of, split_facts
 
 _MOST_PROBLEMS = 16
 
@@ -37,13 +37,16 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
     length = reader.length(loader, "loader")
     listed = samplers.decides if is_listed(samplers.decides) else None
     prints = fingerprints(dataset, content=content, batches=listed, items=not iterable)
+    num_workers = reader.whole_number(loader, "num_workers", "loader") or 0
     return LoaderFacts(
         name=name,
         loader=class_name(loader),
         dataset=class_name(dataset),
         datasets=chain_names(datasets),
         iterable=iterable,
-        num_workers=reader.whole_number(loader, "num_workers", "loader") or 0,
+        num_workers=num_workers,
+        # What picks samples of a map-style dataset does so in this process.
+        made_by_workers=num_workers > 0 and is_iterable(own) and iterates_plainly(loader),
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
         batches=reader.attempt("The limit of batches", lambda: limited(length, limit)),

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_ncclsafe.data_facts import SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, hugging_face
@@ -37,6 +37,11 @@ class Samplers(NamedTuple):
     def has_torch_batches(self) -> bool:
         """Whether the batches are made by PyTorch's own ``BatchSampler``."""
         return type(self.batch) is BatchSampler
+
+
+def iterates_plainly(loader: Any) -> bool:
+    """Whether a loader is iterated as PyTorch's own; a subclass may do anything around that."""
+    return getattr(type(loader), "__iter__", None) is DataLoader.__iter__
 
 
 def samplers_of(loader: Any, reader: Reader) -> Samplers:

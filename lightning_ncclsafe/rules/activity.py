@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_ncclsafe.facts import VOTE_GROUP, Action, Collective, Frame, NotRecorded, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
 from lightning_ncclsafe.known_code import RANK_ZERO_ONLY
 from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.rules.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
@@ -101,9 +101,10 @@ def activity(facts: RankFacts) -> Activity:
 def outstanding_collective(facts: RankFacts) -> Collective | None:
     """The oldest collective that this rank has called and that has not completed.
 
-    A vote on the next batch is on its way while the rank does something else; it counts where the rank waits for it.
+    A vote on the next batch may be on its way while the rank does something else; where the rank waits for it, it
+    counts.
     """
-    votes = {group.name for group in facts.groups if group.description == VOTE_GROUP}
+    votes = {group.name for group in facts.groups if group.description in VOTE_GROUPS}
     in_vote = any(frame.mark == Mark.VOTE for frame in facts.stack)
     outstanding = (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
     return next((entry for entry in outstanding if (entry.group in votes) is in_vote), None)

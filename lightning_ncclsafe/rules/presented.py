@@ -12,6 +12,9 @@ from lightning_ncclsafe.facts import JobFacts
 T = TypeVar("T")
 X = TypeVar("X")
 
+TRAIN = "train_dataloader"
+"""The stage in which ranks train."""
+
 PREDICT = "predict_dataloader"
 """The stage in which there is no collective per batch, unless the model itself is split among ranks."""
 

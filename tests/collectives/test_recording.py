@@ -17,7 +17,7 @@ from lightning_ncclsafe.collectives import recording as recording_module
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
-from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window
 
@@ -156,9 +156,15 @@ def test_point_to_point_calls_are_counted_and_not_compared() -> None:
     assert {(total.op, total.count) for total in window.totals[0]} == {("all_reduce", 1), ("send 0->1", 1)}
 
 
-def test_our_own_votes_are_no_collectives_of_the_training() -> None:
-    window = Read()(entry(0, group=("5", VOTE_GROUP)))
+def test_votes_that_are_on_their_way_while_ranks_train_are_no_collectives_of_the_training() -> None:
+    window = Read()(entry(0, group=("5", VOTE_AHEAD_GROUP)))
     assert (seqs(window), window.groups, window.totals, window.missing) == ([], (), {0: ()}, ())
+
+
+def test_a_vote_that_ranks_wait_for_shows_who_is_late_with_its_data() -> None:
+    window = Read()(entry(7, group=("5", VOTE_GROUP)))
+    assert [group.description for group in window.groups] == [VOTE_GROUP]
+    assert len(window.calls) == 1
 
 
 def test_everything_is_read_however_much_it_is() -> None:
@@ -186,7 +192,7 @@ def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(recording_module, "size_bytes", counted)
     read = Read()
-    read(entry(0), nccl(1), entry(2, group=("5", VOTE_GROUP)))
+    read(entry(0), nccl(1), entry(2, group=("5", VOTE_AHEAD_GROUP)))
     read()
     read.recorder.finish(1, 1.0)
     window = read()

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, rows
 from truths import Moment, fault, odd_one_out
 
+from lightning_ncclsafe import DatasetAgreement
+
 ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
 START = {Moment.START: (2, 3)}
 UNEVEN = (5, 3, 4, 6)
@@ -56,6 +58,11 @@ def disagree(here: Here, **trainer_args: Any) -> None:
     here.fit(**trainer_args)
 
 
+def refused(here: Here, **trainer_args: Any) -> None:
+    """What stock trains on: refused where that is asked for."""
+    disagree(here, callbacks=[DatasetAgreement()], **trainer_args)
+
+
 def common(count: int, **keywords: Any) -> DataLoader[Any]:
     values = torch.arange(8.0 * count).reshape(count, 8)
     return DataLoader(TensorDataset(values), **({"batch_size": BATCH_SIZE} | keywords))
@@ -67,7 +74,7 @@ def split_without_a_seed(here: Here) -> None:
     np.random.seed(here.rank)
     chosen = np.random.permutation(96)[:48].tolist()
     data = TensorDataset(torch.arange(8.0 * 96).reshape(96, 8))
-    disagree(here, data=DataLoader(Subset(data, chosen), batch_size=BATCH_SIZE))
+    refused(here, data=DataLoader(Subset(data, chosen), batch_size=BATCH_SIZE))
 
 
 @fault("unequal-samples", ranks=None, at=START, has_line=False, has_phase=False, strategies=ALL)
@@ -86,7 +93,7 @@ def shards_of_unequal_size(here: Here) -> None:
 
 @fault("same-shard", ranks=None, at=START, has_line=False, has_phase=False)
 def stream_that_is_not_split(here: Here) -> None:
-    disagree(here, data=DataLoader(Stream(BATCHES), batch_size=BATCH_SIZE))
+    refused(here, data=DataLoader(Stream(BATCHES), batch_size=BATCH_SIZE))
 
 
 @fault("loader-count", ranks=odd_one_out, at=START, has_line=False, has_phase=False)
@@ -104,7 +111,7 @@ def batch_size_by_memory(here: Here) -> None:
 def sampler_made_for_another_share(here: Here) -> None:
     data = TensorDataset(torch.arange(8.0 * 96).reshape(96, 8))
     sampler: Any = DistributedSampler(data, here.world_size, rank=0, shuffle=False)
-    disagree(here, data=DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler))
+    refused(here, data=DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler))
 
 
 @fault("sized-and-unsized", ranks=odd_one_out, at=START, has_line=False, has_phase=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
@@ -117,12 +117,76 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/report.json"))) == 1
 
 
-def test_loaders_that_differ_in_another_way_each_time_are_told_of_some_times(tmp_path: Path) -> None:
+def test_loaders_that_differ_in_another_way_each_time_are_told_of_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for number in range(30):
         longer = replace(EQUAL, length=6 + number, batches=6 + number)
         job.compare(data(EQUAL, on_mismatch="warn"), data(longer, on_mismatch="warn"))
-    assert len(job.said) == len(list(tmp_path.glob("*/report.json"))) == 16
+    assert len(job.said) == len(list(tmp_path.glob("*/report.json"))) == 1
+
+
+OTHER_DATA = replace(
+    EQUAL,
+    samples=8,
+    sampler=SamplerFacts(name="DistributedSampler", replicas=2, rank=0, shuffle=False),
+    fingerprints={"values": "a"},
+)
+
+
+def two_halves(rank: int, number: int, **changes: Any) -> LoaderFacts:
+    """What a sampler splits among two ranks, and is not the same on them."""
+    assert OTHER_DATA.sampler is not None
+    sampler = replace(OTHER_DATA.sampler, rank=rank)
+    return replace(OTHER_DATA, sampler=sampler, fingerprints={"values": f"{rank} of {number}"}, **changes)
+
+
+def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for epoch in range(3):  # made anew for each
+        presented = [data(two_halves(rank, epoch), on_mismatch="raise_on_hang") for rank in range(2)]
+        assert job.compare(*presented) == [(LoaderTerms(),)] * 2
+    (said,) = job.said
+    assert said.startswith("different-data: ")
+    assert "fingerprint" in said and "values:" in said, "the table"
+    assert 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.' in said
+    assert len(list(tmp_path.glob("*/report.json"))) == 1
+    validation = [
+        replace(data(two_halves(rank, 9, name="val_dataloader"), on_mismatch="raise_on_hang"), stage="val_dataloader")
+        for rank in range(2)
+    ]
+    job.compare(*validation)
+    assert len(job.said) == 2
+
+
+def test_with_the_callback_other_data_does_not_start_and_the_error_says_how_it_would(tmp_path: Path) -> None:
+    errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
+    assert {type(error) for error in errors} == {DatasetMismatchError}
+    way = 'To train all the same: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
+    for error in errors:
+        assert way in " ".join(str(error).split())
+        assert error.findings[0].remedy.endswith(way)
+    (path,) = tmp_path.glob("*/report.json")
+    assert read_report(path.read_bytes()).findings[0].remedy.endswith(way)
+
+
+def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Path) -> None:
+    longer = replace(EQUAL, length=6, batches=6)
+    errors = Job(tmp_path, 2).compare(*(data(its, on_mismatch="raise_on_hang") for its in (EQUAL, longer)))
+    assert [error.findings[0].rule for error in errors] == ["unequal-batches"] * 2
+    assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
+
+
+def test_where_every_rank_evaluates_everything_nothing_is_said_or_written(tmp_path: Path) -> None:
+    whole = replace(
+        EQUAL,
+        name="val_dataloader",
+        sampler=SamplerFacts(name="SequentialSampler", order="sequential"),
+        fingerprints={"values": "a"},
+    )
+    job = Job(tmp_path / "reports", 2)
+    assert job.compare(*[replace(data(whole), stage="val_dataloader")] * 2) == [(LoaderTerms(),)] * 2
+    assert job.said == []
+    assert not (tmp_path / "reports").exists()
 
 
 def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:
@@ -293,5 +357,13 @@ def test_first_batches_that_say_nothing(tmp_path: Path, rows: tuple[list[int], .
     assert first_batches(tmp_path, *rows) == [None] * 2
 
 
-def test_the_same_first_batches_with_a_warning(tmp_path: Path) -> None:
-    assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch="warn") == [None] * 2
+@pytest.mark.parametrize("on_mismatch", ["warn", "raise_on_hang"])
+def test_the_same_first_batches_with_a_warning(tmp_path: Path, on_mismatch: str) -> None:
+    assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch=on_mismatch) == [None] * 2
+
+
+def test_streams_that_are_the_same_are_not_sent_to_a_sampler(tmp_path: Path) -> None:
+    error, _ = first_batches(tmp_path, [0, 1, 2], [1, 1, 2])
+    text = " ".join(str(error).split())
+    assert "DistributedSampler" not in text
+    assert "depends on the rank" in text and 'DatasetAgreement(on_mismatch="warn")' in text

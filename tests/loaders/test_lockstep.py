@@ -1,7 +1,8 @@
 """Data of unequal length in lockstep, on ranks that are threads: who gets which batches, and how it ends."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -12,6 +13,8 @@ from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
 from lightning_ncclsafe.settings import OnUneven
 
 LENGTHS = (5, 3, 4)
+# The Lockstep of a test; see the fixture.
+lockstep: Callable[..., Lockstep] = Lockstep
 
 
 class End(Exception):
@@ -36,7 +39,14 @@ class Rank:
         return End()
 
     def iterator(self) -> Lockstep:
-        return Lockstep(self.begin, self.votes, self.on_uneven, self.tell)
+        return lockstep(self.begin, self.votes, self.on_uneven, self.tell)
+
+
+@pytest.fixture(params=[False, True], ids=["fetches when asked", "looks ahead"], autouse=True)
+def looks_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What holds of the one holds of the other, unless a test says so."""
+    monkeypatch.setitem(globals(), "lockstep", partial(Lockstep, looks_ahead=request.param))
+    return bool(request.param)
 
 
 def read(on_uneven: OnUneven, lengths: tuple[int, ...] = LENGTHS, epochs: int = 1) -> list[Any]:
@@ -99,7 +109,7 @@ def test_repeat_begins_another_pass_only_where_one_is_needed() -> None:
 def test_data_that_can_be_read_once_only_cannot_be_repeated() -> None:
     def body(rank: int, votes: ThreadVotes) -> int:
         once = iter(range(4 if rank == 0 else 2))
-        iterator = Lockstep(lambda: once, votes, "repeat", lambda readings: End())
+        iterator = lockstep(lambda: once, votes, "repeat", lambda readings: End())
         if rank == 0:
             return sum(1 for _ in zip(iterator, range(2), strict=False))
         return len(list(iterator))
@@ -123,16 +133,16 @@ def test_a_rank_without_any_data(on_uneven: OnUneven) -> None:
 
 def test_a_batch_may_be_none() -> None:
     def body(rank: int, votes: ThreadVotes) -> list[None]:
-        return list(Lockstep(lambda: iter([None, None]), votes, "raise", lambda readings: End()))
+        return list(lockstep(lambda: iter([None, None]), votes, "raise", lambda readings: End()))
 
     assert as_ranks(2, body) == [[None, None], [None, None]]
 
 
-def test_the_vote_on_the_next_batch_is_started_when_this_one_is_handed_out_and_not_waited_for() -> None:
+def test_looking_ahead_the_vote_on_the_next_batch_is_started_when_this_one_is_handed_out_and_not_waited_for() -> None:
     """The second rank is handed nothing, so votes on its side stop after the first: the other gets one batch."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
-        iterator = Rank(rank, 3, votes, "raise").iterator()
+        iterator = Lockstep(lambda: iter(range(3)), votes, "raise", lambda readings: End(), looks_ahead=True)
         if rank == 0:
             next(iterator)
         return votes.calls
@@ -140,7 +150,7 @@ def test_the_vote_on_the_next_batch_is_started_when_this_one_is_handed_out_and_n
     assert as_ranks(2, body) == [2, 1]
 
 
-def test_own_data_is_looked_ahead_by_one_batch_and_no_more() -> None:
+def test_a_batch_is_fetched_when_it_is_asked_for_or_one_batch_before_and_no_sooner(looks_ahead: bool) -> None:
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         fetched: list[int] = []
 
@@ -149,10 +159,11 @@ def test_own_data_is_looked_ahead_by_one_batch_and_no_more() -> None:
                 fetched.append(batch)
                 yield batch
 
-        iterator = Lockstep(begin, votes, "raise", lambda readings: End())
-        return [(next(iterator) and len(fetched)) or len(fetched) for _ in range(3)]
+        iterator = lockstep(begin, votes, "raise", lambda readings: End())
+        before = len(fetched)
+        return [before, *((next(iterator) and len(fetched)) or len(fetched) for _ in range(3))]
 
-    assert as_ranks(2, body) == [[2, 3, 4], [2, 3, 4]]
+    assert as_ranks(2, body) == [[1, 2, 3, 4] if looks_ahead else [0, 1, 2, 3]] * 2
 
 
 def test_an_error_of_the_own_data_is_raised_when_its_batch_is_due() -> None:
@@ -166,7 +177,7 @@ def test_an_error_of_the_own_data_is_raised_when_its_batch_is_due() -> None:
             yield from range(2, 9)
 
         got = []
-        iterator = Lockstep(begin, votes, "raise", lambda readings: End())
+        iterator = lockstep(begin, votes, "raise", lambda readings: End())
         with suppress(OSError):
             for batch in islice(iterator, 3):
                 got.append(batch)
@@ -175,10 +186,49 @@ def test_an_error_of_the_own_data_is_raised_when_its_batch_is_due() -> None:
     assert as_ranks(2, body) == [[0, 1, 2], [0, 1]]
 
 
+@pytest.mark.parametrize("on_uneven", ["raise", "stop_together"])
+def test_an_error_of_the_own_data_is_raised_also_where_another_ranks_data_has_ended(on_uneven: OnUneven) -> None:
+    def body(rank: int, votes: ThreadVotes) -> Any:
+        def begin() -> Iterator[int]:
+            yield 0
+            if rank == 1:
+                raise OSError("the disk is gone")
+
+        return list(lockstep(begin, votes, on_uneven, lambda readings: End()))
+
+    whole, broken = as_ranks(2, body)
+    if on_uneven == "raise":
+        assert isinstance(whole, End)
+        assert isinstance(broken, End) and isinstance(broken.__cause__, OSError)
+    else:
+        assert whole == [0]
+        assert isinstance(broken, OSError)
+
+
+def test_after_an_error_nobody_is_asked_to_vote_again() -> None:
+    def body(rank: int, votes: ThreadVotes) -> int:
+        def begin() -> Iterator[int]:
+            if rank == 1:
+                raise OSError("the disk is gone")
+            yield 0
+
+        iterator = lockstep(begin, votes, "raise", lambda readings: End())
+        with suppress(OSError):
+            next(iterator)
+        calls = votes.calls
+        if rank == 1:
+            assert next(iterator, "over") == "over"
+            assert votes.calls == calls
+        return calls
+
+    outcome = as_ranks(2, body)
+    assert not any(isinstance(one, Exception) for one in outcome)
+
+
 def test_nothing_is_looked_ahead_beyond_what_will_be_asked_for() -> None:
     def body(rank: int, votes: ThreadVotes) -> tuple[list[int], int]:
         own = iter(range(10))
-        got = list(Lockstep(lambda: own, votes, "raise", lambda readings: End(), most=3))
+        got = list(islice(lockstep(lambda: own, votes, "raise", lambda readings: End(), most=3), 3))
         return got, next(own)
 
     assert as_ranks(2, body) == [([0, 1, 2], 3)] * 2
@@ -191,7 +241,7 @@ def test_the_first_two_batches_are_compared_once_all_ranks_have_them() -> None:
         def begin() -> Iterator[int]:
             return iter([rank * 10 + batch for batch in range(4)])
 
-        iterator = Lockstep(begin, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
+        iterator = lockstep(begin, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
         return list(iterator)
 
     as_ranks(2, body)
@@ -207,7 +257,7 @@ def test_a_batch_that_could_not_be_read_is_compared_as_nothing() -> None:
 
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         own = begin if rank else lambda: iter([1, 2, 3])
-        iterator = Lockstep(own, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
+        iterator = lockstep(own, votes, "raise", lambda r: End(), lambda *both: compared.append(both), lambda b: b)
         return list(islice(iterator, 2))
 
     assert [type(outcome) for outcome in as_ranks(2, body)] == [list, OSError]
@@ -220,7 +270,7 @@ def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         batches = [rank] if rank else [rank, rank]
         return list(
-            Lockstep(lambda: iter(batches), votes, "stop_together", lambda r: End(), lambda *b: compared.append(b))
+            lockstep(lambda: iter(batches), votes, "stop_together", lambda r: End(), lambda *b: compared.append(b))
         )
 
     assert as_ranks(2, body) == [[0], [1]]

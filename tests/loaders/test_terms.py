@@ -29,6 +29,13 @@ def test_unknown_lengths_are_voted_on() -> None:
     assert terms(LoaderFacts(), LoaderFacts()) == LoaderTerms(votes=True), "a batch sampler without a length"
 
 
+@pytest.mark.parametrize(("workers", "looks_ahead"), [((2, 2), True), ((2, 0), False), ((0, 0), False)])
+def test_only_what_workers_make_on_all_ranks_is_looked_ahead(workers: tuple[int, ...], looks_ahead: bool) -> None:
+    """What a rank makes by itself may depend on what has been trained by then."""
+    streams = [LoaderFacts(iterable=True, num_workers=count, made_by_workers=count > 0) for count in workers]
+    assert terms(*streams) == LoaderTerms(votes=True, looks_ahead=looks_ahead)
+
+
 def test_a_length_that_all_iterables_claim_is_believed() -> None:
     assert terms(SIZED_STREAM, SIZED_STREAM) == LoaderTerms()
 

@@ -115,6 +115,21 @@ def test_a_plain_loader_is_told_in_full() -> None:
     )
 
 
+def test_batches_that_workers_alone_make_are_told_from_those_that_the_own_process_has_a_part_in() -> None:
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    class Wrapping(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch + 1 for batch in super().__iter__())
+
+    assert facts_of(DataLoader(Numbers(), num_workers=2)).made_by_workers
+    assert not facts_of(DataLoader(Numbers())).made_by_workers
+    assert not facts_of(Wrapping(Numbers(), num_workers=2)).made_by_workers
+    assert not facts_of(DataLoader(DATA, batch_sampler=MineBatches(range(4), 2, False), num_workers=2)).made_by_workers
+
+
 def test_content_decides_what_is_looked_at() -> None:
     assert facts_of(DataLoader(DATA), content="off").fingerprints == {}
     assert set(facts_of(DataLoader(DATA), content="full").fingerprints) == {"values", "shapes", "items"}

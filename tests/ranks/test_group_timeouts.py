@@ -13,7 +13,7 @@ from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_ncclsafe import _torch, group_timeouts
-from lightning_ncclsafe.facts import VOTE_GROUP, Phase
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, Phase
 from lightning_ncclsafe.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.settings import Limits, check_limits
@@ -135,7 +135,7 @@ def test_without_limits_of_phases_the_groups_of_a_mesh_get_the_strategys_own(tmp
     def body(rank: int) -> None:
         own, votes = (
             dist.new_group([0, 1], timeout=HOUR),
-            dist.new_group(timeout=timedelta(seconds=1800), group_desc=VOTE_GROUP),
+            dist.new_group(timeout=timedelta(seconds=1800), group_desc=VOTE_AHEAD_GROUP),
         )
         phases = Followed(check_limits(None, 30, "abort"))
         phases.start()

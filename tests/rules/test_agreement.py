@@ -21,6 +21,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.rule import name_of
@@ -524,11 +525,15 @@ SCENES = (
         ("Ranks 1, 3 read the same data",),
     ),
     Scene(
-        "every rank evaluates everything",
-        with_loader(presenting(4, own_loader, **VALIDATION), fingerprints=SAME, name="val_dataloader"),
+        "two of four evaluate the same",
+        with_loader(
+            presenting(4, own_loader, **VALIDATION),
+            fingerprints=lambda rank: {"values": str(max(rank, 1))},
+            name="val_dataloader",
+        ),
         "same-shard",
-        (0, 1, 2, 3),
-        ("Every rank evaluates the same data of the val_dataloader",),
+        (0, 1),
+        ("Ranks 0-1 evaluate the same data of the val_dataloader",),
         WARNING,
     ),
     Scene(
@@ -867,9 +872,63 @@ def test_a_sampler_of_a_single_replica_is_named_only_where_there_is_one() -> Non
     assert "single replica" not in summary(with_loader(OWNED, fingerprints=SAME))
 
 
-def test_evaluating_the_same_can_be_meant() -> None:
+def test_where_every_rank_evaluates_everything_nothing_is_to_be_done_and_nothing_said() -> None:
     evaluation = with_loader(presenting(4, own_loader, **VALIDATION), fingerprints=SAME)
-    assert found(evaluation)[0].remedy.startswith("If every rank is meant to evaluate everything")
+    assert found(evaluation) == ()
+    of_its_host = with_loader(on_hosts(evaluation, 2), fingerprints=lambda rank: {"paths": "same"})
+    assert found(of_its_host) == ()
+    some = with_loader(evaluation, 3, fingerprints={"values": "of its own"})
+    assert found(some)[0].remedy.startswith("If these ranks are meant to evaluate the same, there is nothing to do")
+
+
+def test_what_is_just_iterated_is_not_sent_to_a_sampler() -> None:
+    same_batches = {"fingerprints": {"first batches": "same"}}
+    streamed = found(with_loader(STREAMED, **same_batches))[0].remedy
+    assert "DistributedSampler" not in streamed
+    assert "__iter__" in streamed and "seed" in streamed and "depends on the rank" in streamed
+    listed = found(with_loader(OWNED, **same_batches))[0].remedy
+    assert "DistributedSampler" in listed and "__iter__" not in listed
+
+
+# Refused with each on_mismatch, by what the ranks disagree about, and what a user may set to train all the same.
+GOING_ON = {
+    "other data on each rank": (halves(fingerprints=lambda rank: {"values": str(rank)}), "raise", "warn"),
+    "the same data on each rank": (with_loader(OWNED, fingerprints=SAME), "raise", "warn"),
+    "a sampler of another seed": (with_sampler(SHARED, 2, seed=1), "raise", "warn"),
+    "more samples, as many batches": (with_loader(SHARED, 2, samples=2561), "raise", "warn"),
+    "more samples and batches": (uneven(SHARED, 2, count=21, samples=2_700), "raise raise_on_hang", "uneven"),
+    "more batches": (with_loader(OWNED, 2, length=21, batches=21), "raise raise_on_hang", "uneven"),
+    "a length on some ranks": (with_loader(STREAMED, 2, length=None, batches=None), "raise raise_on_hang", "uneven"),
+    "validation after other batches": (with_data(OWNED, 1, val_check_batch=7), "raise raise_on_hang", ""),
+    "another number of loaders": (with_data(OWNED, 1, loaders=()), "raise raise_on_hang warn", ""),
+}
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "raise_on_hang", "warn"])
+@pytest.mark.parametrize("name", GOING_ON)
+def test_what_is_refused_and_the_way_to_train_all_the_same(name: str, on_mismatch: str) -> None:
+    job, refused, way = GOING_ON[name]
+    job = with_data(job, on_mismatch=on_mismatch)
+    findings = judge(job, AGREEMENT_RULES).findings
+    assert findings[0].severity is ERROR
+    assert any(is_refused(finding, job) for finding in findings) == (on_mismatch in refused.split())
+    sentence = way_on(findings, job)
+    assert bool(sentence) == bool(way)
+    assert ('DatasetAgreement(on_mismatch="warn"' in sentence) == bool(way)
+    assert ('on_uneven="stop_together"' in sentence) == (way == "uneven")
+
+
+def test_uneven_data_that_ends_together_all_the_same_would_not_hang() -> None:
+    unequal = uneven(SHARED, 2, count=21, samples=2_700)
+    job = with_data(unequal, on_mismatch="raise_on_hang", on_uneven="stop_together")
+    findings = judge(job, AGREEMENT_RULES).findings
+    assert findings[0].rule == "unequal-samples"
+    assert not any(is_refused(finding, job) for finding in findings)
+
+
+def test_ranks_that_predict_each_for_itself_do_not_hang_on_uneven_data() -> None:
+    job = with_data(uneven(SHARED, 2, count=21), on_mismatch="raise_on_hang", stage="predict_dataloader")
+    assert not any(is_refused(finding, job) for finding in judge(job, AGREEMENT_RULES).findings)
     assert found(with_loader(OWNED, fingerprints=SAME))[0].remedy.startswith("Keep use_distributed_sampler=True")
 
 

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 sys.path.append(str(Path(__file__).parents[1]))
 from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
@@ -106,6 +106,33 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Experience(IterableDataset[torch.Tensor]):
+    """As in reinforcement learning: what comes next depends on the model, and on chance, when it is asked for."""
+
+    def __init__(self, model: "Playing", batches: int) -> None:
+        self.model, self.batches = model, batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        state = torch.full((8,), 0.1 * (1 + self.model.global_rank))
+        for _ in range(self.batches):
+            self.model.played_at.append(self.model.global_step)
+            with torch.no_grad():
+                action = self.model.net(state).sum() + torch.randn(1)
+            state = (state + action).sin()
+            yield state.unsqueeze(0)
+
+
+class Playing(Model):
+    """Remembers after how many steps it was asked for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played_at: list[int] = []
+
+    def experience(self, batches: int, **more: Any) -> DataLoader[Any]:
+        return DataLoader(Experience(self, batches), batch_size=1, **more)
 
 
 def loader(shuffle: bool = False) -> DataLoader[Any]:
@@ -207,6 +234,21 @@ def accumulated(bench: Bench) -> dict[str, Any]:
 
 def manual(bench: Bench) -> dict[str, Any]:
     return bench.fitted(bench.trainer(), Model(manual=True))
+
+
+def played(bench: Bench) -> dict[str, Any]:
+    """On data of unknown length that depends on when it is read: in this process, some of it, and in a worker."""
+    found: dict[str, Any] = {}
+    ways: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("whole", {"accumulate_grad_batches": 2}, {}),
+        ("limited", {"limit_train_batches": 3, "limit_val_batches": 2}, {}),
+        ("in a worker", {}, {"num_workers": 1}),
+    )
+    for name, options, of_loader in ways:
+        trainer, model = bench.trainer(max_epochs=2, **options), Playing()
+        trainer.fit(model, model.experience(5, **of_loader), model.experience(3))
+        found[name] = bench.told(trainer, model) | {"played at": model.played_at}
+    return found
 
 
 def stopped_early(bench: Bench) -> dict[str, Any]:
@@ -312,7 +354,7 @@ def watched(bench: Bench) -> dict[str, Any]:
 
 
 CHECKS: dict[str, tuple[Callable[[Bench], Any], ...]] = {
-    "ddp": (plain, accumulated, manual, stopped_early, broken, averaged, synchronised_norm, compiled),
+    "ddp": (plain, accumulated, manual, played, stopped_early, broken, averaged, synchronised_norm, compiled),
     # One call only, and no checkpoint: the first version of FSDP cannot put its parameters together again on a CPU.
     "fsdp": (accumulated, stopped_early),
     "data-parallel": (plain, accumulated, broken, gathered_slowly),

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
-from lightning_ncclsafe.facts import VOTE_GROUP
+from lightning_ncclsafe.facts import VOTE_GROUPS
 from lightning_ncclsafe.loaders import stage
 from lightning_ncclsafe.methods import ReplacedMethod
 
@@ -191,7 +191,7 @@ class Case:
 def what_is_left(trainer: L.Trainer, loaders: tuple[Any, ...]) -> list[str]:
     """What we have not taken away: threads, groups, what stands in for Lightning's methods, classes of loaders."""
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
-    left += [group.description for group in _torch.process_groups() if group.description == VOTE_GROUP]
+    left += [group.description for group in _torch.process_groups() if group.description in VOTE_GROUPS]
     left += [repr(loader) for loader in loaders if isinstance(loader, DataLoader) and type(loader) not in LOADERS]
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.predict_loop)
     owners = (trainer._signal_connector, trainer.fit_loop.epoch_loop, *(loop._data_source for loop in loops))
@@ -302,6 +302,11 @@ def unseeded_split_warned(case: Case) -> None:
     case.agreement = {"on_mismatch": "warn"}
 
 
+def unseeded_split_refused(case: Case) -> None:
+    unseeded_split(case)
+    case.agreement = {"on_mismatch": "raise"}
+
+
 def unseeded_split_unread(case: Case) -> None:
     unseeded_split(case)
     case.agreement = {"content": "off"}
@@ -317,6 +322,16 @@ def no_validation_loader(case: Case) -> None:
 
 def same_stream(case: Case) -> None:
     case.loaders = (DataLoader(Stream(8, first=0), batch_size=BATCH_SIZE),)
+
+
+def same_stream_refused(case: Case) -> None:
+    same_stream(case)
+    case.agreement = {"on_mismatch": "raise"}
+
+
+def whole_validation(case: Case) -> None:
+    """Each rank has a shard to train on, and all of them the whole to validate with."""
+    case.loaders = (listed(3), common(6))
 
 
 def reloaded(case: Case) -> None:
@@ -454,12 +469,15 @@ CASES: dict[str, Callable[[Case], None]] = {
     "predict-shards": predict_shards,
     "half-sized": half_sized,
     "half-sized-warn": lambda case: half_sized(case, on_mismatch="warn", on_uneven="stop_together"),
-    "unseeded-split": unseeded_split,
+    "unseeded-split": unseeded_split_refused,
+    "unseeded-split-alone": unseeded_split,
     "unseeded-split-warn": unseeded_split_warned,
     "unseeded-split-off": unseeded_split_unread,
     "different-number": different_number,
     "no-validation-loader": no_validation_loader,
-    "same-stream": same_stream,
+    "same-stream": same_stream_refused,
+    "same-stream-alone": same_stream,
+    "whole-validation": whole_validation,
     "reloaded": reloaded,
     "validates-elsewhere": validates_elsewhere,
     "shuffled-and-padded": shuffled_and_padded,

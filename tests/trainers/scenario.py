@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe import SafeDDP, SafeModelParallel
+from lightning_ncclsafe import DatasetAgreement, SafeDDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorder_dumps
 
 
@@ -182,6 +182,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-epochs", type=int, default=2)
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--keep", action="store_true", help="save a checkpoint where training ends with an exception")
+    parser.add_argument("--refuse", action="store_true", help="whatever ranks disagree about, not only what would hang")
     parser.add_argument("--sigterm-broadcast", action="store_true")
     return parser.parse_args()
 
@@ -223,7 +224,10 @@ def main() -> None:
         devices=options.devices,
         max_epochs=options.max_epochs,
         accumulate_grad_batches=options.accumulate,
-        callbacks=kept(options.root_dir) if options.keep else None,
+        callbacks=[
+            *(kept(options.root_dir) if options.keep else []),
+            *([DatasetAgreement()] if options.refuse else []),
+        ],
         default_root_dir=options.root_dir,
         logger=False,
         enable_checkpointing=options.keep,

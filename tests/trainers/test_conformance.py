@@ -88,6 +88,19 @@ def test_manual_optimization(outcome: Any, name: str) -> None:
     assert all(told["steps"] == len(told["losses"]) > 0 for told in both(outcome, "manual"))
 
 
+@on("ddp")
+def test_data_that_depends_on_when_it_is_read_is_read_when_stock_reads_it(outcome: Any, name: str) -> None:
+    """Losses, metrics and the random numbers that come next are compared with stock's, too."""
+    told = both(outcome, "played")
+    assert [len(one["whole"]["losses"]) for one in told] == [10, 10]
+    # Two batches make a step, and Lightning reads one ahead where it does not know how many come.
+    sanity_check, first, second = [0], [0, 0, 0, 1, 1], [3, 3, 3, 4, 4]
+    played_at = [*sanity_check, *first, 3, 3, 3, *second, 6, 6, 6]
+    assert [one["whole"]["played at"] for one in told] == [played_at] * 2
+    assert [len(one["limited"]["losses"]) for one in told] == [6, 6]
+    assert [len(one["in a worker"]["losses"]) for one in told] == [10, 10]
+
+
 @on("ddp", "fsdp")
 def test_early_stopping(outcome: Any, name: str) -> None:
     assert {(told["stopped"], told["waited"], told["steps"]) for told in both(outcome, "stopped_early")} == {(1, 1, 8)}

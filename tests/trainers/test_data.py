@@ -179,9 +179,10 @@ def test_an_unseeded_split_does_not_start(outcomes: Outcomes) -> None:
 
 
 def test_an_unseeded_split_is_trained_on_where_that_is_wanted(outcomes: Outcomes) -> None:
-    for case in ("unseeded-split-warn", "unseeded-split-off"):
+    for case in ("unseeded-split-alone", "unseeded-split-warn", "unseeded-split-off"):
         assert all((outcome["raised"], outcome["steps"]) == ("", 2) for outcome in outcomes[case])
-    assert "[ncclsafe] different-data: " in outcomes["printed"][0]["text"]
+    assert outcomes["printed"][0]["text"].count("[ncclsafe] different-data: ") == 2
+    assert len(outcomes["unseeded-split-alone"][0]["reports"]) == 1
     assert outcomes["unseeded-split-off"][0]["reports"] == []
 
 
@@ -193,7 +194,14 @@ def test_different_numbers_of_loaders_do_not_start(outcomes: Outcomes) -> None:
 def test_ranks_that_read_the_same_stream_do_not_start(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["same-stream"], "DatasetMismatchError", "same-shard")
     assert "Every rank reads the same data of the train_dataloader." in text
+    assert "DistributedSampler" not in text
     assert all(outcome["trained"] == [] for outcome in outcomes["same-stream"])
+
+
+def test_ranks_that_read_the_same_stream_are_warned_without_the_callback(outcomes: Outcomes) -> None:
+    for outcome in outcomes["same-stream-alone"]:
+        assert (outcome["raised"], outcome["steps"]) == ("", 4)
+    assert outcomes["printed"][0]["text"].count("[ncclsafe] same-shard: ") == 1
 
 
 def test_loaders_are_compared_again_when_they_are_made_anew(outcomes: Outcomes) -> None:
@@ -220,6 +228,7 @@ def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
         "shuffled-and-padded",
         "augmented",
         "sharded",
+        "whole-validation",
         "own-sampler",
         "overfitted",
         "fast-dev-run",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, grouped
+from lightning_ncclsafe.rules.presented import TRAIN, Presented, PresentedLoader, grouped
 from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
 
 # An index says which sample of a dataset, not which dataset: that may be each rank's own.
@@ -20,9 +20,14 @@ _REMEDY = (
     "Keep use_distributed_sampler=True in the Trainer, or give the loader a DistributedSampler, or each rank a shard "
     "of its own by trainer.global_rank."
 )
+_REMEDY_ITERATED = (
+    "No sampler can split data that is just iterated. Let its __iter__ give each rank a part of its own: every n-th "
+    "sample or file by rank, torch.distributed.get_rank(), and by worker; or, where it draws its samples at random, "
+    "seed that generator with a number that depends on the rank. Where a library makes it, look for an option of the "
+    "library's for that, or set these seeds before the library draws."
+)
 _REMEDY_EVALUATION = (
-    "If every rank is meant to evaluate everything, there is nothing to do; else keep use_distributed_sampler=True in "
-    "the Trainer, or give the loader a DistributedSampler."
+    "If these ranks are meant to evaluate the same, there is nothing to do; else give each rank a part of its own."
 )
 _UNSPLIT = (
     "Its sampler was made for a single replica, probably before the process group existed: make it in the dataloader "
@@ -39,10 +44,12 @@ def same_shard(job: JobFacts) -> Iterable[Finding]:
         Nothing hangs: training on N ranks is no better than on one, as all compute the same gradients.
 
     Cause:
-        use_distributed_sampler=False without shards, or a sampler made before the process group existed.
+        use_distributed_sampler=False without shards, a sampler made before the process group existed, or an
+        IterableDataset that gives all ranks the same, as nobody has told it which rank it is on.
 
     Remedy:
-        Let a sampler split the data, or give each rank its own shard.
+        Let a sampler split the data, or give each rank its own shard; of data that is iterated, in its __iter__, or by
+        a seed that depends on the rank.
 
     Cannot see:
         Before it is read: data that is iterated, samplers of the user's own, and into which dataset indices point.
@@ -50,8 +57,13 @@ def same_shard(job: JobFacts) -> Iterable[Finding]:
     view = Presented(job)
     for loader in view.loaders:
         shared = tuple(_shared(view, _keys(view, loader)))
-        if shared:
+        if shared and not _is_usual(view, shared):
             yield _finding(view, loader, shared)
+
+
+def _is_usual(view: Presented, shared: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether every rank evaluates everything, or the ranks of a host all that is on it: right, and nothing to do."""
+    return view.stage != TRAIN and sum(map(len, shared)) == len(view.data)
 
 
 def _keys(view: Presented, loader: PresentedLoader) -> dict[int, _Key | None]:
@@ -90,7 +102,7 @@ def _order(data: DataFacts, sampler: SamplerFacts) -> _Key | None:
 
 
 def _finding(view: Presented, loader: PresentedLoader, shared: tuple[tuple[int, ...], ...]) -> Finding:
-    training = view.stage == "train_dataloader"
+    training = view.stage == TRAIN
     certain = bool({*_CONTENTS, "items", _READ} & set(loader.kinds))
     ranks = tuple(sorted(rank for group in shared for rank in group))
     text = f"{_who(view, shared, 'read' if training else 'evaluate')} the same data of the {loader.name}"
@@ -102,8 +114,13 @@ def _finding(view: Presented, loader: PresentedLoader, shared: tuple[tuple[int, 
         summary=joined((f"{text}{why}.", _doubt(certain), _UNSPLIT if _single(loader) else "")),
         ranks=ranks,
         evidence=tuple(_evidence(loader, shared)),
-        remedy=_REMEDY if training else _REMEDY_EVALUATION,
+        remedy=_remedy(loader) if training else _REMEDY_EVALUATION,
     )
+
+
+def _remedy(loader: PresentedLoader) -> str:
+    """One that fits the loader: what is iterated takes no sampler."""
+    return _REMEDY_ITERATED if any(facts.iterable for facts in loader.facts.values()) else _REMEDY
 
 
 def _who(view: Presented, shared: tuple[tuple[int, ...], ...], verb: str) -> str:

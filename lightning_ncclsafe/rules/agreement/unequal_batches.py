@@ -50,6 +50,13 @@ def is_uneven(loader: PresentedLoader) -> bool:
     return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
 
 
+def ends_apart(view: Presented, loader: PresentedLoader) -> bool:
+    """Whether ranks would run out of a loader's data at different batches, and wait for one another then."""
+    if view.goes_alone or not is_uneven(loader):
+        return False
+    return bool(_empty(view, loader)) or (view.policy not in _POLICIES and view.by(epoch_batches).differ)
+
+
 def _explained(view: Presented, loader: PresentedLoader) -> bool:
     """Whether another error names the cause, and these numbers with it."""
     if unlike(loader) or loader.unequal_samples or peer_differences(view, loader):
@@ -65,7 +72,7 @@ def _empty(view: Presented, loader: PresentedLoader) -> tuple[int, ...]:
 def _finding(view: Presented, loader: PresentedLoader) -> Finding:
     words = counted("batch")
     empty = _empty(view, loader)
-    harmless = not empty and (view.policy in _POLICIES or not view.by(epoch_batches).differ)
+    harmless = not ends_apart(view, loader)
     return Finding(
         rule="unequal-batches",
         severity=Severity.WARNING if harmless else Severity.ERROR,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.words import counted, spread, told
-from lightning_ncclsafe.rules.presented import Groups, Presented
+from lightning_ncclsafe.rules.presented import TRAIN, Groups, Presented
 
 _REMEDY = (
     "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "
@@ -30,7 +30,7 @@ def validation_step(job: JobFacts) -> Iterable[Finding]:
     """
     view = Presented(job)
     steps = view.by(lambda data: data.val_check_batch)
-    if view.stage == "train_dataloader" and steps.differ and not _follows(view):
+    if view.stage == TRAIN and steps.differ and not _follows(view):
         yield _finding(steps)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import VOTE_GROUP, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import calls_location
 from lightning_ncclsafe.rules.sentences import severity, while_others_wait
@@ -69,7 +69,7 @@ def _given_up_ms(facts: RankFacts) -> int:
 
 def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
     """Group and timeout, in milliseconds, of what each rank waits in, where that is shorter than the strategy's."""
-    ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description == VOTE_GROUP}
+    ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description in VOTE_GROUPS}
     waits = {rank: view.activities[rank].collective for rank in view.waiting}
     limit_ms, usual = view.job.incident.timeout_s * 1000, _usual_ms(view)
     return {
