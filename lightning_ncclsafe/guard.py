@@ -33,7 +33,7 @@ from lightning_ncclsafe.probes import stacks
 from lightning_ncclsafe.probes.data_paths import try_addresses
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.reach import own_address_towards
-from lightning_ncclsafe.reporter import Reporter, Verdict, say_on_stderr, say_own_failure
+from lightning_ncclsafe.reporter import IncidentNumbers, Reporter, Verdict, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.rules.expected import is_compiling
@@ -75,6 +75,7 @@ class Guard:
         before_exit: What else is left to do then.
         moment: What kind of moment the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
+        incidents: Numbers of the incidents of this process; None for its first call.
         say: Prints one or more lines to the user.
     """
 
@@ -91,6 +92,7 @@ class Guard:
         before_exit: Callable[[], None] = lambda: None,
         moment: Callable[[], tuple[Moment, int]] = lambda: (Moment(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
+        incidents: IncidentNumbers | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -115,7 +117,7 @@ class Guard:
         self._joined = False
         self._off = False
         self._open: Incident | None = None
-        self._incidents = 0
+        self._incidents = incidents or IncidentNumbers()
         self._suspicions = 0
         self._quiet_rounds = 0
         self._idle_s = 0.0
@@ -355,7 +357,7 @@ class Guard:
             limit_s = self._patience.limit_s(self._moment)
             return replace(self._open, kind=kind, opened_by=rank, idle_s=idle_s, timeout_s=limit_s)
         return Incident(
-            number=self._incidents + 1,
+            number=self._incidents.last + 1,
             kind=kind,
             opened_by=rank,
             opened_ns=time.time_ns(),
@@ -381,16 +383,16 @@ class Guard:
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
             self._ending.go_on()
+        self._incidents.note(incident.number if verdict is not None and verdict.is_told else 0)
         if entry.is_leaving:
             # Nobody waits, and what ranks that work on are told about is no incident of theirs.
-            self._open, self._incidents = before, max(self._incidents, incident.number)
+            self._open = before
             self._leaving_is_told.set()
             return
         if verdict is not None and verdict.quiet_s > 0:
             self._open, self._quiet_rounds = before, self._quiet_rounds + 1
             self._patience.be_quiet_for(verdict.quiet_s)
             return
-        self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._verdict = verdict or self._verdict
         # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see _reason.
@@ -429,7 +431,9 @@ class Guard:
 
     def _report(self, job: JobFacts) -> Verdict:
         job = replace(job, tried=try_addresses(job, self._probe.card.host))
-        return self._reporter.report(self._whereabouts.complete(job))
+        told = self._verdict
+        is_same = told is not None and told.incident.number == job.incident.number
+        return self._reporter.report(self._whereabouts.complete(job), told=told if is_same else None)
 
     def _end(self) -> None:
         """Ends the run on this rank; unless its main thread is on its way out already, and the limit not reached."""

@@ -82,6 +82,7 @@ def test_what_differs_is_said_once_with_a_report(tmp_path: Path) -> None:
     assert "different-versions" in text and "2.9.1" in text
     (folder,) = tmp_path.iterdir()
     assert str(folder) in text and (folder / "report.json").exists()
+    assert folder.name.endswith("Z-incident-1")
 
 
 def test_a_problem_that_the_run_would_fail_of_raises_on_all_ranks(tmp_path: Path) -> None:
