@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.lateness import Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.windows import SPAN, Spans
+from lightning_ncclsafe.timing.waits import Intervals
+from lightning_ncclsafe.timing.windows import OWN, SPAN, Spans
 
 _BINS = 512
 # What the arrays of a block take beside what is in them.
@@ -86,6 +87,31 @@ class RecentSpans:
     def all(self) -> Spans:
         """Those of all ranks, by rank."""
         return np.concatenate([np.zeros(0, SPAN), *(self._by_rank[rank] for rank in sorted(self._by_rank))])
+
+
+class RecentOwnWork:
+    """When code of this package last kept ranks busy, on the reference clock.
+
+    Args:
+        limit: Most intervals that are kept, all ranks together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rows = np.zeros(0, OWN)
+
+    def add(self, own: NDArray[Any]) -> None:
+        """Adds intervals, an array of :data:`~lightning_ncclsafe.timing.windows.OWN`."""
+        if len(own):
+            self._rows = np.concatenate([self._rows, own])[-self._limit :]
+
+    def since(self, ns: int) -> Intervals | None:
+        """Those that have ended since then; None if there are none."""
+        rows = self._rows[self._rows["end_ns"] > ns]
+        if not len(rows):
+            return None
+        by_rank = {int(rank): rows[rows["rank"] == rank] for rank in np.unique(rows["rank"])}
+        return Intervals({rank: (of_rank["begin_ns"], of_rank["end_ns"]) for rank, of_rank in by_rank.items()})
 
 
 class RecentCalls:
