@@ -26,6 +26,12 @@ HEALTHY = PreflightFacts(versions={"torch": "2.13.0"})
 UNUSABLE = DirectoryFacts(role="logs", path="/logs", problem="Permission denied")
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a moment only, and where that is too short it is said."""
+    monkeypatch.setattr(preflight, "write_page", lambda *_: "")
+
+
 class Job:
     """Ranks that look at hosts of which the test says what they are."""
 

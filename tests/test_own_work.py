@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe import own_work
+from lightning_ncclsafe.loaders import presenting
 from lightning_ncclsafe.loaders.presenting import Presenter
 from lightning_ncclsafe.loggers.intake import MARKER
 from lightning_ncclsafe.loggers.offload import Offload
@@ -94,11 +95,13 @@ def test_the_comparison_of_loaders_and_their_tuning_are_ours() -> None:
     assert busy_ns() >= MS
 
 
-def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned() -> None:
+def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterates: list[Any] = []
+    monkeypatch.setattr(presenting, "Replaced", lambda _, iterate, **__: iterates.append(iterate))
     tuner = SimpleNamespace(take=lambda *_, **__: [lambda begin: (work(), begin())[1]])
-    loader = presenter(tuner=tuner).prepared(Loader())
+    presenter(tuner=tuner).prepared(Loader())
     take_own_work()
-    assert [*loader] == [1, 2, 3]
+    assert [*iterates[0](lambda: iter((1, 2, 3)))] == [1, 2, 3]
     assert busy_ns() >= MS
 
 

@@ -8,6 +8,7 @@ import pytest
 from thread_ranks import Job
 
 from lightning_ncclsafe import guard as guard_module
+from lightning_ncclsafe import reporter
 from lightning_ncclsafe.settings import Limits, OnTimeout
 
 
@@ -21,6 +22,8 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         limits = Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout, learned=learned)
         job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
         jobs.append(job)
+        # It has a moment only, and where that is too short it is said.
+        monkeypatch.setattr(reporter, "write_page", lambda *_: "")
         monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
         return job
 

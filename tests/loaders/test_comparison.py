@@ -29,6 +29,12 @@ def data(*loaders: LoaderFacts, **more: Any) -> DataFacts:
     return DataFacts(stage="train_dataloader", loaders=loaders, **more)
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a moment only, and where that is too short it is said."""
+    monkeypatch.setattr(module, "write_page", lambda *_: "")
+
+
 class Job:
     """Ranks that compare; ``run`` calls one function in each."""
 
