@@ -72,9 +72,12 @@ def test_numbers_go_on_from_call_to_call(make_job: Callable[..., Job]) -> None:
 
 
 def test_at_the_limit_only_what_is_new_is_printed(make_job: Callable[..., Job]) -> None:
-    job = make_job(timeout_s=0.5)
+    job, limits_s = make_job(), dict[str, float]()
+    job.limits = replace(job.limits, phases_s=limits_s)
     wait_on_all_but(job, 0)
     job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    limits_s["train"] = 0.2  # which they have waited for by now, or will have
     job.wait_for(lambda: set(job.ended) == {0, 1, 2})
     first, last = job.said
     assert first.startswith("rank-zero-only-work: ") and "remedy: " in first
