@@ -36,7 +36,14 @@ from lightning_ncclsafe.probes.data_paths import try_addresses
 from lightning_ncclsafe.probes.last_words import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.reach import own_address_towards
-from lightning_ncclsafe.reporter import Reporter, Verdict, print_no_told_errors, say_on_stderr, say_own_failure
+from lightning_ncclsafe.reporter import (
+    IncidentNumbers,
+    Reporter,
+    Verdict,
+    print_no_told_errors,
+    say_on_stderr,
+    say_own_failure,
+)
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.rules.expected import is_compiling
@@ -82,6 +89,7 @@ class Guard:
         before_exit: What else is left to do then.
         moment: What kind of moment the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
+        incidents: Numbers of the incidents of this process; None for its first call.
         say: Prints one or more lines to the user.
     """
 
@@ -98,6 +106,7 @@ class Guard:
         before_exit: Callable[[], None] = lambda: None,
         moment: Callable[[], tuple[Moment, int]] = lambda: (Moment(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
+        incidents: IncidentNumbers | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -123,7 +132,7 @@ class Guard:
         self._came: set[int] = set()
         self._off = False
         self._open: Incident | None = None
-        self._incidents = 0
+        self._incidents = incidents or IncidentNumbers()
         self._suspicions = 0
         self._reports_at_limit = 0
         self._quiet_rounds = 0
@@ -404,7 +413,7 @@ class Guard:
             limit_s = self._patience.limit_s(self._moment)
             return replace(self._open, kind=kind, opened_by=rank, idle_s=idle_s, timeout_s=limit_s)
         return Incident(
-            number=self._incidents + 1,
+            number=self._incidents.last + 1,
             kind=kind,
             opened_by=rank,
             opened_ns=time.time_ns(),
@@ -428,9 +437,10 @@ class Guard:
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
             self._ending.go_on()
+        self._incidents.note(incident.number if verdict is not None and verdict.is_told else 0)
         if entry.is_leaving:
             # Nobody waits, and what ranks that work on are told about is no incident of theirs.
-            self._open, self._incidents = before, max(self._incidents, incident.number)
+            self._open = before
             self._leaving_is_told.set()
             return
         if verdict is not None and verdict.is_joint and not verdict.ends_run:
@@ -441,7 +451,6 @@ class Guard:
             self._open, self._quiet_rounds = before, self._quiet_rounds + 1
             self._patience.be_quiet_for(verdict.quiet_s)
             return
-        self._incidents = max(self._incidents, incident.number)
         self._suspicions += incident.kind is IncidentKind.SUSPECT
         self._reports_at_limit += incident.kind is IncidentKind.TIMEOUT
         self._verdict = verdict or self._verdict
@@ -498,7 +507,10 @@ class Guard:
 
     def _report(self, job: JobFacts) -> Verdict:
         job = replace(job, tried=try_addresses(job, self._probe.card.host))
-        return replace(self._reporter.report(self._whereabouts.complete(job)), told_on=self._probe.card.host)
+        told = self._verdict
+        is_same = told is not None and told.incident.number == job.incident.number
+        verdict = self._reporter.report(self._whereabouts.complete(job), told=told if is_same else None)
+        return replace(verdict, told_on=self._probe.card.host)
 
     def _end(self) -> None:
         """Ends the run on this rank; unless its main thread is on its way out already, and the limit not reached."""

@@ -16,6 +16,7 @@ from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.preflight_table import render_preflight
+from lightning_ncclsafe.reporter import IncidentNumbers
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 from lightning_ncclsafe.settings import OnProblem
@@ -40,6 +41,7 @@ class Preflight:
         world_size: Number of ranks.
         report_dir: The folder of all reports; one is made where there is a problem.
         say: Prints one or more lines to the user.
+        incidents: Numbers of the incidents of this process; None where there are no others.
         render: Makes the text for the user of what was found.
         says_nothing: Whether nothing is said where nothing is wrong.
     """
@@ -53,6 +55,7 @@ class Preflight:
         world_size: int,
         report_dir: Path | None,
         say: Callable[[str], None],
+        incidents: IncidentNumbers | None = None,
         render: Callable[[Diagnosis], str] = render_preflight,
         says_nothing: bool = True,
     ) -> None:
@@ -62,6 +65,7 @@ class Preflight:
         self._world_size = world_size
         self._report_dir = report_dir
         self._say = say
+        self._incidents = incidents or IncidentNumbers()
         self._render = render
         self._says_nothing = says_nothing
         self._told: set[tuple[str, tuple[int, ...]]] = set()
@@ -118,6 +122,7 @@ class Preflight:
 
     def _meet(self, meeting: Meeting, found: PreflightFacts) -> Agreed:
         agreed = meeting.meet(replace(self._identity, preflight=found, taken_ns=time.time_ns()), self._verdict)
+        self._incidents.note(agreed.incident)
         if agreed.error:
             raise HostPreflightError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
@@ -151,8 +156,9 @@ class Preflight:
         return found
 
     def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
+        number = self._incidents.last + 1
         incident = Incident(
-            number=0, kind=IncidentKind.PREFLIGHT, opened_by=self._identity.rank, opened_ns=time.time_ns()
+            number=number, kind=IncidentKind.PREFLIGHT, opened_by=self._identity.rank, opened_ns=time.time_ns()
         )
         diagnosis = judge(JobFacts(incident=incident, world_size=self._world_size, ranks=ranks), PREFLIGHT_RULES)
         fresh = [finding for finding in diagnosis.findings if (finding.rule, finding.ranks) not in self._told]
@@ -164,9 +170,9 @@ class Preflight:
         text = self._render(diagnosis)
         is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
         if is_fatal and self._on_problem == "raise":
-            return Agreed(complete=True, error=text, findings=diagnosis.findings, folder=folder)
+            return Agreed(complete=True, error=text, findings=diagnosis.findings, folder=folder, incident=number)
         self._say(f"{text}\nreport: {folder}" if folder else text)
-        return Agreed(complete=True, findings=diagnosis.findings, folder=folder)
+        return Agreed(complete=True, findings=diagnosis.findings, folder=folder, incident=number)
 
     def _write(self, diagnosis: Diagnosis) -> str:
         if self._report_dir is None:

@@ -13,7 +13,7 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.folder import write_page, write_report
-from lightning_ncclsafe.report.text import render_short
+from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.expected import announced_for_s, expected_for_s
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.sentences import exit_status
@@ -30,6 +30,7 @@ class Verdict:
         incident: The incident.
         answer: The report's first line.
         folder: Where the report was written; empty where it could not be.
+        is_told: Whether anything was written or said; not of what every rank raises alike, nor of what is expected.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
         quiet_s: For how many seconds ranks are to be quiet, as what they wait for is to be expected for so long; then
@@ -44,6 +45,7 @@ class Verdict:
     incident: Incident
     answer: str
     folder: str = ""
+    is_told: bool = True
     findings: tuple[Finding, ...] = ()
     ends_run: bool = False
     quiet_s: float = 0.0
@@ -74,6 +76,23 @@ class _Untold:
             self.hook(kind, error, trace)
 
 
+class IncidentNumbers:
+    """Numbers the incidents of a process, from 1; the ranks of a job come to the same ones.
+
+    What is looked at and turns out to be nothing to tell has no number: the next incident gets it.
+
+    Attributes:
+        last: Number of the last incident; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def note(self, number: int) -> None:
+        """An incident with this number was told, perhaps by another rank."""
+        self.last = max(self.last, number)
+
+
 class Reporter:
     """Reports on incidents, on the one rank that has gathered the facts.
 
@@ -89,15 +108,21 @@ class Reporter:
         self._say = say
         self._said_no_page = False
 
-    def report(self, job: JobFacts) -> Verdict:
-        """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know."""
+    def report(self, job: JobFacts, *, told: Verdict | None = None) -> Verdict:
+        """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know.
+
+        Args:
+            job: The facts of all ranks that answered.
+            told: The verdict on the same incident that the user has read already, on whichever rank; only what is
+                new is printed then. The report is written whole.
+        """
         quiet_s = announced_for_s(job)
         if self._limits.learned and not quiet_s:
             quiet_s = expected_for_s(job, self._limits.limit_s)
         if quiet_s > 0:
-            return Verdict(incident=job.incident, answer="", quiet_s=round(quiet_s, 1))
+            return Verdict(incident=job.incident, answer="", is_told=False, quiet_s=round(quiet_s, 1))
         if _all_are_done(job):
-            return Verdict(incident=job.incident, answer="", is_joint=True)
+            return Verdict(incident=job.incident, answer="", is_told=False, is_joint=True)
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""
@@ -106,13 +131,15 @@ class Reporter:
         if not is_joint:
             folder, where = self._write(diagnosis)
             closing = "\nthe run cannot go on, it is ended" if ends_run else ""
-            self._say(f"{render_short(diagnosis)}\n{where}{closing}")
+            known = told.findings if told is not None and told.folder else ()
+            self._say(f"{render_news(diagnosis, known)}\n{where}{closing}")
             self._write_page(diagnosis, folder)
         answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
         return Verdict(
             incident=job.incident,
             answer=answer,
             folder=folder,
+            is_told=not is_joint,
             # Every rank reads them, and a store takes only so much; the report has them all.
             findings=diagnosis.findings[:_MOST_TOLD],
             ends_run=ends_run,

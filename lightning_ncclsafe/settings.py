@@ -120,7 +120,7 @@ class TimerSettings:
 
     Attributes:
         every_n_steps: After how many steps ranks share what they have recorded, and scalars are logged.
-        table: Whether a table is printed at the end.
+        table: Whether a table is written at the end, and that of ``fit`` printed.
         trace: Whether a trace is written at the end.
         heat_map: Whether a picture of lateness is logged at the end.
 

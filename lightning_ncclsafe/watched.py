@@ -47,7 +47,7 @@ from lightning_ncclsafe.probes.preflight import preflight_facts
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.steps import StepRecord
 from lightning_ncclsafe.probes.trainer import TrainerProbe
-from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.reporter import IncidentNumbers, say_on_stderr, say_own_failure
 from lightning_ncclsafe.rules.presented import TRAIN
 from lightning_ncclsafe.settings import (
     AgreementSettings,
@@ -75,6 +75,10 @@ _calls = itertools.count()
 _published: deque[set[str]] = deque()
 # The name of this start, where the store may hold what an earlier one has left; the same for all calls.
 _start: str | None = None
+# What this process has said last of its watch: a program with many calls and Trainers says it once.
+_said_watch = ""
+# Of all calls of this process; the same on all ranks.
+_incidents = IncidentNumbers()
 
 
 class WatchedCall:
@@ -214,6 +218,7 @@ class WatchedCall:
             place=place,
             limits=self._limits,
             report_dir=self._report_dir,
+            incidents=_incidents,
             exchange=self._files(_meeting_place(strategy)) if place.world_size > 1 else MemoryExchange(),
             probe=RankProbe(
                 rank=place.rank,
@@ -236,7 +241,7 @@ class WatchedCall:
     def _connect(self, strategy: Any) -> None:
         if self._guard is None:
             return
-        limits, world_size = self._limits, strategy.world_size
+        world_size = strategy.world_size
         exchange = self._store() if world_size > 1 else MemoryExchange()
         self._guard.connect(exchange)
         self._compare_hosts(lambda preflight: preflight.compare(exchange))
@@ -248,11 +253,17 @@ class WatchedCall:
             self._stop_together(strategy, exchange)
             self._time(strategy, exchange)
         if strategy.global_rank == 0:
-            before = incident_before(self._report_dir)
-            say_on_stderr(
-                f"watching {world_size} rank{'s' if world_size > 1 else ''}: {limits_words(limits)};"
-                f" reports go to {self._report_dir}{'; ' if before else ''}{before}"
-            )
+            self._say_watch(world_size)
+
+    def _say_watch(self, world_size: int) -> None:
+        """Once, and again where it has changed; with what the start before has ended, the first time only."""
+        global _said_watch
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        text = f"watching {ranks}: {limits_words(self._limits)}; reports go to {self._report_dir}"
+        if text != _said_watch:
+            before = "" if _said_watch else incident_before(self._report_dir)
+            say_on_stderr(f"{text}{'; ' if before else ''}{before}")
+            _said_watch = text
 
     def _stop_together(self, strategy: Any, exchange: Exchange) -> None:
         """On SIGTERM; a rank that has no others stops as Lightning has it."""
@@ -306,6 +317,7 @@ class WatchedCall:
             identity=_identity(place),
             world_size=place.world_size,
             report_dir=self._report_dir,
+            incidents=_incidents,
             say=say_on_stderr,
         )
         preflight.begin()
@@ -378,6 +390,7 @@ class WatchedCall:
             world_size=place.world_size,
             identity=_identity(place),
             report_dir=self._report_dir,
+            incidents=_incidents,
             say=say_on_stderr,
         )
 

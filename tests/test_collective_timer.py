@@ -7,6 +7,8 @@ import math
 import re
 import stat
 import statistics
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,10 @@ from warm import Warm, ranks_of
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
 from lightning_ncclsafe.callbacks import collective_timer
 from lightning_ncclsafe.collectives import results
+from lightning_ncclsafe.own_work import take_own_work
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.history import LatenessHistory
+from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import OpSummary, TimingSummary
 
 SCRIPT = Path(__file__).with_name("timed_fit.py")
@@ -55,15 +59,17 @@ class Attached:
     """A timer of rank 0 that has something to show."""
 
     def __init__(self) -> None:
-        self.ended: list[bool] = []
+        self.ended = 0
         self.trace = ""
+        self.steps = LEAST_STEPS
         op = OpSummary(group="0", op="all_reduce", ranks=2, count=1)
-        analysis = SimpleNamespace(summary=lambda: TimingSummary(steps=3, ops=(op,)), history=LatenessHistory(2))
+        summary = TimingSummary(ops=(op,))
+        analysis = SimpleNamespace(summary=lambda: replace(summary, steps=self.steps), history=LatenessHistory(2))
         self.timer = SimpleNamespace(is_off=False, scalars=lambda: {"a": 1.0}, analysis=analysis)
 
-    def end(self, *, trace: bool) -> None:
-        self.ended.append(trace)
-        self.trace = "trace: here" if trace else ""
+    def end(self) -> None:
+        self.ended += 1
+        self.trace = "trace: here"
 
 
 @pytest.fixture
@@ -108,14 +114,14 @@ def test_results_that_cannot_be_shown_do_not_end_the_run(
     monkeypatch.setattr(collective_timer, "print_table", fail)
     CollectiveTimer().teardown(trainer_of(Logger()), LightningModule(), "fit")
     assert "the results of timing collectives has failed" in capfd.readouterr().err
-    assert attached.ended == [True]
+    assert attached.ended == 1
 
 
 def test_a_timer_that_is_off_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
     attached.timer.is_off = True
     logger = Logger()
     CollectiveTimer().teardown(trainer_of(logger), LightningModule(), "fit")
-    assert logger.metrics == [] and capfd.readouterr().err == "" and attached.ended == [True]
+    assert logger.metrics == [] and capfd.readouterr().err == "" and attached.ended == 1
 
 
 def test_a_logger_that_fails_is_said_so_once_and_the_others_go_on(
@@ -137,8 +143,28 @@ def test_a_logger_that_fails_is_said_so_once_and_the_others_go_on(
 def test_only_rank_0_prints(attached: Attached, capfd: pytest.CaptureFixture[str], rank: int) -> None:
     CollectiveTimer().teardown(trainer_of(Logger(), rank=rank), LightningModule(), "fit")
     said = capfd.readouterr().err
-    assert said.count("collectives of 3 steps") == said.count("trace: here") == (1 if rank == 0 else 0)
-    assert attached.ended == [True], "each rank shares what is left"
+    assert said.count("collectives of 50 steps") == said.count("trace: here") == (1 if rank == 0 else 0)
+    assert attached.ended == 1, "each rank shares what is left"
+
+
+@pytest.mark.parametrize(("stage", "steps"), [("validate", 900), ("test", 900), ("predict", 900), ("fit", 49)])
+def test_only_a_fit_of_enough_steps_prints(
+    attached: Attached, capfd: pytest.CaptureFixture[str], stage: str, steps: int
+) -> None:
+    attached.steps, logger = steps, Logger()
+    CollectiveTimer().teardown(trainer_of(logger), LightningModule(), stage)
+    assert capfd.readouterr().err == ""
+    assert attached.ended == 1 and logger.metrics, "loggers are given what they always are"
+
+
+def test_scalars_of_a_slow_logger_make_nobody_late(attached: Attached) -> None:
+    class Slow(Logger):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            time.sleep(0.001)
+
+    take_own_work()
+    batch_ends(CollectiveTimer(), trainer_of(Slow()))
+    assert sum(end_ns - begin_ns for begin_ns, end_ns in take_own_work()) >= 1e6
 
 
 def test_what_is_not_wanted_is_not_made(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,10 +172,33 @@ def test_what_is_not_wanted_is_not_made(attached: Attached, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
-def test_a_trace_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+NOTHING_TIMED: Any = SimpleNamespace(calls=SimpleNamespace(blocks=[]), spans=SimpleNamespace(all=lambda: []))
+
+
+def test_what_cannot_be_written_is_said_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "collectives").write_text("a file in the way")
-    analysis: Any = SimpleNamespace(calls=SimpleNamespace(blocks=[]), spans=SimpleNamespace(all=lambda: []))
-    assert results.save_trace(analysis, TimingSummary(), tmp_path).startswith("the trace could not be written: ")
+    assert results.save(NOTHING_TIMED, TimingSummary(), tmp_path, TimerSettings()) == ""
+    said = capfd.readouterr().err
+    assert said.startswith(f"[ncclsafe] the times of collectives could not be written to {tmp_path}/collectives: ")
+    assert said.count("\n") == 1
+
+
+def test_the_table_of_every_call_is_kept_in_a_file_of_its_own(tmp_path: Path) -> None:
+    settings = TimerSettings(trace=False)
+    for steps in (0, 3):
+        assert results.save(NOTHING_TIMED, TimingSummary(steps=steps), tmp_path, settings) == ""
+    tables = sorted((tmp_path / "collectives").iterdir())
+    assert [path.name.partition("Z")[2].lstrip("-1") for path in tables] == ["collectives.txt"] * 2
+    assert {path.read_text().splitlines()[0] for path in tables} == {
+        "collectives of 0 steps",
+        "collectives of 3 steps",
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tables} == {0o600}
+
+
+def test_nothing_is_written_where_nothing_is_wanted(tmp_path: Path) -> None:
+    assert results.save(NOTHING_TIMED, TimingSummary(), tmp_path, TimerSettings(trace=False, table=False)) == ""
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_pictures_go_to_the_loggers_that_take_them() -> None:
@@ -213,8 +262,9 @@ def test_the_table_is_printed_once_and_says_who_was_late_where(fitted: Fitted) -
 
 def test_the_trace_is_private_and_can_be_read(fitted: Fitted) -> None:
     folder, _, _ = fitted
-    (path,) = (folder / "reports/collectives").iterdir()
-    assert path.name.endswith("-trace.json.gz")
+    table, path = sorted((folder / "reports/collectives").iterdir())
+    assert path.name.endswith("Z-trace.json.gz") and table.name == path.name.replace("trace.json.gz", "collectives.txt")
+    assert table.read_text().startswith("collectives of ") and stat.S_IMODE(table.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

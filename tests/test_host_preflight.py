@@ -26,6 +26,12 @@ HEALTHY = PreflightFacts(versions={"torch": "2.13.0"})
 UNUSABLE = DirectoryFacts(role="logs", path="/logs", problem="Permission denied")
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a moment only, and where that is too short it is said."""
+    monkeypatch.setattr(preflight, "write_page", lambda *_: "")
+
+
 class Job:
     """Ranks that look at hosts of which the test says what they are."""
 
@@ -82,6 +88,7 @@ def test_what_differs_is_said_once_with_a_report(tmp_path: Path) -> None:
     assert "different-versions" in text and "2.9.1" in text
     (folder,) = tmp_path.iterdir()
     assert str(folder) in text and (folder / "report.json").exists()
+    assert folder.name.endswith("Z-incident-1")
 
 
 def test_a_problem_that_the_run_would_fail_of_raises_on_all_ranks(tmp_path: Path) -> None:

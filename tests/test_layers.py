@@ -19,7 +19,7 @@ FOLDER = Path(lightning_ncclsafe.__file__).parent
 # unless that is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("data_facts", "logger_facts", "recorded_facts", "recorder", "step_facts", "trainer_facts", "capacity_facts"),
-    ("known_code", "marks"),
+    ("known_code", "marks", "own_work"),
     ("methods", "_torch", "_lightning"),
     ("preflight_facts",),
     ("machine_facts",),

@@ -2,11 +2,25 @@
 
 import io
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from incidents import job_of
 
+from lightning_ncclsafe import reporter as module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.reporter import print_no_told_errors, say_on_stderr, say_own_failure
+from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.reporter import (
+    IncidentNumbers,
+    Reporter,
+    Verdict,
+    print_no_told_errors,
+    say_on_stderr,
+    say_own_failure,
+)
+from lightning_ncclsafe.settings import Limits
 
 
 class BrokenPipe(io.StringIO):
@@ -53,3 +67,49 @@ def test_an_error_that_was_told_has_no_traceback_and_others_have(monkeypatch: py
     for error in (CollectiveTimeoutError("rank 1 raised"), other):
         sys.excepthook(type(error), error, None)
     assert printed == [other]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def reporter(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Reporter:
+    # It has a moment only, and says so where that is too short.
+    monkeypatch.setattr(module, "write_page", lambda *_: "")
+    return Reporter(tmp_path, Limits(suspect_after_s=20.0, timeout_s=1_800.0, on_timeout="abort"), said.append)
+
+
+def at_limit() -> Any:
+    job = job_of(2)
+    return replace(job, incident=replace(job.incident, kind=IncidentKind.TIMEOUT, idle_s=1_800.0))
+
+
+def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporter: Reporter, said: list[str]) -> None:
+    first = reporter.report(job_of(2))
+    last = reporter.report(at_limit(), told=first)
+    assert len(said[0].splitlines()) > 4 and "  remedy: " in said[0]
+    still, where, closing = said[1].splitlines()
+    assert still.startswith(f"still {first.findings[0].rule} after 30 min 0 s, the limit: rank 0")
+    assert (where, closing) == (f"report: {last.folder}", "the run cannot go on, it is ended")
+    assert last.folder == first.folder
+    report = (Path(last.folder) / "report.txt").read_text()
+    assert first.findings[0].remedy.split(maxsplit=6)[0] in report and "What to do:" in report
+
+
+def test_what_could_not_be_written_is_printed_again_in_full(reporter: Reporter, said: list[str]) -> None:
+    first = reporter.report(job_of(2))
+    reporter.report(at_limit(), told=replace(first, folder=""))
+    assert "  remedy: " in said[1]
+
+
+def test_what_nobody_is_told_of_takes_no_number() -> None:
+    numbers = IncidentNumbers()
+    assert numbers.last + 1 == 1
+    numbers.note(0)
+    assert numbers.last == 0
+    numbers.note(2)
+    numbers.note(1)
+    assert numbers.last == 2
+    assert not Verdict(incident=job_of(2).incident, answer="", is_told=False).is_told

@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_ncclsafe import watched
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
+from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.starts import agree_on_start, incident_before, launch_words
 
 
@@ -97,3 +99,24 @@ def test_a_report_that_cannot_be_read_is_no_trouble(tmp_path: Path, content: str
     (leave_report(tmp_path, "") / "report.json").write_text(content)
     assert incident_before(tmp_path, RESTARTED) == ""
     assert incident_before(tmp_path / "none", RESTARTED) == ""
+
+
+def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(watched, "say_on_stderr", said.append)
+    monkeypatch.setattr(watched, "_said_watch", "")
+    monkeypatch.setattr(watched, "incident_before", lambda _: "the start before ended with incident 1")
+
+    def begin(world_size: int, folder: Path) -> None:
+        one = watched.WatchedCall.__new__(watched.WatchedCall)
+        one._limits, one._report_dir = check_limits(None, 100.0, "abort"), folder
+        one._say_watch(world_size)
+
+    for _ in range(3):
+        begin(2, tmp_path)
+    begin(2, tmp_path / "other")
+    begin(1, tmp_path / "other")
+    assert [line.partition(":")[0] for line in said] == ["watching 2 ranks", "watching 2 ranks", "watching 1 rank"]
+    assert ["the start before" in line for line in said] == [True, False, False], "this start's own are not before it"

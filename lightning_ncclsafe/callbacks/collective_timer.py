@@ -6,6 +6,7 @@ from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
 from lightning_ncclsafe.guarded_strategy import guards, timer_of
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.reporter import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 
@@ -20,13 +21,15 @@ class CollectiveTimerHooks:
     Scalars go to the Trainer's loggers: ``collectives/<op>/…`` (``skew_ms``, ``wait_ms``, ``size_bytes`` and, where the
     back end times collectives on the device, as NCCL does, ``transfer_ms`` and ``busbw_gb_per_s`` by nccl-tests'
     definition), ``straggler/rank`` and ``straggler/late_ms_per_step``. A rank that is late again and again is named in
-    one line, with the phase in which it falls behind. At the end come a table, a picture of lateness by rank and time
-    for loggers that take images, and ``<report_dir>/collectives/…-trace.json.gz`` for https://ui.perfetto.dev.
+    one line, with the phase in which it falls behind; not for the first steps, nor for what callbacks of ours have made
+    late. At the end of ``fit`` comes a table, if there were at least 50 steps, and a picture of lateness by rank and
+    time for loggers that take images. ``<report_dir>/collectives`` has the table of every call, however short,
+    as ``…-collectives.txt``, and ``…-trace.json.gz`` for https://ui.perfetto.dev.
 
     Args:
         every_n_steps: After about how many steps ranks share what they have recorded, and scalars are logged. It is
             not done more often than twice a second, nor, in a large job, than every 10 ms for each rank.
-        table: Whether a table is printed at the end.
+        table: Whether a table is written at the end, and that of ``fit`` printed.
         trace: Whether a trace is written at the end. It has the last three minutes, or of long steps the last MiB, at
             most 64 MiB, and of what was before those collectives for which ranks came furthest apart.
         heat_map: Whether a picture of lateness is logged at the end.
@@ -73,24 +76,25 @@ class CollectiveTimerHooks:
         if attached is None:
             return
         try:
-            attached.end(trace=self.settings.trace)
+            attached.end()
             if trainer.is_global_zero and not attached.timer.is_off:
-                self._show(attached, trainer)
+                self._show(attached, trainer, is_fit=stage == "fit")
         except Exception as error:
             say_own_failure(error, what="the results of timing collectives")
 
     def _log(self, trainer: Trainer) -> None:
         attached = timer_of(trainer.strategy)
         if attached is not None and trainer.is_global_zero:
-            self._loggers_that_failed |= log_scalars(
-                attached.timer.scalars(), trainer.loggers, trainer.global_step, besides=self._loggers_that_failed
-            )
+            with OwnWork():
+                self._loggers_that_failed |= log_scalars(
+                    attached.timer.scalars(), trainer.loggers, trainer.global_step, besides=self._loggers_that_failed
+                )
 
-    def _show(self, attached: AttachedTimer, trainer: Trainer) -> None:
+    def _show(self, attached: AttachedTimer, trainer: Trainer, *, is_fit: bool) -> None:
         self._log(trainer)
         if self.settings.heat_map:
             log_heat_map(attached.timer.analysis.history, trainer.loggers, trainer.global_step)
-        if self.settings.table:
+        if self.settings.table and is_fit:
             print_table(attached.timer.analysis.summary(), attached.trace)
 
 

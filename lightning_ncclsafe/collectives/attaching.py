@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.collectives.results import save_trace
+from lightning_ncclsafe.collectives.results import save
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.exchange import Exchange
@@ -66,19 +66,15 @@ class AttachedTimer:
         """Ranks that keep others waiting, as far as this rank has been told."""
         return self.timer.stragglers
 
-    def end(self, *, trace: bool) -> None:
-        """Puts all ranks' last recordings together, once.
-
-        Args:
-            trace: Whether rank 0 keeps a trace.
-        """
+    def end(self) -> None:
+        """Puts all ranks' last recordings together, once; rank 0 keeps what has come of it."""
         if self._has_ended:
             return
         self._has_ended = True
         self.timer.end()
         summary = self.timer.analysis.summary()
-        if trace and self._is_root and not self.timer.is_off and summary.ops:
-            self.trace = save_trace(self.timer.analysis, summary, self._report_dir)
+        if self._is_root and not self.timer.is_off and summary.ops:
+            self.trace = save(self.timer.analysis, summary, self._report_dir, self._settings)
 
     def detach(self) -> None:
         """Everything it listened to is as it was. Where nobody has ended it, there was an error: the trace is kept."""
@@ -86,7 +82,7 @@ class AttachedTimer:
         if self._log_metrics is not None:
             self._log_metrics.remove()
         if not self._has_ended:
-            self.end(trace=self._settings.trace)
+            self.end()
             if self.trace:
                 say_on_stderr(self.trace)
 

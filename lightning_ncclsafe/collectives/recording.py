@@ -11,8 +11,9 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
+from lightning_ncclsafe.own_work import take_own_work
 from lightning_ncclsafe.recorder import Kind, Recorder, told_once
-from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
+from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 Entry = dict[str, Any]
 
@@ -83,6 +84,8 @@ class Recording:
         return Window(
             calls=calls,
             spans=self._spans(),
+            # Only now: what has held up a call that was found has ended before it.
+            own=self._own_work(),
             groups=tuple(self._groups[name] for name in used),
             ops=tuple(ops),
             clocks={self._rank: clock},
@@ -172,6 +175,10 @@ class Recording:
             self.steps += 1
         if (too_many := len(self._starts) - _KEPT_STARTS) > 0:
             del self._starts[:too_many]
+
+    def _own_work(self) -> Any:
+        rows = [(self._rank, *interval) for interval in take_own_work() if interval[0] >= self._since_ns]
+        return np.array(rows, dtype=OWN)
 
     def _step(self, created_ns: int) -> int:
         return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)

@@ -10,10 +10,13 @@ from lightning_ncclsafe.report.heat_map import heat_map
 from lightning_ncclsafe.report.timing_table import render_timing
 from lightning_ncclsafe.report.trace import write_trace
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.history import LatenessHistory
+from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import TimingSummary
 
+_TABLE, _TRACE = "collectives.txt", "trace.json.gz"
 _HEAT_MAP = "straggler/late_s_by_rank_and_time"
 
 
@@ -51,34 +54,51 @@ def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) ->
     _each(loggers, log)
 
 
-def save_trace(analysis: Analysis, summary: TimingSummary, report_dir: Path) -> str:
-    """Writes the trace, and returns a line that says where; on rank 0."""
+def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings: TimerSettings) -> str:
+    """Writes the table and the trace, as far as they are wanted; on rank 0.
+
+    Returns:
+        A line that says where the trace is; empty where there is none.
+    """
     folder = report_dir / "collectives"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = _free_name(folder)
-        write_trace(
-            path,
-            calls=[*analysis.worst.blocks, *analysis.calls.blocks],
-            spans=analysis.worst.spans_with(analysis.spans.by_rank),
-            summary=summary,
-            forgotten=analysis.forgotten,
-        )
+        if settings.table or settings.trace:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            name = _free_name(folder)
+        if settings.table:
+            table = folder / f"{name}{_TABLE}"
+            table.touch(mode=0o600)
+            table.write_text(f"{_table(summary)}\n", encoding="utf-8")
+        if settings.trace:
+            trace = folder / f"{name}{_TRACE}"
+            write_trace(
+                trace,
+                calls=[*analysis.worst.blocks, *analysis.calls.blocks],
+                spans=analysis.worst.spans_with(analysis.spans.by_rank),
+                summary=summary,
+                forgotten=analysis.forgotten,
+            )
+            return f"trace: {trace} (open it at https://ui.perfetto.dev)"
     except OSError as error:
-        return f"the trace could not be written: {error}"
-    return f"trace: {path} (open it at https://ui.perfetto.dev)"
+        say_on_stderr(f"the times of collectives could not be written to {folder}: {error}")
+    return ""
 
 
 def print_table(summary: TimingSummary, where: str) -> None:
-    """Prints the table, with a line on the trace below it; on rank 0."""
-    say_on_stderr("\n".join(filter(None, [f"collectives of {summary.steps:,} steps", render_timing(summary), where])))
+    """Prints the table, with a line on the trace below it; on rank 0. Of too few steps nothing can be said."""
+    if summary.steps >= LEAST_STEPS:
+        say_on_stderr("\n".join(filter(None, [_table(summary), where])))
 
 
-def _free_name(folder: Path) -> Path:
+def _table(summary: TimingSummary) -> str:
+    return f"collectives of {summary.steps:,} steps\n{render_timing(summary)}"
+
+
+def _free_name(folder: Path) -> str:
     """By the time; fit and validate may end in the same second."""
     now = datetime.now(tz=timezone.utc)
-    names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-trace.json.gz" for number in count())
-    return next(folder / name for name in names if not (folder / name).exists())
+    names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-" for number in count())
+    return next(name for name in names if not any((folder / f"{name}{end}").exists() for end in (_TABLE, _TRACE)))
 
 
 def _each(loggers: Iterable[Any], log: Callable[[Any], None]) -> frozenset[str]:

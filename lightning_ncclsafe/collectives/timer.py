@@ -14,6 +14,7 @@ from lightning_ncclsafe.collectives.tree import Told, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.marks import Mark, marked
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.recorder import MOST_ENTRIES
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
@@ -152,7 +153,8 @@ class Timer:
     def _turn(self, *, last: bool = False) -> int:
         """Reads, and shares where that is due; returns how many steps were made since the last time."""
         before = self._recording.steps
-        self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
+        with OwnWork():
+            self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
         if last or time.monotonic() - self._shared_at >= 0.9 * self._pace.share_s:
             self._share()
         return self._recording.steps - before
@@ -175,10 +177,11 @@ class Timer:
 
     def _judge(self, window: Window) -> None:
         self._last |= window.last
-        changed = self.analysis.add(window)
         assert self._scalars is not None
-        for calls, late in self.analysis.take_fresh():
-            self._scalars.add(calls, late)
+        with OwnWork():
+            changed = self.analysis.add(window)
+            for calls, late in self.analysis.take_fresh():
+                self._scalars.add(calls, late)
         with self._lock:
             # What nobody has asked for yet is left, and the rest goes on adding up for the next time.
             self._ready = self._ready or self._scalars.take()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.timing.limits import limited
 from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined
 
@@ -158,7 +159,8 @@ class Tree:
     def _take(self, value: bytes) -> bool:
         """Whether it is a window; the number of what is none means nothing."""
         try:
-            window = decode(value)
+            with OwnWork():
+                window = decode(value)
             _check_ranks(window, self._world_size)
         except WindowError:
             self.unreadable += 1
@@ -169,7 +171,9 @@ class Tree:
 
 
 def _check_ranks(window: Window, world_size: int) -> None:
-    ranks = {*window.calls["rank"].tolist(), *window.spans["rank"].tolist(), *window.clocks, *window.totals}
+    ranks = {*window.clocks, *window.totals}.union(
+        *(rows["rank"].tolist() for rows in (window.calls, window.spans, window.own))
+    )
     ranks |= {*window.lost, *window.left_out, *window.last}.union(*(group.ranks for group in window.groups))
     if not ranks <= set(range(world_size)):
         raise WindowError(f"A window is about ranks {sorted(ranks)} of {world_size}.")
@@ -190,4 +194,4 @@ def _key(rank: int, number: int) -> str:
 
 def _is_empty(window: Window) -> bool:
     told = (window.totals, window.lost, window.left_out, window.last, window.missing)
-    return not (len(window.calls) or len(window.spans) or any(told))
+    return not (len(window.calls) or len(window.spans) or len(window.own) or any(told))

@@ -15,6 +15,7 @@ from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
 from lightning_ncclsafe.report.data_table import render_mismatch
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.text import render_short
+from lightning_ncclsafe.reporter import IncidentNumbers
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
@@ -31,6 +32,7 @@ class Agreement:
         world_size: Number of ranks.
         identity: Who this rank is.
         report_dir: The folder of all reports; made when there is one.
+        incidents: Numbers of the incidents of this process.
         say: Prints one or more lines to the user.
     """
 
@@ -41,12 +43,14 @@ class Agreement:
         world_size: int,
         identity: RankFacts,
         report_dir: Path,
+        incidents: IncidentNumbers,
         say: Callable[[str], None],
     ) -> None:
         self._meeting = meeting
         self._world_size = world_size
         self._identity = identity
         self._report_dir = report_dir
+        self._incidents = incidents
         self._say = say
         self._said: set[str] = set()
 
@@ -101,6 +105,8 @@ class Agreement:
         is_error, is_first = data.on_uneven == "raise", loader.name not in self._said
         self._said.add(loader.name)
         folder = self._write(diagnosis) if is_first else ""
+        if is_first:
+            self._incidents.note(diagnosis.job.incident.number)
         if not is_error and is_first and self._identity.rank == 0:
             self._say(render_short(diagnosis))
         return UnevenDataError(render_mismatch(diagnosis), findings=diagnosis.findings, report_folder=folder)
@@ -128,6 +134,7 @@ class Agreement:
         self._raised(self._verdict(tuple(ranks)))
 
     def _raised(self, agreed: Agreed) -> Agreed:
+        self._incidents.note(agreed.incident)
         if agreed.error:
             raise DatasetMismatchError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
@@ -142,27 +149,39 @@ class Agreement:
         if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
             diagnosis = _with_way_on(diagnosis)
             folder = self._write(diagnosis)
-            return Agreed(complete=True, error=render_mismatch(diagnosis), findings=diagnosis.findings, folder=folder)
-        if diagnosis.findings:
-            self._warn(diagnosis)
-        return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, terms=terms)
+            return Agreed(
+                complete=True,
+                error=render_mismatch(diagnosis),
+                findings=diagnosis.findings,
+                folder=folder,
+                incident=diagnosis.job.incident.number,
+            )
+        incident = self._warn(diagnosis) if diagnosis.findings else 0
+        return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, incident=incident, terms=terms)
 
     def _is_complete(self, ranks: tuple[RankFacts, ...]) -> bool:
         return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
 
-    def _warn(self, diagnosis: Diagnosis) -> None:
-        """Once, also where loaders are made anew for every epoch, and with them data that differs in another way."""
+    def _warn(self, diagnosis: Diagnosis) -> int:
+        """Once, also where loaders are made anew for every epoch, and with them data that differs in another way.
+
+        Returns:
+            The incident's number; 0 if it was told before.
+        """
         loaders = [loader.name for facts in diagnosis.job.ranks[:1] if facts.data for loader in facts.data.loaders]
         about = " ".join([*loaders, *sorted(finding.rule for finding in diagnosis.findings)])
-        if self._identity.rank == 0 and about not in self._said:
-            self._said.add(about)
+        if about in self._said:
+            return 0
+        self._said.add(about)
+        if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
             goes_on = _GOES_ON if is_error else ""
             self._say(f"{render_mismatch(diagnosis)}\n{goes_on}report: {self._write(diagnosis)}")
+        return diagnosis.job.incident.number
 
     def _job(self, ranks: tuple[RankFacts, ...]) -> JobFacts:
         incident = Incident(
-            number=self._meeting.number,
+            number=self._incidents.last + 1,
             kind=IncidentKind.DATA,
             opened_by=self._identity.rank,
             opened_ns=time.time_ns(),

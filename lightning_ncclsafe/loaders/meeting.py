@@ -52,6 +52,7 @@ class Agreed:
         error: The text of what is to be raised; empty where ranks agree, or go on all the same.
         findings: What differs, the most telling first.
         folder: Where the report is; empty where none was written.
+        incident: The number of the incident that was told; 0 where none was.
         terms: What follows for each loader.
     """
 
@@ -59,6 +60,7 @@ class Agreed:
     error: str = ""
     findings: tuple[Finding, ...] = ()
     folder: str = ""
+    incident: int = 0
     terms: tuple[LoaderTerms, ...] = ()
 
 

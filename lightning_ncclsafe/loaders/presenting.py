@@ -20,6 +20,7 @@ from lightning_ncclsafe.loaders.stage import Stage
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.methods import ReplacedMethod
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes.fingerprints import digest_of_batch
 from lightning_ncclsafe.reporter import say_own_failure
@@ -143,7 +144,7 @@ class Presenter:
 
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
-        with self._tracker.action(f"{AGREEMENT}{stage.name}"):
+        with self._tracker.action(f"{AGREEMENT}{stage.name}"), OwnWork():
             self._presented(stage)
             ends = self._ends(stage)
             for index, tuning in enumerate(self._tunings(stage)):
@@ -182,9 +183,13 @@ class Presenter:
         return tunings
 
     def _replace(self, stage: Stage, index: int, end: "_End", tuning: Tuning | None) -> None:
+        def iterate(begin: Begin) -> Any:
+            with OwnWork():
+                return end.iterate(begin if tuning is None else partial(tuning, begin))
+
         replaced = Replaced(
             stage.loaders[index],
-            end.iterate if tuning is None else lambda begin: end.iterate(partial(tuning, begin)),
+            iterate,
             length=end.length,
             hides_length=end.hides_length,
         )

@@ -19,6 +19,7 @@ from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 from lightning_ncclsafe.marks import Mark, marked
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what came in at the last moment may take once everything else has been delivered.
@@ -127,7 +128,8 @@ class Offload:
         if self._is_forked:
             return
         began = time.perf_counter()
-        self._intake.put(entry)
+        with OwnWork():
+            self._intake.put(entry)
         self._ledger.waited_s += time.perf_counter() - began
 
     def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:

@@ -12,6 +12,7 @@ from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
+from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what was accepted may stay in memory only.
@@ -128,7 +129,8 @@ class Stager:
 
     def _frames_of_points(self, points: Sequence[Scalars]) -> list[Frame]:
         try:
-            return self._backend.scalars(points)
+            with OwnWork():
+                return self._backend.scalars(points)
         except Exception as error:
             if len(points) == 1:
                 self._ledger.lose("log_metrics", error, points=len(points[0].values))

@@ -1,7 +1,8 @@
 """A diagnosis in words: ``report.txt`` in full, and the few lines that go to the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.data_table import data_table
@@ -11,7 +12,7 @@ from lightning_ncclsafe.report.preflight_table import preflight_table
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
 from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.rules.wording import ranks_words
+from lightning_ncclsafe.rules.wording import duration_words, ranks_words
 
 _SHORT_EVIDENCE = 3
 
@@ -55,6 +56,32 @@ def render_short(diagnosis: Diagnosis) -> str:
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
     return "\n".join(safe(cut(line)) for line in lines)
+
+
+def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
+    """What a reader does not know yet who has read an earlier report on the same incident.
+
+    Args:
+        diagnosis: What is known now.
+        known: The causes that were told, the most probable first; none where nothing was.
+
+    Returns:
+        A line or few where the most probable cause is the same; else what :func:`render_short` gives.
+    """
+    findings = diagnosis.findings
+    if not findings or not known or _cause(findings[0]) != _cause(known[0]):
+        return render_short(diagnosis)
+    first, incident = findings[0], diagnosis.job.incident
+    limit = ", the limit" if incident.kind is IncidentKind.TIMEOUT else ""
+    place = f" at {first.location}" if first.location else ""
+    lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
+    told = {*map(_cause, known)}
+    lines += [f"  also possible now: {item.rule}: {item.summary}" for item in findings if _cause(item) not in told]
+    return "\n".join(safe(cut(line)) for line in lines)
+
+
+def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:
+    return finding.rule, finding.ranks
 
 
 def _finding(number: int, finding: Finding) -> str:

@@ -10,6 +10,7 @@ from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.report.times import bandwidth_words, share_words, time_words
 from lightning_ncclsafe.report.timing_notes import NOTHING, timing_notes
 from lightning_ncclsafe.rules.wording import capitalised, size_words
+from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, TimingSummary
 
 _MOST_OPS = 16
@@ -26,6 +27,8 @@ Row = tuple[str, ...]
 def render_timing(summary: TimingSummary, width: int = 110) -> str:
     """Stragglers in a sentence each, a table of operations, one of ranks, and what is to be known about both.
 
+    Of fewer steps than it takes to name a rank, nothing is told by rank.
+
     Args:
         summary: What was found.
         width: Most characters on a line.
@@ -33,7 +36,7 @@ def render_timing(summary: TimingSummary, width: int = 110) -> str:
     parts = [
         "\n".join(_folded(_verdict(summary), width)),
         _table(_OP_COLUMNS, list(_op_rows(summary.ops)), width),
-        _table(_RANK_COLUMNS, list(_rank_rows(summary)), width),
+        _table(_RANK_COLUMNS, list(_rank_rows(summary)) if summary.steps >= LEAST_STEPS else [], width),
         "\n".join(_folded(timing_notes(summary), width)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -42,6 +45,8 @@ def render_timing(summary: TimingSummary, width: int = 110) -> str:
 def _verdict(summary: TimingSummary) -> Iterator[str]:
     if summary.stragglers:
         yield from (capitalised(straggler_sentence(straggler)) + "." for straggler in summary.stragglers)
+    elif 0 < summary.steps < LEAST_STEPS:
+        yield f"{summary.steps} steps were compared; who keeps the others waiting is told of {LEAST_STEPS} or more."
     elif summary.steps:
         yield f"No rank kept the others waiting again and again, in {summary.steps:,} compared steps."
     else:

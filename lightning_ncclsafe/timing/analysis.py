@@ -5,7 +5,14 @@ from itertools import islice
 import numpy as np
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.timing.history import KEPT_NS, LatenessHistory, RecentCalls, RecentSpans, WorstMoments
+from lightning_ncclsafe.timing.history import (
+    KEPT_NS,
+    LatenessHistory,
+    RecentCalls,
+    RecentOwnWork,
+    RecentSpans,
+    WorstMoments,
+)
 from lightning_ncclsafe.timing.lateness import Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, durations_known
 from lightning_ncclsafe.timing.statistics import Statistics
@@ -21,6 +28,8 @@ TRACE_BYTES = 64 << 20
 
 _TRACE_SPANS = 2_000_000
 _WORST_BYTES = 1 << 20
+# Rows of our own work: some minutes' worth of a small job, and of a large one some seconds'.
+_MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK = 20_000, 100
 # Should nobody take them.
 _MOST_FRESH = 64
 # Sentences on what could not be had; the first ones tell most.
@@ -50,6 +59,7 @@ class Analysis:
         self.spans = RecentSpans(_TRACE_SPANS)
         self.worst = WorstMoments(min(_WORST_BYTES, trace_bytes), least_ns=LEAST_LATE_NS)
         self.forgotten = 0
+        self._own_work = RecentOwnWork(max(_MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK * world_size))
         self._matcher = Matcher()
         self._statistics = Statistics()
         self._steps = Steps(world_size)
@@ -71,7 +81,7 @@ class Analysis:
         self._left_out += sum(window.left_out.values())
         self._missing = dict.fromkeys(islice({**self._missing, **dict.fromkeys(window.missing)}, _MOST_MISSING))
         self._statistics.count(window)
-        self._add_spans(window)
+        self._add_spans_and_own_work(window)
         blocks = [calls for calls in self._matcher.add(window) if self._is_comparable(calls)]
         waits = Waits(blocks) if len({calls.group.name for calls in blocks}) > 1 else None
         for calls in blocks:
@@ -110,12 +120,15 @@ class Analysis:
             return ()
         return (f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet.",)
 
-    def _add_spans(self, window: Window) -> None:
-        spans, offset_ns = window.spans.copy(), np.zeros(len(self._late_steps), dtype=np.int64)
+    def _add_spans_and_own_work(self, window: Window) -> None:
+        spans, own, offset_ns = window.spans.copy(), window.own.copy(), np.zeros(len(self._late_steps), dtype=np.int64)
         for rank, clock in self._clocks.items():
             offset_ns[rank] = clock.offset_ns
         spans["begin_ns"] -= offset_ns[spans["rank"]]
         self.spans.add(spans)
+        own["begin_ns"] -= offset_ns[own["rank"]]
+        own["end_ns"] -= offset_ns[own["rank"]]
+        self._own_work.add(own)
 
     def _is_comparable(self, calls: MatchedCalls) -> bool:
         """Of ranks whose clocks are not known nothing can be said, unless their devices have timed it."""
@@ -125,7 +138,9 @@ class Analysis:
         return False
 
     def _compare(self, calls: MatchedCalls, waits: Waits | None) -> None:
-        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS, waits=waits)
+        began_ns = int(calls.before_ns.min() if calls.follows[0] else calls.arrival_ns.min())
+        own = self._own_work.since(began_ns)
+        late = lateness(calls, self.spans.by_rank, least_ns=LEAST_LATE_NS, waits=waits, own=own)
         self._began_ns = self._began_ns or int(calls.arrival_ns.min())
         self._ended_ns = max(self._ended_ns, int(calls.arrival_ns.max()))
         self._statistics.compare(calls, late)

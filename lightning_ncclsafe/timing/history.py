@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.lateness import Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.windows import GAP, SPAN, Spans
+from lightning_ncclsafe.timing.waits import Intervals
+from lightning_ncclsafe.timing.windows import GAP, OWN, SPAN, Spans
 
 KEPT_NS = 180_000_000_000
 """For how long everything is kept: memory is as large as it gets after these three minutes."""
@@ -103,6 +104,31 @@ class RecentSpans:
     def by_rank(self) -> dict[int, Spans]:
         """Those of each rank."""
         return self._by_rank
+
+
+class RecentOwnWork:
+    """When code of this package last kept ranks busy, on the reference clock.
+
+    Args:
+        limit: Most intervals that are kept, all ranks together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rows = np.zeros(0, OWN)
+
+    def add(self, own: NDArray[Any]) -> None:
+        """Adds intervals, an array of :data:`~lightning_ncclsafe.timing.windows.OWN`."""
+        if len(own):
+            self._rows = np.concatenate([self._rows, own])[-self._limit :]
+
+    def since(self, ns: int) -> Intervals | None:
+        """Those that have ended since then; None if there are none."""
+        rows = self._rows[self._rows["end_ns"] > ns]
+        if not len(rows):
+            return None
+        by_rank = {int(rank): rows[rows["rank"] == rank] for rank in np.unique(rows["rank"])}
+        return Intervals({rank: (of_rank["begin_ns"], of_rank["end_ns"]) for rank, of_rank in by_rank.items()})
 
 
 class RecentCalls:

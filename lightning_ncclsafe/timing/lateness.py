@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.matching import MatchedCalls, durations_known
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
-from lightning_ncclsafe.timing.waits import Waits
+from lightning_ncclsafe.timing.waits import Intervals, Waits
 from lightning_ncclsafe.timing.windows import SPAN, Spans
 
 # To find the phase in which one rank fell behind, it is compared with so many others at most.
@@ -47,7 +47,12 @@ class Lateness:
 
 
 def lateness(
-    calls: MatchedCalls, spans: Mapping[int, Spans], *, least_ns: float = 0.0, waits: Waits | None = None
+    calls: MatchedCalls,
+    spans: Mapping[int, Spans],
+    *,
+    least_ns: float = 0.0,
+    waits: Waits | None = None,
+    own: Intervals | None = None,
 ) -> Lateness:
     """Who was late.
 
@@ -56,6 +61,7 @@ def lateness(
         spans: Phases of the group's ranks by rank, on the reference clock.
         least_ns: Arrivals that are less late than this are not looked into for a phase.
         waits: When ranks waited in collectives of other groups; None where there are none.
+        own: When code of this package kept ranks busy; None where it did not. Nobody is late by that.
     """
     timed = durations_known(calls.duration_ns)
     # All ranks are released at the same moment, so on the device the shortest duration is the latest arrival; this
@@ -67,6 +73,8 @@ def lateness(
     began_ns = _own_work_began(calls)
     late_ns = np.maximum(on_device - _middle(on_device), 0)
     late_ns = np.where(timed, late_ns, np.minimum(late_ns, _fell_behind(calls, began_ns, waits)))
+    if own is not None:
+        late_ns = np.maximum(late_ns - _own_work(calls, late_ns, began_ns, own), 0)
     late_ns[:, ~timed] = _resolved(late_ns[:, ~timed], calls.uncertainty_ns)
     return Lateness(
         late_ns=late_ns,
@@ -117,6 +125,15 @@ def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any], waits: Waits | Non
         work_ns = work_ns - waits.within_ns(calls.group.ranks, began_ns, calls.arrival_ns)
     behind_ns = np.maximum(work_ns - _middle(work_ns), 0)
     return np.where(began_ns > 0, behind_ns, np.iinfo(np.int64).max)
+
+
+def _own_work(calls: MatchedCalls, late_ns: NDArray[Any], began_ns: NDArray[Any], own: Intervals) -> NDArray[Any]:
+    """For how long code of ours has kept each rank busy since the collective before, or else for as long as it is late.
+
+    All of it is taken off, also where it went on beside the training: it may have held the interpreter's lock.
+    """
+    since_ns = np.where(began_ns > 0, began_ns, calls.arrival_ns - late_ns.astype(np.int64))
+    return own.within_ns(calls.group.ranks, since_ns, calls.arrival_ns)
 
 
 def _resolved(late_ns: NDArray[Any], uncertainty_ns: NDArray[Any]) -> NDArray[Any]:

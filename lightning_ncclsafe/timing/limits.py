@@ -25,7 +25,7 @@ def limited(window: Window, most_calls: int) -> Window:
     """
     calls = window.calls
     most_spans = _SPANS_A_CALL * most_calls * max(len(window.clocks), 1)
-    if len(calls) <= most_calls and len(window.spans) <= most_spans:
+    if len(calls) <= most_calls and max(len(window.spans), len(window.own)) <= most_spans:
         return window
     kept = np.ones(len(calls), dtype=bool)
     own_of = calls["rank"].astype(np.int64) * len(window.groups) + calls["group"]
@@ -35,7 +35,9 @@ def limited(window: Window, most_calls: int) -> Window:
     left_out = dict(window.left_out)
     for rank, count in zip(*np.unique(calls["rank"][~kept], return_counts=True), strict=True):
         left_out[int(rank)] = left_out.get(int(rank), 0) + int(count)
-    return replace(window, calls=calls[kept], spans=window.spans[-most_spans:], left_out=left_out)
+    return replace(
+        window, calls=calls[kept], spans=window.spans[-most_spans:], own=window.own[-most_spans:], left_out=left_out
+    )
 
 
 def _stride(seq: NDArray[Any], most_calls: int) -> int:

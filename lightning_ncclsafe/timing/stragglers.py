@@ -14,13 +14,23 @@ from lightning_ncclsafe.timing.lateness import NO_PHASE
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES
 from lightning_ncclsafe.timing.steps import Step
 
+# What it takes to name a rank: all of it stands here, the rest of the package asks only for these.
+
 WINDOW_STEPS = 200
 """Steps that are looked at together."""
 
 LEAST_LATE_NS = 2e6
 """What a busy host's scheduler alone does to any rank; less is never called late."""
 
-_LEAST_STEPS = 50
+LEAST_STEPS = 50
+"""Steps of which something can be said. What is told of a rank has to be in a tenth of them or so, and eight times at
+least; in fewer steps one hiccup of the host is a tenth."""
+
+WARM_UP_STEPS = 10
+"""First batches of a call that do not count: the sanity check's two; the first of training, with compilation, the
+start of loader workers and the allocator's first; the second, for which DDP sorts its buckets anew; and some for a rank
+that was behind to come out of it."""
+
 # Bursts of something else on a host last some hundred milliseconds.
 _LEAST_SPAN_NS = 1e9
 # Nor is less than this share of a step called late.
@@ -60,7 +70,7 @@ class Stragglers:
 
     def add(self, steps: Iterable[Step]) -> list[Straggler]:
         """Takes new steps; returns those that are to be told of: newly named, or no longer late."""
-        new = list(steps)
+        new = [step for step in steps if step.number >= WARM_UP_STEPS]
         self._steps.extend(new)
         if not new or self._world_size < 2 or not self._is_enough():
             return []
@@ -68,7 +78,7 @@ class Stragglers:
         return [*self._name(found), *self._release(found, len(new))]
 
     def _is_enough(self) -> bool:
-        return len(self._steps) >= _LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
+        return len(self._steps) >= LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
 
     def _span_ns(self) -> float:
         return float(self._steps[-1].began_ns - self._steps[0].began_ns)

@@ -1,6 +1,6 @@
-"""When ranks waited in collectives of any group: what a rank spends there is not its own work."""
+"""What a rank spends its time on that is not its own work: waiting for others, in any group, or code of ours."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,31 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 _LEAST_NS = 100_000
 
 
-class Waits:
+class Intervals:
+    """Intervals of each rank.
+
+    Args:
+        by_rank: Beginnings and ends, as arrays of nanoseconds; they may overlap.
+    """
+
+    def __init__(self, by_rank: Mapping[int, tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        self._timelines = {rank: _timeline(*intervals) for rank, intervals in by_rank.items() if len(intervals[0])}
+
+    def within_ns(self, ranks: Iterable[int], begin_ns: NDArray[Any], end_ns: NDArray[Any]) -> NDArray[Any]:
+        """How much of them there is of each rank between two moments, shapes (R, K)."""
+        found_ns = np.zeros_like(begin_ns)
+        for row, rank in enumerate(ranks):
+            if rank in self._timelines:
+                moments_ns, until_ns = self._timelines[rank]
+                origin_ns = moments_ns[0]
+                between = [
+                    np.interp(at_ns[row] - origin_ns, moments_ns - origin_ns, until_ns) for at_ns in (begin_ns, end_ns)
+                ]
+                found_ns[row] = between[1] - between[0]
+        return found_ns
+
+
+class Waits(Intervals):
     """The waits of each rank, in a few blocks of collectives.
 
     Args:
@@ -30,33 +54,14 @@ class Waits:
                 waited = end_ns - arrival_ns >= _LEAST_NS
                 begins.setdefault(rank, []).append(arrival_ns[waited])
                 ends.setdefault(rank, []).append(end_ns[waited])
-        self._timelines = {
-            rank: timeline for rank in begins if (timeline := _timeline(begins[rank], ends[rank])) is not None
-        }
-
-    def within_ns(self, ranks: Iterable[int], begin_ns: NDArray[Any], end_ns: NDArray[Any]) -> NDArray[Any]:
-        """How long each rank waited between two moments, shapes (R, K)."""
-        waited_ns = np.zeros_like(begin_ns)
-        for row, rank in enumerate(ranks):
-            if rank in self._timelines:
-                moments_ns, waited_until_ns = self._timelines[rank]
-                origin_ns = moments_ns[0]
-                between = [
-                    np.interp(at_ns[row] - origin_ns, moments_ns - origin_ns, waited_until_ns)
-                    for at_ns in (begin_ns, end_ns)
-                ]
-                waited_ns[row] = between[1] - between[0]
-        return waited_ns
+        super().__init__({rank: (np.concatenate(begins[rank]), np.concatenate(ends[rank])) for rank in begins})
 
 
-def _timeline(begins: list[NDArray[Any]], ends: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Moments at which a rank begins or ceases to wait, and how long it has waited in all by then."""
-    begin_ns, end_ns = np.concatenate(begins), np.concatenate(ends)
-    if not len(begin_ns):
-        return None
+def _timeline(begin_ns: NDArray[Any], end_ns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Moments at which an interval begins or ends, and how much of them there is in all by then."""
     order = np.argsort(begin_ns, kind="stable")
     begin_ns, end_ns = begin_ns[order], np.maximum.accumulate(end_ns[order])
-    # Where two waits overlap, in groups that work at the same time, the second begins when the first has ended.
+    # Where two overlap, in groups that work at the same time, the second begins when the first has ended.
     begin_ns[1:] = np.maximum(begin_ns[1:], end_ns[:-1])
     moments_ns = np.column_stack([begin_ns, end_ns]).ravel()
     lasted_ns = np.column_stack([np.zeros_like(begin_ns), end_ns - begin_ns]).ravel()

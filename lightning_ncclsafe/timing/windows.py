@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,9 @@ SPAN = np.dtype([("rank", "<i4"), ("phase", "<i4"), ("begin_ns", "<i8")])
 
 GAP = -1
 """In place of a phase: from there on nothing is known of the rank, until its next span begins."""
+
+OWN = np.dtype([("rank", "<i4"), ("begin_ns", "<i8"), ("end_ns", "<i8")])
+"""From ``begin_ns`` to ``end_ns``, on the rank's own wall clock, code of this package has kept a rank busy."""
 
 UNKNOWN_NS = -1
 """Of a duration that the back end does not give."""
@@ -101,6 +104,7 @@ class Window:
     Attributes:
         calls: Array of :data:`CALL`, in ascending order of ``created_ns`` for each rank.
         spans: Array of :data:`SPAN`, likewise.
+        own: Array of :data:`OWN`.
         groups: Process groups, by the number that calls give them.
         ops: Operations, by number, e.g. ``"all_reduce"``.
         clocks: Clock of each rank in the window.
@@ -121,6 +125,7 @@ class Window:
     left_out: dict[int, int]
     last: frozenset[int] = frozenset()
     missing: tuple[str, ...] = ()
+    own: NDArray[Any] = field(default_factory=lambda: np.zeros(0, OWN))
 
 
 def empty_window() -> Window:
@@ -143,6 +148,7 @@ def joined(windows: list[Window]) -> Window:
     return Window(
         calls=_concatenated([_renumbered(window, numbers, ops) for window in parts], CALL),
         spans=_concatenated([window.spans for window in parts], SPAN),
+        own=_concatenated([window.own for window in parts], OWN),
         groups=tuple(groups.values()),
         ops=tuple(ops),
         clocks={rank: clock for window in parts for rank, clock in window.clocks.items()},
@@ -172,7 +178,7 @@ def encode(window: Window) -> bytes:
     }
     made = io.BytesIO()
     text = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
-    np.savez_compressed(made, calls=window.calls, spans=window.spans, told=text)
+    np.savez_compressed(made, calls=window.calls, spans=window.spans, own=window.own, told=text)
     return made.getvalue()
 
 
@@ -185,11 +191,11 @@ def decode(data: bytes) -> Window:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as parts:
             told = json.loads(bytes(parts["told"]).decode())
-            calls, spans = parts["calls"], parts["spans"]
-        if calls.dtype != CALL or spans.dtype != SPAN or max(len(calls), len(spans)) > _MOST_ROWS:
-            raise ValueError(f"arrays of {calls.dtype} and {spans.dtype}")
-        if (calls.ndim, spans.ndim) != (1, 1):
-            raise ValueError(f"arrays of {calls.ndim} and {spans.ndim} dimensions")
+            calls, spans, own = parts["calls"], parts["spans"], parts["own"]
+        if (calls.dtype, spans.dtype, own.dtype) != (CALL, SPAN, OWN):
+            raise ValueError(f"arrays of {calls.dtype}, {spans.dtype} and {own.dtype}")
+        if (calls.ndim, spans.ndim, own.ndim) != (1, 1, 1) or max(map(len, (calls, spans, own))) > _MOST_ROWS:
+            raise ValueError(f"arrays of {calls.shape}, {spans.shape} and {own.shape}")
         groups = tuple(
             GroupMembers(
                 name=str(name), description=str(description), ranks=tuple(map(int, ranks)), backend=str(backend)
@@ -213,6 +219,7 @@ def decode(data: bytes) -> Window:
         return Window(
             calls=calls,
             spans=spans,
+            own=own,
             groups=groups,
             ops=ops,
             clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in told["clocks"]},

@@ -74,6 +74,14 @@ def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
     assert (total.group, total.op, total.count, total.size_bytes, total.timed) == ("7", "_allgather_base", 1, 80, 0)
 
 
+def test_own_work_is_told_of_once_and_that_of_calls_before_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, own = Read(rank=3), [(BEGAN_NS - 5, BEGAN_NS - 1), (BEGAN_NS, BEGAN_NS + MS)]
+    read.recording._since_ns = BEGAN_NS
+    monkeypatch.setattr(recording_module, "take_own_work", lambda: [own.pop(0) for _ in [*own]])
+    assert read().own.tolist() == [(3, BEGAN_NS, BEGAN_NS + MS)]
+    assert len(read().own) == 0
+
+
 def test_a_name_without_a_back_end_is_the_operations_own() -> None:
     window = Read()(entry(0, name="all_reduce"))
     assert (window.ops, window.groups[0].backend) == (("all_reduce",), "")

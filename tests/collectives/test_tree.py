@@ -13,6 +13,7 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMem
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.windows import (
     CALL,
+    OWN,
     SPAN,
     Clock,
     GroupMembers,
@@ -200,12 +201,13 @@ def test_nothing_is_written_where_there_is_nothing_to_say() -> None:
     assert ranks.shared.values == {}
 
 
-@pytest.mark.parametrize("what", ["calls", "spans", "totals", "lost", "left_out", "last", "missing"])
+@pytest.mark.parametrize("what", ["calls", "spans", "own", "totals", "lost", "left_out", "last", "missing"])
 def test_whatever_there_is_to_say_is_said(what: str) -> None:
     window, whole = empty_window(), own(1, 0, last=True)
     values = {
         "calls": whole.calls,
         "spans": np.zeros(1, SPAN),
+        "own": np.zeros(1, OWN),
         "totals": whole.totals,
         "lost": {1: 1},
         "left_out": {1: 1},
@@ -332,12 +334,14 @@ def test_what_is_no_window_is_left_aside_and_counted(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("stray", [2, -1])
-@pytest.mark.parametrize("what", ["calls", "spans", "groups", "clocks", "totals", "lost", "left_out", "last"])
+@pytest.mark.parametrize("what", ["calls", "spans", "own", "groups", "clocks", "totals", "lost", "left_out", "last"])
 def test_a_window_of_a_rank_that_is_not_of_this_job_is_left_aside_and_counted(what: str, stray: int) -> None:
     whole, spans = own(1, 0), np.zeros(1, SPAN)
     strange, spans["rank"] = own(stray, 0), stray
+    own_work = np.array([(stray, 0, 1)], OWN)
     values = {
         "spans": spans,
+        "own": own_work,
         "groups": (GroupMembers(name="0", ranks=(0, 1, stray)),),
         "lost": {stray: 1},
         "left_out": {stray: 1},

@@ -9,6 +9,7 @@ import pytest
 from thread_ranks import Job
 
 from lightning_ncclsafe import guard as guard_module
+from lightning_ncclsafe import reporter
 from lightning_ncclsafe.settings import Limits, OnTimeout
 
 
@@ -25,6 +26,8 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         # Ranks that are threads never leave their process.
         monkeypatch.setattr(guard_module, "_FAILED_LEAVE_S", 0.05)
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        # It has a moment only, and where that is too short it is said.
+        monkeypatch.setattr(reporter, "write_page", lambda *_: "")
         monkeypatch.setattr(guard_module, "end_run", lambda *, rank, **_: job.end(rank))
         return job
 

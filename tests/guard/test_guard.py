@@ -16,6 +16,7 @@ from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.reporter import IncidentNumbers
 from lightning_ncclsafe.rounds import Round, RoundLog
 from lightning_ncclsafe.rules.activity import activity
 from lightning_ncclsafe.settings import Limits
@@ -61,6 +62,33 @@ def test_recovery_is_one_line_and_a_second_incident_has_its_own_folder(make_job:
     assert [report["job"]["incident"]["number"] for report in job.reports()] == [1, 2]  # type: ignore[index,call-overload]
 
 
+def test_numbers_go_on_from_call_to_call(make_job: Callable[..., Job]) -> None:
+    numbers = [IncidentNumbers() for _ in range(3)]
+    for expected in (1, 2):
+        job = make_job(incidents=numbers)
+        wait_on_all_but(job, 0)
+        job.start()
+        job.wait_for(lambda: all(one.last == expected for one in numbers))  # noqa: B023
+        job.stop()
+        assert f"-incident-{expected}" in job.said[0]
+
+
+def test_at_the_limit_only_what_is_new_is_printed(make_job: Callable[..., Job]) -> None:
+    job, limits_s = make_job(), dict[str, float]()
+    job.limits = replace(job.limits, phases_s=limits_s)
+    wait_on_all_but(job, 0)
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    limits_s["train"] = 0.2  # which they have waited for by now, or will have
+    job.wait_for(lambda: set(job.ended) == {0, 1, 2})
+    first, last = job.said
+    assert first.startswith("rank-zero-only-work: ") and "remedy: " in first
+    assert last.startswith("still rank-zero-only-work after ") and "remedy: " not in last
+    assert len(last.splitlines()) == 3 and "incident-1" in last
+    (report,) = job.reports()
+    assert report["findings"][0]["remedy"]  # type: ignore[index]
+
+
 def test_the_final_report_is_written_before_any_rank_is_ended(make_job: Callable[..., Job]) -> None:
     job = make_job(timeout_s=0.5)
     wait_on_all_but(job, 0)
@@ -72,9 +100,12 @@ def test_the_final_report_is_written_before_any_rank_is_ended(make_job: Callable
 
 
 def test_on_timeout_report_ends_nothing(make_job: Callable[..., Job]) -> None:
-    job = make_job(timeout_s=0.5, on_timeout="report")
+    job, limits_s = make_job(on_timeout="report"), dict[str, float]()
+    job.limits = replace(job.limits, phases_s=limits_s)
     wait_on_all_but(job, 0)
     job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    limits_s["train"] = 0.2  # see above: only now, however slow this machine is
     job.wait_for(lambda: len(job.said) == 2)
     assert [report["job"]["incident"]["kind"] for report in job.reports()] == ["timeout"]  # type: ignore[index,call-overload]
     assert not job.ended
@@ -155,6 +186,7 @@ def test_the_same_exception_on_all_ranks_is_no_hang_and_needs_no_report(make_job
         thread.join(20)
     assert not job.said
     assert not job.folder.exists()
+    assert [numbers.last for numbers in job.incidents] == [0, 0, 0], "the first that is told is incident 1"
 
 
 def test_a_silent_rank_is_looked_at_by_its_neighbour(make_job: Callable[..., Job]) -> None:

@@ -21,6 +21,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.guard import Guard, Place
 from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.reporter import IncidentNumbers
 from lightning_ncclsafe.settings import Limits
 
 BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
@@ -101,6 +102,7 @@ class Job:
     folder: Path
     world_size: int = 3
     limits: Limits = field(default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort"))
+    incidents: list[IncidentNumbers] = field(default_factory=lambda: [IncidentNumbers() for _ in range(3)])
     said: list[str] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -121,6 +123,7 @@ class Job:
                 report_dir=self.folder,
                 exchange=MemoryExchange(),
                 probe=self.probes[rank],  # type: ignore[arg-type]
+                incidents=self.incidents[rank],
                 moment=lambda rank=rank: (self.moments[rank], 7),  # type: ignore[misc]
                 say=self._say,
             )

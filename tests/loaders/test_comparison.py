@@ -19,6 +19,7 @@ from lightning_ncclsafe.loaders.lockstep import Reading
 from lightning_ncclsafe.loaders.meeting import Meeting
 from lightning_ncclsafe.loaders.terms import LoaderTerms
 from lightning_ncclsafe.report.json import read_report
+from lightning_ncclsafe.reporter import IncidentNumbers
 
 EQUAL = LoaderFacts(name="train_dataloader", length=4, batches=4)
 STREAM = LoaderFacts(name="train_dataloader", iterable=True)
@@ -28,6 +29,12 @@ def data(*loaders: LoaderFacts, **more: Any) -> DataFacts:
     return DataFacts(stage="train_dataloader", loaders=loaders, **more)
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a moment only, and where that is too short it is said."""
+    monkeypatch.setattr(module, "write_page", lambda *_: "")
+
+
 class Job:
     """Ranks that compare; ``run`` calls one function in each."""
 
@@ -35,6 +42,7 @@ class Job:
         self.shared = SharedMemory()
         self.said: list[str] = []
         self.folder = folder
+        self.incidents = [IncidentNumbers() for _ in range(world_size)]
         self.agreements = [self.agreement(rank, world_size, deadline_s) for rank in range(world_size)]
 
     def agreement(self, rank: int, world_size: int, deadline_s: float) -> Agreement:
@@ -45,6 +53,7 @@ class Job:
             world_size=world_size,
             identity=RankFacts(rank=rank, host=f"node-{rank}", progress=Progress(phase=Phase.INIT)),
             report_dir=self.folder,
+            incidents=self.incidents[rank],
             say=say,
         )
 
@@ -103,6 +112,7 @@ def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
     job.compare(data(EQUAL), data(EQUAL))
     errors = job.compare(data(EQUAL), data(STREAM))
     assert [error.findings[0].rule for error in errors] == ["sized-and-unsized"] * 2
+    assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "however many comparisons there were"
 
 
 def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
@@ -114,7 +124,9 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     (said,) = job.said
     assert said.startswith("unequal-batches: ")
     assert "report: " in said
-    assert len(list(tmp_path.glob("*/report.json"))) == 1
+    (report,) = tmp_path.glob("*/report.json")
+    assert report.parent.name.endswith("Z-incident-1")
+    assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
 
 
 def test_loaders_that_differ_in_another_way_each_time_are_told_of_once(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """The report in words: the answer first, nothing left out, nothing that grows or bites."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from diagnoses import diagnosis, facts, with_first
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind
 from lightning_ncclsafe.findings import Confidence, Evidence
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.report.text import render_short, render_text
+from lightning_ncclsafe.report.text import render_news, render_short, render_text
 
 
 def test_the_first_line_is_the_answer() -> None:
@@ -48,6 +49,35 @@ def test_the_short_report_names_other_causes() -> None:
     base = diagnosis()
     second = replace(base.findings[0], rule="slow-logger", confidence=Confidence.POSSIBLE)
     assert "  also possible: slow-logger (rank 0)" in render_short(replace(base, findings=(*base.findings, second)))
+
+
+AT_LIMIT = replace(
+    diagnosis(),
+    job=replace(diagnosis().job, incident=replace(diagnosis().job.incident, kind=IncidentKind.TIMEOUT, idle_s=1800)),
+)
+
+
+def test_of_the_same_cause_only_what_is_new_is_told_again() -> None:
+    later = replace(AT_LIMIT.findings[0], summary="Rank 0 works alone, for 1,818 s.")
+    other = replace(later, rule="slow-logger", confidence=Confidence.POSSIBLE, summary="Rank 0 writes logs.")
+    told = render_news(replace(AT_LIMIT, findings=(later, other)), diagnosis().findings)
+    assert told.splitlines() == [
+        "still rank-zero-only-work after 30 min 0 s, the limit: rank 0 at /home/me/train.py:73 in evaluate",
+        "  also possible now: slow-logger: Rank 0 writes logs.",
+    ]
+    assert len(render_news(AT_LIMIT, (later, other)).splitlines()) == 1
+
+
+@pytest.mark.parametrize("change", [{"rule": "slow-logger"}, {"ranks": (1,)}])
+def test_another_cause_is_told_in_full(change: dict[str, Any]) -> None:
+    known = replace(diagnosis().findings[0], **change)
+    assert render_news(AT_LIMIT, (known,)) == render_short(AT_LIMIT)
+
+
+def test_where_nothing_was_told_nothing_is_known() -> None:
+    assert render_news(AT_LIMIT, ()) == render_short(AT_LIMIT)
+    nothing = replace(AT_LIMIT, findings=())
+    assert render_news(nothing, diagnosis().findings) == render_short(nothing)
 
 
 def test_without_a_finding_it_says_what_ranks_do() -> None:

@@ -1,5 +1,7 @@
 """What people read at the end of a run: numbers with their units, the worst first, and what cannot be claimed."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_ncclsafe.facts import Straggler
@@ -112,6 +114,13 @@ def test_few_ranks_stay_in_order() -> None:
 def test_without_a_straggler_the_table_says_so() -> None:
     assert render_timing(summary()).startswith("No rank kept the others waiting again and again, in 200 compared")
     assert render_timing(TimingSummary()) == "No steps could be compared among the ranks."
+
+
+def test_of_too_few_steps_nothing_is_told_by_rank() -> None:
+    text = render_timing(replace(summary(), steps=49))
+    assert text.startswith("49 steps were compared; who keeps the others waiting is told of 50 or more.")
+    assert "default_pg" in text and "late in" not in text
+    assert "late in" in render_timing(replace(summary(), steps=50))
 
 
 def test_stragglers_come_first() -> None:

@@ -14,7 +14,7 @@ from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.lateness import NO_PHASE
 from lightning_ncclsafe.timing.step_phases import StepPhase
 from lightning_ncclsafe.timing.steps import Step
-from lightning_ncclsafe.timing.stragglers import WINDOW_STEPS, Stragglers
+from lightning_ncclsafe.timing.stragglers import LEAST_STEPS, WARM_UP_STEPS, WINDOW_STEPS, Stragglers
 
 Random = np.random.Generator
 Ms = NDArray[Any]
@@ -138,6 +138,24 @@ def test_it_takes_some_late_steps_to_be_named(late_steps: int, is_named: bool) -
     behind = np.zeros((8, 200))
     behind[3, np.linspace(0, 199, late_steps).astype(int)] = 40
     assert bool(told_of(behind, 20).said) is is_named
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_in_a_handful_of_steps_nobody_is_named_however_late_it_is(ranks: int) -> None:
+    behind = np.zeros((ranks, WARM_UP_STEPS + LEAST_STEPS))
+    behind[1] = 400
+    few = told_of(behind[:, : WARM_UP_STEPS + LEAST_STEPS - 1], 50, every=1)
+    assert few.said == [] and few.stragglers.named == ()
+    assert [one.rank for _, one in told_of(behind, 50, every=1).said] == [1]
+
+
+def test_the_first_steps_do_not_count() -> None:
+    """One rank compiles, starts its loader's workers, …: that takes eight steps and more, and is over."""
+    behind = np.zeros((2, 200))
+    behind[1, :WARM_UP_STEPS] = 400
+    assert told_of(behind, 50).said == []
+    behind[1, ::25] = 400
+    assert told_of(behind, 50).said == [], "seven late steps are left"
 
 
 def test_nobody_is_named_where_all_are_alike_to_the_nanosecond() -> None:

@@ -1,13 +1,19 @@
 """What a rank spends waiting in one group is not its own work before a collective of another."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
-from timing_builders import BEGAN_NS, MS, call, known, window
+from timing_builders import BEGAN_NS, MS, Job, S, call, known, matched, window
 
 from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.history import RecentOwnWork
+from lightning_ncclsafe.timing.lateness import lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
-from lightning_ncclsafe.timing.waits import Waits
-from lightning_ncclsafe.timing.windows import GroupMembers
+from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.waits import Intervals, Waits
+from lightning_ncclsafe.timing.windows import OWN, GroupMembers
 
 WORLD = GroupMembers(name="0", ranks=(0, 1, 2, 3), backend="gloo")
 PAIRS = (GroupMembers(name="1", ranks=(0, 1), backend="gloo"), GroupMembers(name="2", ranks=(2, 3), backend="gloo"))
@@ -23,7 +29,7 @@ def blocks(arrivals_ms: dict[int, list[float]], group: GroupMembers) -> list[Mat
     return Matcher().add(window(rows, groups=[group], clocks=known(arrivals_ms)))
 
 
-def within_ms(waits: Waits, rank: int, begin_ms: float, end_ms: float) -> float:
+def within_ms(waits: Intervals, rank: int, begin_ms: float, end_ms: float) -> float:
     begin_ns, end_ns = (np.array([[BEGAN_NS + int(at_ms * MS)]]) for at_ms in (begin_ms, end_ms))
     return float(waits.within_ns([rank], begin_ns, end_ns)[0, 0]) / MS
 
@@ -41,6 +47,55 @@ def test_waits_that_overlap_are_counted_once() -> None:
     one = blocks({0: [0], 1: [40]}, GroupMembers(name="1", ranks=(0, 1)))
     other = blocks({0: [10], 2: [60]}, GroupMembers(name="2", ranks=(0, 2)))
     assert within_ms(Waits([*one, *other]), 0, 0, 100) == pytest.approx(60)
+
+
+def own_work(rank: int, begin_ms: float, end_ms: float) -> tuple[int, int, int]:
+    return rank, BEGAN_NS + int(begin_ms * MS), BEGAN_NS + int(end_ms * MS)
+
+
+def lateness_ms(*own: tuple[int, int, int], follows: bool = True, **more: Any) -> list[float]:
+    """Rank 1 comes 20 ms later than rank 0 to a collective that follows another, or does not."""
+    recent = RecentOwnWork(100)
+    recent.add(np.array(list(own), OWN))
+    calls = matched([[30], [50]], before_ns=[0, 0], follows=[follows], **more)
+    return [float(ns) / MS for ns in lateness(calls, {}, own=recent.since(BEGAN_NS)).late_ns[:, 0]]
+
+
+@pytest.mark.parametrize("timed", [{}, {"duration_ns": [[21.0], [1.0]]}], ids=["on the host", "on the device"])
+def test_nobody_is_late_by_what_code_of_ours_has_done(timed: dict[str, Any]) -> None:
+    assert lateness_ms(**timed) == [0, pytest.approx(20)]
+    assert lateness_ms(own_work(1, 10, 30), **timed) == [0, pytest.approx(0)]
+    assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "of the rest it is"
+    assert lateness_ms(own_work(1, 10, 20), own_work(1, 15, 25), **timed) == [0, pytest.approx(5)], "counted once"
+    assert lateness_ms(own_work(1, -40, 0), **timed) == [0, pytest.approx(20)], "that was before"
+    assert lateness_ms(own_work(0, 10, 30), **timed) == [0, pytest.approx(20)], "nor does one make another late"
+
+
+def test_also_where_the_collective_before_is_not_known() -> None:
+    assert lateness_ms(own_work(1, 35, 45), follows=False) == [0, pytest.approx(10)]
+
+
+def test_own_work_is_aligned_like_all_that_a_rank_tells() -> None:
+    """Rank 1's clock is an hour ahead, and it is kept busy in every step."""
+    ahead_ns = 3_600 * S
+    for is_ours in (False, True):
+        job = Job(2, 300, late={(1, step): (StepPhase.HOOKS, 20) for step in range(300)}, clock_ahead_ns={1: ahead_ns})
+        analysis, named = Analysis(2), []
+        for told in job.windows():
+            arrived = told.calls[told.calls["rank"] == 1]["created_ns"]
+            rows = [(1, int(at_ns) - 21 * MS, int(at_ns)) for at_ns in arrived] if is_ours else []
+            named += analysis.add(replace(told, own=np.array(rows, OWN)))
+        assert [straggler.rank for straggler in named] == ([] if is_ours else [1])
+
+
+def test_of_own_work_the_last_is_kept() -> None:
+    recent = RecentOwnWork(3)
+    for number in range(10):
+        recent.add(np.array([own_work(0, 10 * number, 10 * number + 1)], OWN))
+    found = recent.since(0)
+    assert found is not None
+    assert within_ms(found, 0, 0, 1000) == pytest.approx(3)
+    assert recent.since(BEGAN_NS + S) is None
 
 
 @pytest.mark.parametrize("late_rank", [0, 1, 2, 3])

@@ -12,6 +12,7 @@ from timing_builders import MS, call, known, window
 
 from lightning_ncclsafe.timing.windows import (
     CALL,
+    OWN,
     SPAN,
     Clock,
     GroupMembers,
@@ -32,6 +33,7 @@ def full() -> Window:
     return window(
         [call(0, 1, 1_700_000_000_123_456_789), call(0, 2, 5, group=1, op=1, duration_ns=7)],
         spans=[(0, 3, 1_700_000_000_123_456_000), (0, 1, 9)],
+        own=np.array([(1, 1_700_000_000_123_456_000, 1_700_000_000_123_999_000)], OWN),
         groups=[A, B],
         ops=["all_reduce", "_allgather_base"],
         clocks={0: Clock(), 1: Clock(offset_ns=-5, uncertainty_ns=3)},
@@ -109,6 +111,8 @@ HOSTILE = {
     "an archive of nothing": archive(calls=None, spans=None),
     "calls of another type": archive(calls=np.zeros(3, SPAN)),
     "spans of another type": archive(spans=np.zeros(3)),
+    "own work of another type": archive(own=np.zeros(3)),
+    "own work in two dimensions": archive(own=np.zeros((2, 2), OWN)),
     "calls that are one number": archive(calls=np.zeros((), CALL)),
     "calls in two dimensions": archive(calls=np.zeros((2, 2), CALL)),
     "spans in two dimensions": archive(spans=np.zeros((2, 2), SPAN)),

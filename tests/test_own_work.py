@@ -1,0 +1,114 @@
+"""What code of ours does on a rank is written down, wherever it is done, so that nobody is called late for it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe import own_work
+from lightning_ncclsafe.loaders import presenting
+from lightning_ncclsafe.loaders.presenting import Presenter
+from lightning_ncclsafe.loggers.intake import MARKER
+from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.own_work import OwnWork, take_own_work
+from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.settings import AgreementSettings
+
+MS = 1_000_000
+
+
+def work(*_: Any) -> None:
+    time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def nothing_before() -> Iterator[None]:
+    take_own_work()
+    yield
+    take_own_work()
+
+
+def busy_ns() -> int:
+    return sum(end_ns - begin_ns for begin_ns, end_ns in take_own_work())
+
+
+def test_it_is_given_once() -> None:
+    before_ns = time.time_ns()
+    with OwnWork():
+        work()
+    ((begin_ns, end_ns),) = take_own_work()
+    assert before_ns <= begin_ns <= end_ns - MS and end_ns <= time.time_ns()
+    assert take_own_work() == []
+
+
+def test_also_that_of_other_threads_and_of_what_raises() -> None:
+    def fails() -> None:
+        with suppress(ZeroDivisionError), OwnWork():
+            work()
+            raise ZeroDivisionError
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join(20)
+    assert busy_ns() >= MS
+
+
+def test_what_is_too_short_to_matter_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_work, "_LEAST_NS", 3_600 * 1000 * MS)
+    with OwnWork():
+        pass
+    assert take_own_work() == []
+
+
+def test_it_is_bounded_where_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_work, "_LEAST_NS", 0)
+    for _ in range(5000):
+        with OwnWork():
+            pass
+    assert len(take_own_work()) == 4096
+
+
+class Loader:
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, 2, 3))
+
+
+def presenter(**more: Any) -> Presenter:
+    return Presenter(
+        trainer=None,
+        strategy=None,
+        agreement=None,
+        settings=AgreementSettings(),
+        combined=tuple,
+        tracker=PhaseTracker(),
+        timeout_s=1.0,
+        **more,
+    )
+
+
+def test_the_comparison_of_loaders_and_their_tuning_are_ours() -> None:
+    presenter(presented=work).prepared(Loader())
+    assert busy_ns() >= MS
+
+
+def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterates: list[Any] = []
+    monkeypatch.setattr(presenting, "Replaced", lambda _, iterate, **__: iterates.append(iterate))
+    tuner = SimpleNamespace(take=lambda *_, **__: [lambda begin: (work(), begin())[1]])
+    presenter(tuner=tuner).prepared(Loader())
+    take_own_work()
+    assert [*iterates[0](lambda: iter((1, 2, 3)))] == [1, 2, 3]
+    assert busy_ns() >= MS
+
+
+def test_what_a_logger_is_given_is_taken_in_by_us() -> None:
+    """Where its queue is full, the caller may have to wait."""
+    offload = Offload.__new__(Offload)
+    parts = {"intake": SimpleNamespace(put=work), "ledger": SimpleNamespace(waited_s=0.0), "is_forked": False}
+    vars(offload).update({f"_{name}": part for name, part in parts.items()})
+    offload.put(MARKER)
+    assert busy_ns() >= MS
