@@ -37,9 +37,7 @@ class LoaderTuner(Callback):
         trainer = L.Trainer(strategy=SafeDDP(), callbacks=[LoaderTuner()])
     """
 
-    def __init__(
-        self, *, apply: bool = True, apply_to_iterables: bool = False, apply_to_seeded: bool = False
-    ) -> None:
+    def __init__(self, *, apply: bool = True, apply_to_iterables: bool = False, apply_to_seeded: bool = False) -> None:
         self.settings = TunerSettings(
             apply=apply, apply_to_iterables=apply_to_iterables, apply_to_seeded=apply_to_seeded
         )

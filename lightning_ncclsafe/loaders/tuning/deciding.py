@@ -12,6 +12,7 @@ from lightning_ncclsafe.loaders.tuning.trials import Room, Trials
 
 # Stretches that are kept of a rank until all ranks have measured them.
 _KEPT = 32
+_NEVER = Moment(0)
 # Ranks ask for what was decided every quarter of a second: they have it before an epoch of so long is over.
 _LONG_S = 5.0
 
@@ -22,7 +23,7 @@ class _Loader:
 
     Attributes:
         group: Loaders with the same one are read at the same time.
-        asked: What the user has set.
+        users: What the user has set, as far as there is room for it.
         why_fixed: Why it stays as it is, in words for the user, with what is to be done; empty if it does not.
         trials: Decides.
         stretches: What each rank has measured, by moment.
@@ -33,11 +34,11 @@ class _Loader:
     """
 
     group: str
-    asked: int
+    users: int
     why_fixed: str
     trials: Trials
     stretches: dict[int, dict[Moment, Stretch]] = field(default_factory=dict)
-    seen: Moment = Moment(0)
+    seen: Moment = _NEVER
     is_fixed: bool = False
     is_over: bool = False
     is_advised: bool = False
@@ -60,25 +61,20 @@ class Deciding:
         self._say = say
         self._loaders: dict[str, _Loader] = {}
 
-    def begin(self, name: str, workers: int, *, asked: int, group: str, why_fixed: str, forks: bool) -> int:
+    def begin(self, name: str, users: int, *, group: str, why_fixed: str, forks: bool) -> None:
         """A loader is about to be used, for the first time or again.
 
         Args:
             name: Its name.
-            workers: What it is to begin with.
-            asked: What the user has set.
+            users: What the user has set, as far as there is room for it: what it begins with.
             group: Loaders with the same one have workers at the same time.
             why_fixed: Why it stays as it is, in words for the user; empty if it does not.
             forks: Whether its workers are forked, and so started at once.
-
-        Returns:
-            What it begins with: what was found for it before, if it was used before.
         """
         known = self._loaders.get(name)
-        if known is None or (known.asked, known.why_fixed) != (asked, why_fixed):
-            known = _Loader(group=group, asked=asked, why_fixed=why_fixed, trials=Trials(workers, forks=forks))
-            self._loaders[name] = known
-        return known.trials.workers
+        if known is None or (known.users, known.why_fixed) != (users, why_fixed):
+            trials = Trials(users, forks=forks)
+            self._loaders[name] = _Loader(group=group, users=users, why_fixed=why_fixed, trials=trials)
 
     def add(self, rank: int, measured: AllMeasured) -> None:
         """Takes what a rank has published."""
@@ -99,7 +95,12 @@ class Deciding:
             for stretch in self._complete(loader):
                 self._consider(name, loader, stretch)
         settings = (
-            Setting(loader=name, workers=loader.trials.workers, trial=None if loader.is_over else loader.trials.trial)
+            Setting(
+                loader=name,
+                users=loader.users,
+                workers=loader.trials.workers,
+                trial=None if loader.is_over else loader.trials.trial,
+            )
             for name, loader in self._loaders.items()
             if not loader.why_fixed
         )
@@ -155,7 +156,7 @@ class Deciding:
 
 
 def _begins(stretch: Stretch) -> Moment:
-    """When all ranks have read what follows from a stretch: the next one has begun already, on some of them at least."""
+    """When all ranks have read what follows from a stretch: the next one has begun already, on some of them."""
     took_s = stretch.batches * stretch.step_s
     if stretch.part or took_s >= STRETCH_S / 2:
         return Moment(stretch.epoch, stretch.part + 2)

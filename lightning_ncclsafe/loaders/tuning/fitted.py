@@ -28,14 +28,14 @@ class Reading:
     """How a loader is to be read.
 
     Attributes:
-        workers: What it begins with.
+        users: What its user has set, as far as there is room for it: what it begins with.
         epochs: How many epochs of it there were before.
         most_ahead: See :class:`TunedLoader`.
         say: Prints a line about it to the user.
         measured: Is called when there is something new to be published.
     """
 
-    workers: int
+    users: int
     epochs: int
     most_ahead: Callable[[BatchSize], int | None]
     say: Callable[[str], None]
@@ -52,6 +52,7 @@ class Fitted:
     Attributes:
         advises: Whether it stays as it is.
         iterable: Whether all ranks have to begin an epoch with the same setting.
+        users: What its user has set, as far as there is room for it.
         setting: What rank 0 has decided last; None for nothing yet.
     """
 
@@ -59,6 +60,7 @@ class Fitted:
     iterable: ClassVar[bool] = False
 
     def __init__(self, loader: Any, reading: Reading) -> None:
+        self.users = reading.users
         self.setting: Setting | None = None
         self._loader = loader
         self._tried = 0
@@ -139,8 +141,8 @@ class FittedByPools(Fitted):
     def _make(self, reading: Reading) -> Any:
         return TunedLoader(
             self._loader,
-            workers=reading.workers,
-            users=reading.workers,
+            workers=reading.users,
+            users=reading.users,
             prefetch=self._loader.prefetch_factor or 2,
             say=reading.say,
             on_stretch=self._keep,
@@ -168,7 +170,7 @@ class FittedByEpoch(Fitted):
 
     def _make(self, reading: Reading) -> Any:
         self._before = (self._loader.num_workers, self._loader.prefetch_factor)
-        self._set(reading.workers, self._loader.prefetch_factor)
+        self._set(reading.users, self._loader.prefetch_factor)
         return super()._make(reading)
 
     def _set(self, workers: int, prefetch: int | None) -> None:

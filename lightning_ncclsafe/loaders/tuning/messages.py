@@ -59,11 +59,13 @@ class Setting:
 
     Attributes:
         loader: Name of the loader.
+        users: What the user has set, as far as there is room for it.
         workers: ``num_workers``, from the next stretch on.
         trial: What is tried once; None for nothing.
     """
 
     loader: str
+    users: int
     workers: int
     trial: Trial | None = None
 

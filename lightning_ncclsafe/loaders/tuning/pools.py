@@ -3,8 +3,8 @@
 The random streams of the training are those without it: samplers are begun when and as often as torch would have, and
 one number is drawn for each epoch where torch draws one. Two things follow from more or fewer workers as such, with
 stock torch as well: what ``Dataset.__getitem__`` draws, and how far ahead a sampler is that draws numbers for each
-batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that. Fewer batches ahead change
-nothing: each is made by the same worker, and samplers are asked when torch would have asked them.
+batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that. Fewer batches ahead
+change nothing: each is made by the same worker, and samplers are asked when torch would have asked them.
 """
 
 import threading
@@ -81,7 +81,7 @@ class TunedLoader:
         workers: ``num_workers`` to begin with.
         prefetch: ``prefetch_factor`` to begin with; of no account without workers.
         say: Says a line to the user.
-        on_stretch: Is given what was measured of an epoch, or of some minutes of a longer one, on the thread that reads.
+        on_stretch: Is given what was measured of an epoch, or of minutes of a longer one, on the thread that reads.
         workers_at: Says, at the beginning of each of them, how many workers are to be there; None for no change.
         most_ahead: Says how many batches there is room for that are ready or being made, by the largest seen so far;
             None for as many as are set. Until the first was seen, there is one for each worker.

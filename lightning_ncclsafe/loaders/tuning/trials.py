@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from lightning_ncclsafe.loaders.tuning.messages import Trial
@@ -9,7 +10,7 @@ from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 
 # What is promised: over any 20 epochs, no more than 2 % slower than what the user has set. That is 40 % of one epoch.
 # One trial may cost most of it; one that has failed is the last.
-_MOST_LOSS = 0.3
+_MOST_LOSS = 0.35
 # A trial has to promise so much of a step's time, and to keep half of that, or the second share of it.
 _LEAST_PROMISE = 0.15
 _LEAST_GAIN = 0.05
@@ -23,10 +24,10 @@ _STARVES = 0.1
 # have gained before may have become a loss since.
 _FIRST_CONTROL = 20
 
-# What it takes to start workers and to end them, where it was not measured (torch 2.13, two busy cores): by forking,
-# and otherwise, when each imports everything first.
-_FORK_S, _FORK_EACH_S = 0.1, 0.05
-_SPAWN_S, _SPAWN_EACH_S = 5.0, 5.0
+# What it takes to start a worker and to end it, where it was not measured, and at most (torch 2.13, two cores without
+# and with ten times as many programs as cores): by forking, and otherwise, when each imports everything first.
+_FORK_S, _SLOW_FORK_S = 0.1, 0.2
+_SPAWN_S, _SLOW_SPAWN_S = 5.0, 12.0
 # What the training thread does for a batch that a worker hands over: a message, a file for each tensor, pages to map.
 _MESSAGE_S, _TENSOR_S, _BYTE_S = 0.001, 0.0002, 0.5e-9
 # Workers are to be a tenth faster than the step: with less, the queue of ready batches never fills up again.
@@ -80,14 +81,12 @@ class Promise:
         step_s: What a step would take, all that the loader costs included; seconds.
         known: What it follows from.
         gain: The share of a step's time that would be saved, 0 to 1.
-        most_loss_s: What a trial costs if it gains nothing, seconds.
     """
 
     workers: int
     step_s: float
     known: Stretch
     gain: float
-    most_loss_s: float
 
 
 class Trials:
@@ -151,12 +150,21 @@ class Trials:
             self._try(room, begins)
         return change
 
-    def promise(self, room: Room) -> Promise | None:
-        """What more workers promise, by what is known; None if nothing that would be worth a trial."""
+    def promise(self, room: Room, *, most_loss_s: float = inf) -> Promise | None:
+        """What more workers promise, by what is known; None if nothing that would be worth a trial.
+
+        Args:
+            room: What there is.
+            most_loss_s: What a trial may cost that gains nothing, seconds.
+        """
         if len(self._recent) < _KNOWN_BY or self._is_over:
             return None
         known = self._known()
-        found = [(workers, self._expected_s(known, workers, room.cores)) for workers in _more(known, room)]
+        found = [
+            (workers, self._expected_s(known, workers, room.cores))
+            for workers in _more(known, room)
+            if self._most_loss_s(known, workers) <= most_loss_s
+        ]
         if not found:
             return None
         least_s = min(step_s for _, step_s in found)
@@ -164,9 +172,7 @@ class Trials:
         gain = 1 - step_s / known.step_s
         if gain < _LEAST_PROMISE:
             return None
-        # If batches are made no faster than before.
-        most_loss_s = self._starting_s(known, workers) + known.batches * handover_s(known)
-        return Promise(workers=workers, step_s=step_s, known=known, gain=gain, most_loss_s=most_loss_s)
+        return Promise(workers=workers, step_s=step_s, known=known, gain=gain)
 
     def is_sure(self, promise: Promise) -> bool:
         """Whether it is enough to speak of it, without a trial."""
@@ -179,13 +185,14 @@ class Trials:
         if self.workers != self._users and self._since_control >= self._next_control:
             self._begin(self._users, begins)
             return
-        promise = self.promise(room)
-        if promise is None:
+        if len(self._recent) < _KNOWN_BY:
             return
-        known = promise.known
-        if self._spent_s + promise.most_loss_s <= _MOST_LOSS * known.batches * known.step_s:
+        known = self._known()
+        left_s = _MOST_LOSS * known.batches * known.step_s - self._spent_s
+        promise = self.promise(room, most_loss_s=left_s)
+        if promise is not None:
             self._promised = promise.gain
-            self._spent_s += promise.most_loss_s
+            self._spent_s += self._most_loss_s(known, promise.workers)
             self._begin(promise.workers, begins)
 
     def _begin(self, workers: int, begins: Moment) -> None:
@@ -238,12 +245,17 @@ class Trials:
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
         used_s = known.gap_s + handover_s(known)
-        return self._starting_s(known, workers) / known.batches + max(made_s, used_s, cpu_s / cores)
+        start_s = self._starting_s(known, workers, _FORK_S if self._forks else _SPAWN_S)
+        return start_s / known.batches + max(made_s, used_s, cpu_s / cores)
 
-    def _starting_s(self, known: Stretch, workers: int) -> float:
-        if known.workers and known.start_s:
-            return known.start_s * workers / known.workers
-        return _FORK_S + _FORK_EACH_S * workers if self._forks else _SPAWN_S + _SPAWN_EACH_S * workers
+    def _most_loss_s(self, known: Stretch, workers: int) -> float:
+        """What a trial costs if batches are made no faster than before, seconds."""
+        start_s = self._starting_s(known, workers, _SLOW_FORK_S if self._forks else _SLOW_SPAWN_S)
+        return start_s + known.batches * handover_s(known)
+
+    def _starting_s(self, known: Stretch, workers: int, each_s: float) -> float:
+        measured_s = known.start_s / known.workers if known.workers else 0.0
+        return (measured_s or each_s) * workers
 
 
 def handover_s(known: Stretch) -> float:

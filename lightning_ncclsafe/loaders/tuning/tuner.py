@@ -147,21 +147,19 @@ class Tuner:
         if workers < asked and self._rank == 0:
             assert self._budget is not None
             self._tell_once(words.fewer_workers(name, asked, workers, self._budget))
+        why_fixed = self._why_fixed(loader) if kind.advises else ""
         with self._lock:
             if self._deciding is not None:
-                why_fixed = "" if not kind.advises else self._why_fixed(loader)
-                workers = self._deciding.begin(
-                    name, workers, asked=asked, group=group, why_fixed=why_fixed, forks=forks(loader)
-                )
+                self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
             reading = Reading(
-                workers=workers,
+                users=workers,
                 epochs=self._epochs[name],
                 most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
                 say=lambda text: self._say(f"{name}: {text}"),
                 measured=self._wake.set,
             )
             own = self._fitted[name] = kind(loader, reading)
-            own.setting = self._setting_of(name)
+            own.setting = self._setting_of(name, own)
 
         def begin(begin_own: Begin) -> Any:
             return own.begin(begin_own, self._workers_of_epoch(name, own) if kind.iterable else None)
@@ -192,8 +190,10 @@ class Tuner:
             self._told.add(about or line)
             self._say(line)
 
-    def _setting_of(self, name: str) -> Setting | None:
-        return next((setting for setting in self._decision.settings if setting.loader == name), None)
+    def _setting_of(self, name: str, loader: Fitted) -> Setting | None:
+        """What was decided of a loader; not of one that has stood in its place, and was set otherwise."""
+        found = (setting for setting in self._decision.settings if setting.loader == name)
+        return next((setting for setting in found if setting.users == loader.users), None)
 
     @marked(Mark.STORE)
     def _workers_of_epoch(self, name: str, loader: Fitted) -> int | None:
@@ -268,7 +268,7 @@ class Tuner:
             self._publish(f"tuning/measured/{self._rank}", measured)
             self._read_decision()
         for name, loader in loaders.items():
-            loader.setting = self._setting_of(name)
+            loader.setting = self._setting_of(name, loader)
 
     def _decide(self, own: AllMeasured) -> None:
         deciding = self._deciding

@@ -9,8 +9,8 @@ from lightning_ncclsafe.rules.wording import size_words
 # Why a loader stays as it is, and what to do.
 ADVICE_ONLY = "LoaderTuner(apply=False) only advises: set it"
 SEEDED = (
-    "the run is seeded, and random augmentation depends on num_workers: set it, or let LoaderTuner(apply_to_seeded=True)"
-    " try it"
+    "the run is seeded, and random augmentation depends on num_workers: set it, or have it tried by "
+    "LoaderTuner(apply_to_seeded=True)"
 )
 ITERABLE = "the batches of an iterable dataset may depend on num_workers: set it, if yours do not"
 PERSISTS = "workers that persist may hold what they have read: set it"
