@@ -638,7 +638,7 @@ class Lazy(Sampler[int]):
 @pytest.mark.parametrize("most", [1, 2, 5, 50])
 @pytest.mark.parametrize("persists", [False, True])
 def test_fewer_batches_ahead_change_nothing_of_what_training_sees(most: int, persists: bool) -> None:
-    """Each is made by the same worker, and a sampler draws when it would; the training draws from the same generator."""
+    """Each is made by the same worker; a sampler draws when it would from a generator that the training has as well."""
 
     def kind() -> Loader:
         return DataLoader(
@@ -701,7 +701,7 @@ def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
     first = tuned.begin()
     seen = [next(first) for _ in range(5)]
     assert [*tuned.begin()] == list(range(23))
-    assert seen + [*first] == list(range(23))
+    assert [*seen, *first] == list(range(23))
 
 
 def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one() -> None:
@@ -733,7 +733,7 @@ def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one() -> 
     seen.append(next(epoch))
     tuned.observer._stretch_s = 1e9
     assert moments[-1] == tuned.observer.moment == Moment(6, 1)
-    assert seen + [*epoch] == list(range(10))
+    assert [*seen, *epoch] == list(range(10))
     tuned.close()
     assert stretches[-1].moment == Moment(6) and stretches[-1].workers == 0
     assert tuned.observer.moment == Moment(6, 1)
