@@ -1,4 +1,4 @@
-"""One rank of ``loader_tuning.py`` and ``loader_epochs.py``: trains some epochs from loaders of one kind, many times."""
+"""One rank of ``loader_tuning.py`` and of ``loader_epochs.py``: trains some epochs with each of the loaders given."""
 
 import argparse
 import json
