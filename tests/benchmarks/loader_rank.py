@@ -120,6 +120,7 @@ class WorkerCount:
 def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
     """Trains for some epochs: the rate of steps, how many workers there were, and what all of it took."""
     workers = case["workers"]
+    multiprocessing.set_start_method(case.get("method", "fork"), force=True)
     loader = DataLoader(
         Items(case["cpu_ms"], case["sleep_ms"], case["spread"], case["batches"]),
         batch_size=BATCH,
@@ -127,11 +128,6 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
         prefetch_factor=case["prefetch"] or None,
         persistent_workers=bool(workers and case.get("persists")),
     )
-    if not workers and case.get("method") == "spawn":
-        # What a program has that sets the start method of all: torch takes the argument only with workers.
-        vars(loader)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context("spawn")
-    elif workers:
-        loader.multiprocessing_context = case.get("method")
     clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",

@@ -88,6 +88,7 @@ class Observer:
         self.size: BatchSize | None = None
         self._on_stretch = on_stretch
         self._stretch_s = stretch_s
+        self._process = psutil.Process()
         self._has_failed = False
         self._sums: _Sums | None = None
         self._steps = _Steps()
@@ -179,7 +180,7 @@ class Observer:
                     cpu_s=step.cpu_s,
                     batch_bytes=size.size_bytes,
                     tensors=size.tensors,
-                    process_bytes=int(psutil.Process().memory_info().rss),
+                    process_bytes=int(self._process.memory_info().rss),
                 )
             )
         except Exception as error:
