@@ -138,7 +138,7 @@ def beginning_an_epoch() -> Wait:
     one = tuner()
     return Wait(
         Tuner._workers_of_epoch,
-        lambda: one._workers_of_epoch("train_dataloader", SimpleNamespace(epochs=0)),  # type: ignore[arg-type]
+        lambda: one._workers_of_epoch("train_dataloader", SimpleNamespace(epochs=0, users=0)),  # type: ignore[arg-type]
         lambda: one._exchange.set("tuning/epoch/train_dataloader/1", b'{"settings":[]}'),
     )
 

@@ -2,8 +2,10 @@
 
 Short and longer epochs, cheap and dear batches, with and without workers, forked and spawned, persistent or not. What
 all 20 epochs take, from the beginning of the first to the end of the last, and the processor time of all processes.
+With ``--seed`` each is seeded, with random augmentation; the last column says how many different weights came of it.
 
 python tests/benchmarks/loader_epochs.py --turns 5
+python tests/benchmarks/loader_epochs.py --ranks 2 --seed 5
 """
 
 import argparse
@@ -40,12 +42,14 @@ CASES: dict[str, dict[str, Any]] = {
 KINDS = ("stock", "safe", "tuned")
 
 
-def measure(case: dict[str, Any], ranks: int, turns: int, epochs: int) -> list[list[dict[str, Any]]]:
+def measure(case: dict[str, Any], options: argparse.Namespace) -> list[list[dict[str, Any]]]:
     # Each of the three comes first equally often.
-    orders = [KINDS[turn % 3 :] + KINDS[: turn % 3] for turn in range(turns)]
+    ranks = options.ranks
+    every = {**case, "epochs": options.epochs, "ranks": ranks, "seed": options.seed}
+    orders = [KINDS[turn % 3 :] + KINDS[: turn % 3] for turn in range(options.turns)]
     # The first fit of a process pays for what all of them need.
-    cases = [{**case, "by": "stock", "epochs": 1, "ranks": ranks}]
-    cases += [{**case, "by": by, "epochs": epochs, "ranks": ranks} for order in orders for by in order]
+    cases = [{**every, "by": "stock", "epochs": 1}]
+    cases += [{**every, "by": by} for order in orders for by in order]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cases.json")
         path.write_text(json.dumps(cases))
@@ -65,19 +69,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seed", type=int, help="of each fit; none by default")
     parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
-    print("| loader | stock, s | SafeDDP, s | tuned, s | tuned / SafeDDP | processor time | tuned / stock | workers |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| loader | stock, s | SafeDDP, s | tuned, s | tuned / SafeDDP | processor time | tuned / stock | workers | weights |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, case in CASES.items():
         if options.only not in name:
             continue
-        turns = measure(case, options.ranks, options.turns, options.epochs)
+        turns = measure(case, options)
         walls = [statistics.median(turn[kind]["wall_s"] for turn in turns) for kind in range(3)]
         print(
             f"| {name} | {' | '.join(f'{wall:.2f}' for wall in walls)} | {ratios(turns, 'wall_s', 2, 1)} |"
             f" {ratios(turns, 'cpu_s', 2, 1)} | {ratios(turns, 'wall_s', 2, 0)} |"
-            f" {sorted({turn[2]['workers_at_end'] for turn in turns})} |",
+            f" {sorted({turn[2]['workers_at_end'] for turn in turns})} |"
+            f" {len({tuple(fit['weights']) for turn in turns for fit in turn})} |",
             flush=True,
         )
 

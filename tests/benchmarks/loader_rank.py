@@ -4,6 +4,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ class Items(Dataset[torch.Tensor]):
             time.sleep(self.sleep_s * factor)
         while time.thread_time() < until:
             pass
-        return torch.zeros(SHAPE)
+        return torch.full(SHAPE, random.random())  # as random augmentation does
 
 
 class Model(L.LightningModule):
@@ -67,7 +68,7 @@ class Model(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Clock(L.Callback):
@@ -121,6 +122,8 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
     """Trains for some epochs: the rate of steps, how many workers there were, and what all of it took."""
     workers = case["workers"]
     multiprocessing.set_start_method(case.get("method", "fork"), force=True)
+    if case.get("seed") is not None:
+        L.seed_everything(case["seed"], workers=True, verbose=False)
     loader = DataLoader(
         Items(case["cpu_ms"], case["sleep_ms"], case["spread"], case["batches"]),
         batch_size=BATCH,
@@ -142,8 +145,9 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
         enable_model_summary=False,
     )
     times = os.times()
+    model = Model(case["step_ms"])
     with WorkerCount() as count:
-        trainer.fit(Model(case["step_ms"]), loader)
+        trainer.fit(model, loader)
     used = os.times()
     began, ended = clock.began[0], clock.ended
     changes = [moment - began for moment, _ in count.seen if began < moment < ended]
@@ -157,6 +161,7 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
             (workers for moment, workers in count.seen if clock.began[-1] < moment < ended), default=0
         ),
         "settled_s": max(changes, default=0.0),
+        "weights": [parameter.detach().double().sum().item().hex() for parameter in model.parameters()],
     }
 
 

@@ -212,7 +212,7 @@ class Tuner:
                 if found:
                     return self._in_epoch(name, found[key])
             workers = loader.workers_at(Moment(epoch)) if self._deciding is not None else None
-            own = () if workers is None else (Setting(loader=name, workers=workers),)
+            own = () if workers is None else (Setting(loader=name, users=loader.users, workers=workers),)
             return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(Decision(settings=own))))
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")

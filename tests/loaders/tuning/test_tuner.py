@@ -2,7 +2,6 @@
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.loaders.tuning import agreed_budget, tuner
 from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget, least_budget
+from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.settings import TunerSettings
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 HOST = Capacity(machine="a", cpus=tuple(range(8)), memory_available_bytes=10**10, shm_free_bytes=10**10)
 
 
@@ -148,8 +149,10 @@ def decide(ranks: Ranks, workers: int, name: str = "train_dataloader") -> None:
 
 
 def test_ranks_begin_with_what_the_user_has_set_and_get_the_same_workers_from_an_epoch_on(
-    make: Callable[..., Ranks],
+    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However long they may take to start here.
+    monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: None)
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(6))))
     loaders = [DataLoader(Numbers(40, 0), batch_size=4, num_workers=0) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
@@ -188,8 +191,7 @@ def test_what_is_measured_reaches_rank_0(make: Callable[..., Ranks]) -> None:
 
 def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=(0, 1)))
-    with pytest.warns(UserWarning, match="will create 16 worker"):
-        loader = DataLoader(Numbers(8, 0), num_workers=16)
+    loader = DataLoader(Numbers(8, 0), num_workers=16)
     for one in ranks.tuners:
         (tuning,) = one.take("train_dataloader", [loader])
         assert tuning is not None
@@ -225,7 +227,9 @@ def test_fewer_batches_are_ahead_than_set_where_memory_is_short_and_that_is_said
     for _ in range(2):
         assert len(list(tuning(lambda: iter(loader)))) == 10
     (line,) = ranks.said[0]
-    assert line.startswith("train_dataloader: 5 batches of 32 B ahead instead of 100: bound by memory (half of the ")
+    assert line.startswith(
+        "train_dataloader: 5 batches of 32 bytes ahead instead of 100: bound by memory (half of the "
+    )
 
 
 def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callable[..., Ranks]) -> None:
@@ -238,9 +242,7 @@ def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callab
 
 def test_iterable_datasets_are_set_where_that_is_asked_for_and_set_back(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)), apply_to_iterables=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loader = DataLoader(Stream(), num_workers=6, prefetch_factor=5)
+    loader = DataLoader(Stream(), num_workers=6, prefetch_factor=5)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert (loader.num_workers, loader.prefetch_factor) == (4, 5)
     assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 400, "each of four gives all"
@@ -262,9 +264,7 @@ def test_a_dataset_that_cannot_be_forked_is_left_alone_and_gets_no_advice(
 
 def test_advice_only_touches_nothing(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)), apply=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loader = DataLoader(Numbers(40, 0), batch_size=4, num_workers=6)
+    loader = DataLoader(Numbers(40, 0), batch_size=4, num_workers=6)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert tuning is not None
     marker = iter([7, 8, 9])
@@ -354,9 +354,7 @@ def test_iterable_datasets_stay_as_they_are_where_a_rank_takes_no_part(
 
 def test_a_loader_that_stands_in_two_stages_is_set_back(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0, 1)), apply_to_iterables=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loader = DataLoader(Stream(), num_workers=20, prefetch_factor=5)
+    loader = DataLoader(Stream(), num_workers=20, prefetch_factor=5)
     for stage in ("train_dataloader", "val_dataloader"):
         ranks.tuners[0].take(stage, [loader])
     assert loader.num_workers == 8
