@@ -72,9 +72,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of each fit; none by default")
     parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
-    print(
-        "| loader | stock, s | SafeDDP, s | tuned, s | tuned / SafeDDP | processor time | tuned / stock | workers | weights |"
-    )
+    print("| loader | stock, s | SafeDDP, s | tuned, s | tuned / SafeDDP | CPU | tuned / stock | workers | weights |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, case in CASES.items():
         if options.only not in name:
