@@ -642,14 +642,14 @@ def test_fewer_batches_ahead_change_nothing_of_what_training_sees(most: int, per
 
     def kind() -> Loader:
         return DataLoader(
-            Drawing(), batch_size=None, sampler=Lazy(), num_workers=3, prefetch_factor=4, persistent_workers=persists
+            Drawing(), batch_size=None, sampler=Lazy(), num_workers=2, prefetch_factor=5, persistent_workers=persists
         )
 
     torch.manual_seed(3)
     loader = kind()
     expected = read(loader, loader.__iter__, lambda: torch.rand(1).item())
     torch.manual_seed(3)
-    tuned = TunedLoader(kind(), workers=3, prefetch=4, say=pytest.fail, most_ahead=lambda size: most)
+    tuned = TunedLoader(kind(), workers=2, prefetch=5, say=pytest.fail, most_ahead=lambda size: most)
     assert read(loader, tuned.begin, lambda: torch.rand(1).item()) == expected
     tuned.close()
 
@@ -670,22 +670,22 @@ class Made(Items):
 @pytest.mark.parametrize("resized", [False, True])
 def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resized: bool) -> None:
     dataset = Made()
-    loader = DataLoader(dataset, batch_size=None, num_workers=3, prefetch_factor=4, in_order=in_order)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=5, in_order=in_order)
     asked: list[int] = []
 
     def most_ahead(size: Any) -> int:
         asked.append(size.size_bytes)
         return 5
 
-    tuned = TunedLoader(loader, workers=3, prefetch=4, say=pytest.fail, most_ahead=most_ahead)
+    tuned = TunedLoader(loader, workers=2, prefetch=5, say=pytest.fail, most_ahead=most_ahead)
     epoch = tuned.begin()
-    assert sum(dataset.made) <= 3, "one for each worker, until it is known how large a batch is"
+    assert sum(dataset.made) <= 2, "one for each worker, until it is known how large a batch is"
     seen = []
     for index in epoch:
         seen.append(index)
         assert sum(dataset.made) <= len(seen) + 5
         if resized and len(seen) == 7:
-            tuned.resize(2, 4)
+            tuned.resize(1, 8)
     assert sorted(seen) == list(range(23)) and asked
     tuned.close()
 
