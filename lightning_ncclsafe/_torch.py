@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, _utils, dataloader
-from torch.utils.data._utils import fetch, signal_handling, worker
+from torch.utils.data._utils import signal_handling
 
 from lightning_ncclsafe.marks import Mark, marked
 from lightning_ncclsafe.recorder import MOST_ENTRIES
@@ -825,33 +825,14 @@ def worker_pids(iterator: Any) -> tuple[int, ...]:
     return tuple(process.pid for process in getattr(iterator, "_workers", ()))
 
 
+def ask_for_batch(iterator: Any) -> None:
+    """Asks an iterator's workers for a batch more, beyond those that torch asks for; its sampler says which."""
+    iterator._try_put_index()
+
+
 def pending_batches(iterator: Any) -> Any:
     """The numbers of the batches that an iterator has asked its workers for and has not handed out."""
     return iterator._task_info.keys()
-
-
-class ReadyBatches(NamedTuple):
-    """What an iterator over worker processes has ready.
-
-    Attributes:
-        is_due: Whether the batch that is due has been received already.
-        received: Batches that have been received and are not handed out, because others are due before them.
-        queued: Batches in the queue.
-    """
-
-    is_due: bool
-    received: int
-    queued: int
-
-
-def ready_batches(iterator: Any) -> ReadyBatches | None:
-    """What an iterator has ready; None if that cannot be known, as on macOS or with an iterator that is not torch's."""
-    try:
-        tasks = iterator._task_info
-        is_due = len(tasks.get(iterator._rcvd_idx, ())) == 2
-        return ReadyBatches(is_due, len(tasks) - iterator._tasks_outstanding, iterator._data_queue.qsize())
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
 
 
 def draw_base_seed(loader: Any) -> int:
@@ -869,6 +850,11 @@ def generator_from(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def is_seeded() -> bool:
+    """Whether somebody has seeded PyTorch's global generator; without, its seed has 64 random bits."""
+    return torch.initial_seed() < 1 << 32
+
+
 def is_dataloader(loader: Any) -> bool:
     """Whether it is a ``DataLoader``."""
     return isinstance(loader, dataloader.DataLoader)
@@ -883,29 +869,6 @@ def iterates_its_own_way(loader: Any) -> list[Any]:
     """The methods with which a subclass of ``DataLoader`` has replaced how it is iterated."""
     kinds = type(loader).__mro__[: type(loader).__mro__.index(dataloader.DataLoader)]
     return [vars(kind)[name] for kind in kinds for name in ("__iter__", "_get_iterator") if name in vars(kind)]
-
-
-def shared_floats(rows: int, columns: int) -> torch.Tensor:
-    """A tensor of zeros, in memory that worker processes share: shape (rows, columns), float64."""
-    floats = torch.zeros((rows, columns), dtype=torch.float64)
-    floats.share_memory_()  # type: ignore[no-untyped-call]
-    return floats
-
-
-def wrap_fetch(call: Callable[..., Any]) -> None:
-    """Has every batch of this worker process made by ``call(fetch, fetcher, index)``; not in any other process."""
-    if worker.get_worker_info() is None:
-        return
-    kinds: tuple[Any, ...] = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
-    for kind in kinds:
-        kind.fetch = _wrapped(kind.fetch, call)
-
-
-def _wrapped(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(fetcher: Any, index: Any) -> Any:
-        return call(original, fetcher, index)
-
-    return wrapped
 
 
 class SentTogether(NamedTuple):

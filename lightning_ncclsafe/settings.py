@@ -146,10 +146,12 @@ class TunerSettings:
     Attributes:
         apply: Whether settings are changed, or only advised.
         apply_to_iterables: Whether that goes for iterable datasets, too.
+        apply_to_seeded: Whether that goes for seeded runs, too.
     """
 
     apply: bool = True
     apply_to_iterables: bool = False
+    apply_to_seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

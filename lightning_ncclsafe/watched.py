@@ -338,7 +338,7 @@ class WatchedCall:
             self._preflight = preflight
 
     def _presented(self, stage: Stage) -> None:
-        """What loaders ask of a host is known once they are there; a tuner asks for no more than there is."""
+        """What loaders ask of a host is known once they are there; a tuner says itself what it has lowered."""
         settings = _settings_of(self._trainer, TunerSettings)
         if stage.name == TRAIN and not (settings is not None and settings.apply):
             loaders = [*stage.loaders, *self.trainer_probe.validation_loaders()]

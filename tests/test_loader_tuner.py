@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DistributedSampler
-from tuned_fit import EPOCHS, SAMPLES
+from tuned_fit import ASKED, EPOCHS, SAMPLES, VALIDATES
 from warm import Warm, ranks_of
 
 from lightning_ncclsafe import HostPreflight, LoaderTuner
@@ -23,7 +23,7 @@ FIRST = [("tuned",)]
 
 
 def test_the_defaults() -> None:
-    assert LoaderTuner().settings == TunerSettings(apply=True, apply_to_iterables=False)
+    assert LoaderTuner().settings == TunerSettings(apply=True, apply_to_iterables=False, apply_to_seeded=False)
     assert HostPreflight().settings == PreflightSettings(on_problem="warn", data_dir=None)
     assert HostPreflight(data_dir=Path("data")).settings.data_dir == "data"
 
@@ -64,17 +64,23 @@ def test_every_sample_comes_in_stock_order(outcome: Any) -> None:
         assert seen["samples"] == order(rank)
 
 
+def most_workers() -> int:
+    """What a rank's loader may have of the host: four for each core of its half, and no more than it asks for."""
+    return min(4 * len(os.sched_getaffinity(0)) // 2, ASKED)
+
+
 @pytest.mark.program("tuned")
-def test_workers_of_all_loaders_stay_within_the_host(outcome: Any) -> None:
+def test_far_more_workers_than_cores_are_fewer_from_the_start(outcome: Any) -> None:
     for seen in outcome.ranks:
-        assert max(seen["workers"]) == len(os.sched_getaffinity(0)) // 2, outcome.output
+        assert max(seen["workers"]) == most_workers() + VALIDATES, outcome.output
 
 
 @pytest.mark.program("tuned")
-def test_what_was_chosen_and_what_was_asked_for_is_said_by_rank_0_once(outcome: Any) -> None:
-    said = [line for line in outcome.output.splitlines() if "train_dataloader: num_workers=" in line]
-    assert sum("num_workers=8 on every rank is more than there are cores for" in line for line in said) == 1
-    assert sum("(set: num_workers=8, prefetch_factor=2)" in line for line in said) == 1
+def test_what_was_changed_is_said_by_rank_0_once_and_nothing_else(outcome: Any) -> None:
+    said = [line for line in outcome.output.splitlines() if "_dataloader: " in line]
+    changed = f"train_dataloader: num_workers={most_workers()} instead of {ASKED}: on every rank, that is far more"
+    assert len(said) == (most_workers() < ASKED)
+    assert all(changed in line for line in said)
 
 
 @pytest.mark.program("tuned")
@@ -82,7 +88,18 @@ def test_nothing_is_left_behind(outcome: Any) -> None:
     for seen in outcome.ranks:
         assert seen["workers_after"] == 0
         assert seen["threads_after"] == []
-        assert seen["loader_after"] == ["DataLoader", True, 8, 2]
+        assert seen["loader_after"] == ["DataLoader", True, ASKED, VALIDATES]
+
+
+@pytest.mark.program("equal")
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_seeded_run_with_random_augmentation_gives_the_weights_of_stock(outcome: Any, workers: str) -> None:
+    assert outcome.codes == [0, 0], outcome.output
+    for seen in outcome.ranks:
+        weights = seen["weights"][workers]
+        assert [kind for kind, _ in weights] == ["stock", "tuned", "tuned", "stock"]
+        assert len({digest for _, digest in weights}) == 1, outcome.output
+    assert "_dataloader: " not in outcome.output
 
 
 @pytest.mark.program("raises")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,8 +137,8 @@ def taking_loaders() -> Wait:
 def beginning_an_epoch() -> Wait:
     one = tuner()
     return Wait(
-        Tuner._setting_of_epoch,
-        lambda: one._setting_of_epoch("train_dataloader"),
+        Tuner._workers_of_epoch,
+        lambda: one._workers_of_epoch("train_dataloader", SimpleNamespace(epochs=0, users=0)),  # type: ignore[arg-type]
         lambda: one._exchange.set("tuning/epoch/train_dataloader/1", b'{"settings":[]}'),
     )
 

@@ -88,12 +88,9 @@ OF_TORCH: dict[str, Callable[[], object]] = {
         name: said_in(LOADERS, name)
         for name in [
             "_base_seed",
-            "_data_queue",
             "_get_iterator",
             "_pin_memory_thread",
-            "_rcvd_idx",
             "_task_info",
-            "_tasks_outstanding",
             "_worker_pids_set",
             "_workers",
         ]
@@ -102,10 +99,9 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_SingleProcessDataLoaderIter": takes(LOADERS, "_SingleProcessDataLoaderIter", None),
     "_utils": lambda: importlib.import_module(LOADERS)._utils.python_exit_status,
     "_shutdown_workers": takes(LOADERS, "_MultiProcessingDataLoaderIter._shutdown_workers", None),
+    "_try_put_index": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_put_index", None),
     "_try_get_data": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_get_data", None, 1.0),
     "_remove_worker_pids": lambda: importlib.import_module(f"{LOADERS}")._utils.signal_handling._remove_worker_pids,
-    "_MapDatasetFetcher": takes("torch.utils.data._utils.fetch", "_MapDatasetFetcher.fetch", None, None),
-    "_IterableDatasetFetcher": takes("torch.utils.data._utils.fetch", "_IterableDatasetFetcher.fetch", None, None),
     # DDP
     "_DEFAULT_FIRST_BUCKET_BYTES": lambda: c10d._DEFAULT_FIRST_BUCKET_BYTES + 1,
     "_compute_bucket_assignment_by_size": calls("_compute_bucket_assignment_by_size", [torch.ones(1)], [1, 2]),

@@ -12,7 +12,7 @@ Stock, on rank 0:  RuntimeError: Caught MemoryError in DataLoader worker process
                    numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 MiB for an array with shape ...
                    (some 120 batches after it has happened, when that batch is due; in backward, on rank 1:
                    Connection closed by peer)
-SafeDDP:           it ends; one worker, and as many batches ahead as there is memory for, do as well
+SafeDDP:           it ends; as many batches ahead as there is memory for do as well
 --untuned:         failed-rank: rank 0 raised that, and rank 1 waits for it
 """
 

@@ -1,4 +1,4 @@
-"""The callback that fits loader workers to the host and to the step."""
+"""The callback that gives loaders more workers where that pays."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.guarded_strategy import guards
@@ -6,23 +6,27 @@ from lightning_ncclsafe.settings import TunerSettings
 
 
 class LoaderTunerHooks:
-    """Sets ``num_workers`` and ``prefetch_factor`` of the dataloaders to what the host has and the training needs.
+    """Gives dataloaders more workers where that makes training faster, and takes back what would kill the host.
 
-    Every rank's loaders together get at most its share of the host's cores (its affinity mask divided among the ranks
-    that share each core, and what quotas of control groups leave) and half of its share of the memory and of /dev/shm
-    that are free. Within that they get what it takes to stay ahead of the step: found from the first batches of
-    training, with one worker, then corrected while training goes on. Order and coverage of samples stay what they are.
-    All ranks get the same. The loader objects themselves are not changed.
+    Training begins with what the user has set. From the start, and the same in every run, there are no more batches
+    ahead than half of the free memory, /dev/shm and open files have room for, and no more than four workers for each
+    core of the rank's share. In a run that is not seeded, where whole epochs have shown that waiting for data costs
+    more than workers would, more of them are tried for one epoch (or for two minutes of a longer one). They stay if it
+    was faster, all that starting them costs included, and are never tried again if it was not. All ranks have the same.
+    The loader objects themselves are not changed, nor is the order of samples.
 
-    Resized are map-style datasets in a ``torch.utils.data.DataLoader``; a subclass with an ``__iter__`` of its own and
-    other iterables are left as they are, and advised on. Random augmentations depend on which worker makes a batch, and
-    so on the number of workers, as ever.
+    A seed is a promise: random augmentation depends on which worker makes a batch. Where the run is seeded
+    (``seed_everything``, ``torch.manual_seed``), or the loader, its sampler or its dataset has a random generator,
+    nothing is changed from timing, and one line says what would be gained.
+
+    Changed are loaders of map-style datasets in a ``torch.utils.data.DataLoader`` whose workers do not persist; others
+    are left as they are, and advised on.
 
     Args:
-        apply: False only advises: one line for each loader, once it has been measured.
+        apply: False only advises: one line for each loader for which more workers would pay.
         apply_to_iterables: Whether loaders of iterable datasets are set, too; by default they are advised on. How many
-            batches such a dataset gives may depend on its workers. Then they are set at the beginning of an epoch, of
-            the same one on all ranks.
+            batches such a dataset gives may depend on its workers. All ranks have the same in each epoch.
+        apply_to_seeded: Whether more workers are tried in seeded runs, too. Two runs of one seed may differ then.
 
     Raises:
         ValueError: When a Trainer has two of these callbacks.
@@ -33,8 +37,10 @@ class LoaderTunerHooks:
         trainer = L.Trainer(strategy=SafeDDP(), callbacks=[LoaderTuner()])
     """
 
-    def __init__(self, *, apply: bool = True, apply_to_iterables: bool = False) -> None:
-        self.settings = TunerSettings(apply=apply, apply_to_iterables=apply_to_iterables)
+    def __init__(self, *, apply: bool = True, apply_to_iterables: bool = False, apply_to_seeded: bool = False) -> None:
+        self.settings = TunerSettings(
+            apply=apply, apply_to_iterables=apply_to_iterables, apply_to_seeded=apply_to_seeded
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that tunes, and that this callback is the only one of its class."""

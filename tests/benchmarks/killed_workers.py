@@ -105,7 +105,6 @@ class Trial:
             self.loader,
             workers=self.workers,
             prefetch=random.randint(1, 4),
-            on_window=lambda measures: None,
             say=self._said,
         )
         self.killer.start()

@@ -1,7 +1,10 @@
-"""One rank of ``loader_tuning.py``: trains from loaders of one kind with fixed settings, and with LoaderTuner."""
+"""One rank of ``loader_tuning.py`` and of ``loader_epochs.py``: trains some epochs with each of the loaders given."""
 
 import argparse
 import json
+import multiprocessing
+import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -11,6 +14,7 @@ import lightning as L
 import numpy as np
 import psutil
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe import LoaderTuner, SafeDDP
@@ -27,16 +31,18 @@ class Items(Dataset[torch.Tensor]):
         cpu_ms: Processor time of one batch, on average.
         sleep_ms: Waiting time of one batch, on average.
         spread: Sigma of the logarithm of each sample's share; 0 makes all alike.
+        batches: How many there are.
     """
 
-    def __init__(self, cpu_ms: float, sleep_ms: float, spread: float) -> None:
+    def __init__(self, cpu_ms: float, sleep_ms: float, spread: float, batches: int) -> None:
+        self.batches = batches
         self.cpu_s, self.sleep_s = cpu_ms / 1e3 / BATCH, sleep_ms / 1e3 / BATCH
         # A mean of 1, whatever the spread.
         factors = np.random.default_rng(7).lognormal(-(spread**2) / 2, spread, 4096) if spread else np.ones(4096)
         self.factors = factors / factors.mean()
 
     def __len__(self) -> int:
-        return 100_000
+        return self.batches * BATCH
 
     def __getitem__(self, index: int) -> torch.Tensor:
         factor = self.factors[index % len(self.factors)]
@@ -45,7 +51,7 @@ class Items(Dataset[torch.Tensor]):
             time.sleep(self.sleep_s * factor)
         while time.thread_time() < until:
             pass
-        return torch.zeros(SHAPE)
+        return torch.full(SHAPE, random.random())  # as random augmentation does
 
 
 class Model(L.LightningModule):
@@ -62,25 +68,30 @@ class Model(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Clock(L.Callback):
-    """Notes when each step ended, and stops after so many seconds."""
+    """Notes when each epoch began and ended, and how many steps it had."""
 
-    def __init__(self, for_s: float) -> None:
-        self.for_s = for_s
-        self.ended: list[float] = []
+    def __init__(self) -> None:
+        self.began: list[float] = []
+        self.ended = 0.0
+        self.steps = 0
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.ended.append(time.perf_counter())
-        if self.ended[-1] - self.ended[0] > self.for_s:
-            trainer.should_stop = True
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.began.append(time.perf_counter())
 
-    def rate(self, from_s: float) -> float:
-        """Steps a second from so long after the first step on."""
-        late = [moment for moment in self.ended if moment - self.ended[0] >= from_s]
-        return (len(late) - 1) / (late[-1] - late[0])
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def on_train_end(self, *_: Any) -> None:
+        self.ended = time.perf_counter()
+
+    def rate(self, from_epoch: int) -> float:
+        """Steps a second from an epoch on, with all that lies between the epochs."""
+        epochs = len(self.began)
+        return self.steps / epochs * (epochs - from_epoch) / (self.ended - self.began[from_epoch])
 
 
 class WorkerCount:
@@ -108,37 +119,49 @@ class WorkerCount:
 
 
 def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Trains for some seconds; the rate of steps, and how many workers there were."""
+    """Trains for some epochs: the rate of steps, how many workers there were, and what all of it took."""
+    workers = case["workers"]
+    multiprocessing.set_start_method(case.get("method", "fork"), force=True)
+    if case.get("seed") is not None:
+        L.seed_everything(case["seed"], workers=True, verbose=False)
     loader = DataLoader(
-        Items(case["cpu_ms"], case["sleep_ms"], case["spread"]),
+        Items(case["cpu_ms"], case["sleep_ms"], case["spread"], case["batches"]),
         batch_size=BATCH,
-        num_workers=case["workers"],
+        num_workers=workers,
         prefetch_factor=case["prefetch"] or None,
+        persistent_workers=bool(workers and case.get("persists")),
     )
-    clock = Clock(case["for_s"])
+    clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
-        strategy=SafeDDP(),
-        max_epochs=1,
+        devices=case.get("ranks", 1),
+        strategy=DDPStrategy() if case["by"] == "stock" else SafeDDP(),
+        max_epochs=case["epochs"],
         default_root_dir=root,
-        callbacks=[clock, *([LoaderTuner()] if case["tuned"] else [])],
+        callbacks=[clock, *([LoaderTuner()] if case["by"] == "tuned" else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        min_epochs=0,
     )
+    times = os.times()
+    model = Model(case["step_ms"])
     with WorkerCount() as count:
-        trainer.fit(Model(case["step_ms"]), loader)
-    began, ended = clock.ended[0], clock.ended[-1]
+        trainer.fit(model, loader)
+    used = os.times()
+    began, ended = clock.began[0], clock.ended
     changes = [moment - began for moment, _ in count.seen if began < moment < ended]
     return {
         **case,
-        "rate": clock.rate(case["from_s"]),
+        "rate": clock.rate(case.get("from_epoch", 0)),
+        "wall_s": ended - began,
+        "cpu_s": sum(used[:4]) - sum(times[:4]),
         "most_workers": max((workers for _, workers in count.seen), default=0),
-        "workers_at_end": next((workers for moment, workers in reversed(count.seen) if moment < ended), 0),
+        "workers_at_end": max(
+            (workers for moment, workers in count.seen if clock.began[-1] < moment < ended), default=0
+        ),
         "settled_s": max(changes, default=0.0),
+        "weights": [parameter.detach().double().sum().item().hex() for parameter in model.parameters()],
     }
 
 

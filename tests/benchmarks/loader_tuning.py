@@ -1,8 +1,10 @@
 """LoaderTuner beside every setting that the budget allows, Lightning's suggestion, and no workers at all.
 
 One rank with steps that wait as for a device, and loaders that compute, that sleep, that do both, and whose samples
-vary a thousandfold. First each setting is tried for some seconds; then the best of them, LoaderTuner, Lightning's
-suggestion and the default take turns.
+vary a thousandfold; epochs of 100 batches. First each setting is tried for two epochs; then the best of them,
+LoaderTuner (which begins without workers, and has found what it keeps by the tenth epoch), Lightning's suggestion and
+the default take turns. Rates are those of whole epochs, with all that starting workers takes: of LoaderTuner, from the
+tenth epoch on.
 
 python tests/benchmarks/loader_tuning.py
 """
@@ -29,7 +31,8 @@ KINDS = {
     "sleeps, samples vary a thousandfold": {"cpu_ms": 0, "sleep_ms": 10, "spread": 1.6, "step_ms": 10},
 }
 PREFETCH = (1, 2, 4, 8)
-SETTLE_S = 10.0
+BATCHES = 100
+SETTLED_BY = 10
 
 
 def settings(cores: int) -> Iterable[tuple[int, int]]:
@@ -47,16 +50,16 @@ def measure(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare(kind: dict[str, Any], cores: int, options: argparse.Namespace) -> dict[str, Any]:
-    def case(workers: int, prefetch: int, *, tuned: bool = False, name: str = "") -> dict[str, Any]:
-        times = {"for_s": SETTLE_S + options.seconds, "from_s": SETTLE_S} if tuned else {}
-        fixed = {"for_s": 1 + options.seconds, "from_s": 1.0}
-        return {**kind, "workers": workers, "prefetch": prefetch, "tuned": tuned, "name": name, **fixed, **times}
+    def case(workers: int, prefetch: int, *, by: str = "safe", name: str = "") -> dict[str, Any]:
+        from_epoch = SETTLED_BY if by == "tuned" else 1
+        times = {"epochs": from_epoch + options.epochs, "from_epoch": from_epoch, "batches": BATCHES}
+        return {**kind, **times, "workers": workers, "prefetch": prefetch, "by": by, "name": name}
 
     swept = measure([case(*setting) for setting in settings(cores)])
     best = max(swept, key=lambda found: found["rate"])
     turn = [
         case(best["workers"], best["prefetch"], name="best"),
-        case(0, 0, tuned=True, name="tuned"),
+        case(0, 0, by="tuned", name="tuned"),
         case(max(cores - 1, 0), 2 if cores > 1 else 0, name="suggested"),
         case(0, 0, name="default"),
     ]
@@ -83,7 +86,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4, help="for which each is measured")
+    parser.add_argument("--epochs", type=int, default=2, help="of which each is measured")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", default="", help="kinds with this in their name")
     options = parser.parse_args()

@@ -11,17 +11,15 @@ _MOST_OF_ONE = 64
 _DEEPEST = 6
 
 
-def bytes_of(batch: Any, *, piped: bool = False) -> int:
+def bytes_of(batch: Any) -> int:
     """Bytes of all tensors, arrays and strings in a batch: nested containers, dataclasses and objects are looked into.
 
     Of a long list the first 64 are, and stand for the others. At most some 256 values are, which takes about 0.2 ms.
 
     Args:
         batch: What a loader has given.
-        piped: Whether to leave tensors out, which workers hand over in shared memory: all else goes through a pipe, and
-            until it is taken it is in the memory of the worker itself.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count(_piped_bytes if piped else _all_bytes)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(_all_bytes)))
 
 
 def tensors_of(batch: Any) -> int:
@@ -37,10 +35,6 @@ class _Count:
 
 def _all_bytes(value: Any, size: int) -> float:
     return float(size)
-
-
-def _piped_bytes(value: Any, size: int) -> float:
-    return 0.0 if _tensors(value, size) else float(size)
 
 
 def _tensors(value: Any, size: int) -> float:

@@ -4,10 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.rules.wording import size_words
 
+Bound = Literal["memory", "shm", "files"]
+
+# More workers for each core than that are far more than anybody gains from, be it that they wait for storage.
+_FAR_MORE = 4
 # tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
 # available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of
 # /dev/shm also half: NCCL and the loaders of other libraries keep their segments there. Of open files, too: the user's
@@ -21,8 +26,9 @@ class Budget:
 
     Attributes:
         cores: This rank's share of the host's cores; what the process itself keeps busy is not subtracted yet.
-        workers: Most worker processes of all of its loaders together: ``workers * local ranks <= cores``.
-        memory_bytes: Memory for workers and for the batches that they have ready.
+        workers: Most worker processes that the user has not asked for, of loaders that are read at the same time:
+            ``workers * local ranks <= cores``.
+        memory_bytes: Memory for the batches that workers have ready, and for more workers than the user's.
         shm_bytes: Shared memory for the batches that they have ready.
         open_files: Tensors of the batches that they have ready: each is an open file of its worker (torch's default,
             ``torch.multiprocessing.get_sharing_strategy()``), and of the rank's own process once it is received.
@@ -40,6 +46,28 @@ class Budget:
     cores_from: str = ""
     memory_from: str = ""
     all_ranks: bool = True
+
+    @property
+    def most_asked(self) -> int:
+        """Most workers that the user may ask for, of loaders that are read at the same time."""
+        return max(1, int(_FAR_MORE * self.cores))
+
+    def most_batches(self, batch_bytes: int, tensors: int, *, copies: int = 1) -> dict[Bound, int]:
+        """How many batches there is room for that are ready or being made, by what limits them.
+
+        Args:
+            batch_bytes: Size of a batch.
+            tensors: Tensors of a batch.
+            copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+        """
+        found: dict[Bound, int] = {}
+        if self.memory_bytes is not None and batch_bytes:
+            found["memory"] = self.memory_bytes // (batch_bytes * copies)
+        if self.shm_bytes is not None and batch_bytes:
+            found["shm"] = self.shm_bytes // batch_bytes
+        if self.open_files is not None and tensors:
+            found["files"] = self.open_files // tensors
+        return found
 
 
 def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:

@@ -1,18 +1,20 @@
 """Rank 0's part: from the measures of all ranks, one setting for each loader, the same on all."""
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.choice import Choice
-from lightning_ncclsafe.loaders.tuning.controller import Controller
-from lightning_ncclsafe.loaders.tuning.measures import Measures, worst_of
-from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Measured, Setting
+from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
+from lightning_ncclsafe.loaders.tuning.observing import STRETCH_S
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch, worst_of
+from lightning_ncclsafe.loaders.tuning.trials import Room, Trials
 
-# A rank that measures more slowly, or not at all, is waited for this long after the first: it may have ended its data.
-_PATIENCE_S = 3.0
+# Stretches that are kept of a rank until all ranks have measured them.
+_KEPT = 32
+_NEVER = Moment(0)
+# Ranks ask for what was decided every quarter of a second: they have it before an epoch of so long is over.
+_LONG_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -20,26 +22,26 @@ class _Loader:
     """What is known of one loader.
 
     Attributes:
-        group: Loaders with another group have workers in turn with it; see :class:`~.room.Room`.
-        fixed_workers: Workers that it has whatever is decided; None where that is decided.
-        controller: Decides.
-        asked: What the user has set, in words.
-        used: Number of the last window of each rank that was decided on.
-        last: What was measured last.
-        told: What was last said of it.
+        group: Loaders with the same one are read at the same time.
+        users: What the user has set, as far as there is room for it.
+        why_fixed: Why it stays as it is, in words for the user, with what is to be done; empty if it does not.
+        trials: Decides.
+        stretches: What each rank has measured, by moment.
+        seen: When the last stretch was measured that all ranks have.
+        is_fixed: Whether it stays as it is.
         is_over: Whether it takes no settings on some rank any more.
-        since: When the first rank's window came that has not been decided on, by ``time.monotonic()``.
+        is_advised: Whether the user has been told what is to be gained.
     """
 
     group: str
-    fixed_workers: int | None
-    controller: Controller
-    asked: str
-    used: dict[int, int] = field(default_factory=dict)
-    last: Measures | None = None
-    told: Choice | None = None
-    since: float | None = None
+    users: int
+    why_fixed: str
+    trials: Trials
+    stretches: dict[int, dict[Moment, Stretch]] = field(default_factory=dict)
+    seen: Moment = _NEVER
+    is_fixed: bool = False
     is_over: bool = False
+    is_advised: bool = False
 
 
 class Deciding:
@@ -48,168 +50,114 @@ class Deciding:
     Args:
         budget: What the loaders of a rank may use together: the least of all ranks.
         world_size: Number of ranks.
+        applies_to_seeded: Whether loaders of seeded runs are changed, too.
         say: Prints a line to the user.
     """
 
-    def __init__(self, budget: Budget, world_size: int, say: Callable[[str], None]) -> None:
+    def __init__(self, budget: Budget, world_size: int, *, applies_to_seeded: bool, say: Callable[[str], None]) -> None:
         self._budget = budget
         self._world_size = world_size
+        self._applies_to_seeded = applies_to_seeded
         self._say = say
         self._loaders: dict[str, _Loader] = {}
-        self._windows: dict[str, dict[int, Measured]] = {}
 
-    def begin(
-        self, name: str, start: Choice, *, asked: str, group: str, fixed_workers: int | None, copies: int, forks: bool
-    ) -> Choice:
+    def begin(self, name: str, users: int, *, group: str, why_fixed: str, forks: bool) -> None:
         """A loader is about to be used, for the first time or again.
 
         Args:
             name: Its name.
-            start: What it is to begin with.
-            asked: What the user has set, in words.
+            users: What the user has set, as far as there is room for it: what it begins with.
             group: Loaders with the same one have workers at the same time.
-            fixed_workers: Workers that it has whatever is decided, as its setting is only advised; None otherwise.
-            copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+            why_fixed: Why it stays as it is, in words for the user; empty if it does not.
             forks: Whether its workers are forked, and so started at once.
-
-        Returns:
-            What it begins with: what was found for it before, if it was used before.
         """
         known = self._loaders.get(name)
-        if known is None or known.fixed_workers != fixed_workers:
-            known = _Loader(
-                group=group,
-                fixed_workers=fixed_workers,
-                controller=Controller(self._budget, start, copies=copies, forks=forks),
-                asked=asked,
-            )
-            self._loaders[name] = known
-            self._share()
-        return known.controller.choice
+        if known is None or (known.users, known.why_fixed) != (users, why_fixed):
+            trials = Trials(users, forks=forks)
+            self._loaders[name] = _Loader(group=group, users=users, why_fixed=why_fixed, trials=trials)
 
     def add(self, rank: int, measured: AllMeasured) -> None:
         """Takes what a rank has published."""
         for window in measured.loaders:
-            known = self._loaders.get(window.loader)
-            if known is not None and window.frozen:
-                # It has had to go back on one rank, and will not be asked again.
-                known.is_over = True
-            self._windows.setdefault(window.loader, {})[rank] = window
+            loader = self._loaders.get(window.loader)
+            if loader is None:
+                continue
+            # It has had to go back on one rank, and will not be asked again.
+            loader.is_over = loader.is_over or window.frozen
+            own = loader.stretches.setdefault(rank, {})
+            own.update((stretch.moment, stretch) for stretch in window.stretches if stretch.moment > loader.seen)
+            for moment in sorted(own)[:-_KEPT]:
+                del own[moment]
 
     def decide(self) -> Decision:
-        """What all ranks are to set, now."""
+        """What all ranks are to set, from the next stretch on."""
         for name, loader in self._loaders.items():
-            measures = None if loader.is_over else self._complete(name, loader)
-            if measures is not None:
-                self._decide(name, loader, measures)
-        return Decision(settings=tuple(self._settings()), settled=self._is_settled())
+            for stretch in self._complete(loader):
+                self._consider(name, loader, stretch)
+        settings = (
+            Setting(
+                loader=name,
+                users=loader.users,
+                workers=loader.trials.workers,
+                trial=None if loader.is_over else loader.trials.trial,
+            )
+            for name, loader in self._loaders.items()
+            if not loader.why_fixed
+        )
+        is_settled = all(loader.is_fixed or loader.is_over for loader in self._loaders.values())
+        return Decision(settings=tuple(settings), settled=is_settled)
 
-    def close(self) -> None:
-        """Says what was in force where the data ended before anything was settled."""
-        for name, loader in self._loaders.items():
-            if loader.told is None and loader.last is not None and not loader.is_over:
-                self._tell(name, loader, loader.last, is_tried=True)
+    def _complete(self, loader: _Loader) -> list[Stretch]:
+        """What all ranks have measured since the last time, with the same workers."""
+        ranks = loader.stretches
+        if len(ranks) < self._world_size:
+            return []
+        moments = sorted(set.intersection(*(set(own) for own in ranks.values())))
+        found = [worst_of([own.pop(moment) for own in ranks.values()]) for moment in moments]
+        loader.seen = max([loader.seen, *moments])
+        return [stretch for stretch in found if stretch is not None]
 
-    def _is_settled(self) -> bool:
-        return all(loader.is_over or loader.controller.settled for loader in self._loaders.values())
-
-    def _settings(self) -> Iterable[Setting]:
-        for name, loader in self._loaders.items():
-            if loader.fixed_workers is None:
-                choice = loader.controller.choice
-                yield Setting(loader=name, workers=choice.workers, prefetch=choice.prefetch)
-
-    def _complete(self, name: str, loader: _Loader) -> Measures | None:
-        """The worst of what ranks have measured since the last decision, with the setting that is in force."""
-        fresh = [
-            (rank, window)
-            for rank, window in self._windows.get(name, {}).items()
-            if window.number > loader.used.get(rank, 0) and _is_with(window.measures, loader)
-        ]
-        if not fresh:
-            return None
-        now = time.monotonic()
-        loader.since = loader.since or now
-        if len(fresh) < self._world_size and now - loader.since < _PATIENCE_S:
-            return None
-        loader.since = None
-        loader.used.update((rank, window.number) for rank, window in fresh)
-        return worst_of([window.measures for _, window in fresh])
-
-    def _decide(self, name: str, loader: _Loader, measures: Measures) -> None:
-        loader.last = measures
-        self._share()
-        controller = loader.controller
-        was_settled = controller.settled
-        changed = controller.add(measures)
-        if not controller.settled or (was_settled and changed is None):
+    def _consider(self, name: str, loader: _Loader, stretch: Stretch) -> None:
+        if loader.is_over:
             return
-        if loader.told is None or _differ(loader.told, controller.choice):
-            self._tell(name, loader, measures)
+        room = self._room(loader)
+        why_fixed = loader.why_fixed
+        if not why_fixed and stretch.seeded and not self._applies_to_seeded:
+            why_fixed = words.SEEDED
+        others = (other for other in self._loaders.values() if other is not loader)
+        change = loader.trials.add(
+            stretch,
+            room,
+            begins=_begins(stretch),
+            may_try=not why_fixed and all(other.trials.trial is None for other in others),
+        )
+        if change is not None:
+            self._say(words.changed(name, change))
+        if not why_fixed and stretch.persists:
+            why_fixed = words.PERSISTS
+        loader.is_fixed = bool(why_fixed)
+        if why_fixed and not loader.is_advised:
+            self._advise(name, loader, room, why_fixed)
 
-    def _tell(self, name: str, loader: _Loader, measures: Measures, *, is_tried: bool = False) -> None:
-        choice, before = loader.controller.choice, loader.told
-        loader.told = choice
-        budget = self._left_for(loader)
-        if loader.fixed_workers is not None:
-            self._say(words.advised(name, choice, measures, budget, asked=loader.asked))
-        elif before is None:
-            self._say(words.chosen(name, choice, measures, budget, asked=loader.asked, is_tried=is_tried))
-        else:
-            self._say(words.changed(name, before, choice, loader.controller.reason))
+    def _advise(self, name: str, loader: _Loader, room: Room, why_fixed: str) -> None:
+        promise = loader.trials.promise(room)
+        if promise is not None and loader.trials.is_sure(promise):
+            loader.is_advised = True
+            self._say(words.advised(name, promise, why_fixed))
 
-    def _share(self) -> None:
-        """What a loader may use is what the others leave."""
-        for loader in self._loaders.values():
-            loader.controller.budget = self._left_for(loader)
-
-    def _left_for(self, loader: _Loader) -> Budget:
-        """What the loaders leave that have workers at the same time: those of its group, and those that stay."""
-        others = [other for other in self._loaders.values() if other is not loader and _is_with_it(other, loader)]
-        workers = self._budget.workers - sum(map(_workers, others))
-        return replace(
-            self._budget,
-            workers=max(workers, 0),
-            memory_bytes=_less(self._budget.memory_bytes, sum(map(_memory_bytes, others))),
-            shm_bytes=_less(self._budget.shm_bytes, sum(map(_in_flight_bytes, others))),
-            open_files=_less(self._budget.open_files, sum(map(_open_files, others))),
+    def _room(self, loader: _Loader) -> Room:
+        """What the loaders leave that have workers at the same time."""
+        others = (other for other in self._loaders.values() if other is not loader and other.group == loader.group)
+        return Room(
+            workers=max(self._budget.workers - sum(other.trials.workers for other in others), 0),
+            cores=self._budget.cores,
+            memory_bytes=self._budget.memory_bytes,
         )
 
 
-def _is_with_it(other: _Loader, loader: _Loader) -> bool:
-    return other.group == loader.group or bool(other.fixed_workers)
-
-
-def _workers(loader: _Loader) -> int:
-    return loader.controller.choice.workers if loader.fixed_workers is None else loader.fixed_workers
-
-
-def _is_with(measures: Measures, loader: _Loader) -> bool:
-    choice = loader.controller.choice
-    return loader.fixed_workers is not None or (measures.workers, measures.prefetch) == (
-        choice.workers,
-        choice.prefetch,
-    )
-
-
-def _differ(one: Choice, other: Choice) -> bool:
-    return (one.workers, one.prefetch) != (other.workers, other.prefetch)
-
-
-def _in_flight_bytes(loader: _Loader) -> int:
-    choice = loader.controller.choice
-    return 0 if loader.last is None else choice.workers * choice.prefetch * loader.last.batch_bytes
-
-
-def _memory_bytes(loader: _Loader) -> int:
-    workers = 0 if loader.last is None else loader.controller.choice.workers * loader.last.worker_bytes
-    return workers + _in_flight_bytes(loader)
-
-
-def _open_files(loader: _Loader) -> int:
-    choice = loader.controller.choice
-    return 0 if loader.last is None else choice.workers * choice.prefetch * loader.last.tensors
-
-
-def _less(most: int | None, used: int) -> int | None:
-    return None if most is None else max(most - used, 0)
+def _begins(stretch: Stretch) -> Moment:
+    """When all ranks have read what follows from a stretch: the next one has begun already, on some of them."""
+    took_s = stretch.batches * stretch.step_s
+    if stretch.part or took_s >= STRETCH_S / 2:
+        return Moment(stretch.epoch, stretch.part + 2)
+    return Moment(stretch.epoch + (1 if took_s >= _LONG_S else 2), 1)

@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from lightning_ncclsafe.loaders.tuning.gates import Indices
-from lightning_ncclsafe.loaders.tuning.observing import Observer
 from lightning_ncclsafe.loaders.tuning.worker_pool import WorkerPool
 
 
 class Pools(Protocol):
     """Where an epoch has its workers from."""
 
-    observer: Observer
+    def asked(self) -> None:
+        """The next batch is asked for."""
+
+    def given(self, pool: WorkerPool, batch: Any) -> None:
+        """It has been handed out."""
 
     def pool(self, indices: Indices) -> WorkerPool:
         """Workers, as they are wanted now, for what an epoch has left."""
@@ -38,7 +41,6 @@ class Epoch:
         self.pool: WorkerPool | None = None
         self._pools = pools
         self._indices = indices
-        self._observer = pools.observer
         self._has_ended = False
 
     def start(self) -> None:
@@ -56,12 +58,12 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
+        self._pools.asked()
         while not self._has_ended:
             if self.pool is None:
                 self.start()
-            pool, observer = self.pool, self._observer
+            pool = self.pool
             assert pool is not None
-            observer.asked(pool.iterator)
             try:
                 batch = pool.next_batch()
             except StopIteration:
@@ -71,7 +73,7 @@ class Epoch:
                     raise
             else:
                 pool.handed()
-                observer.given(pool.iterator, batch)
+                self._pools.given(pool, batch)
                 return batch
         raise StopIteration
 

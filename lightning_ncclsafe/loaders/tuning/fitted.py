@@ -1,20 +1,45 @@
-"""One rank's loaders as the tuner has them: resized at once, or from an epoch on, or only watched."""
+"""One rank's loaders as the tuner has them: read by workers of ours, or set from an epoch on, or only watched."""
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.loaders.endings import Begin
-from lightning_ncclsafe.loaders.tuning.choice import Choice
-from lightning_ncclsafe.loaders.tuning.measures import Measures
+from lightning_ncclsafe.loaders.tuning.forkable import holds_generator
 from lightning_ncclsafe.loaders.tuning.messages import Measured, Setting
-from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable, unsafe
-from lightning_ncclsafe.loaders.tuning.room import Room
+from lightning_ncclsafe.loaders.tuning.observing import BatchSize, ObservedLoader
+from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, parts_of, unresizable, unsafe
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 from lightning_ncclsafe.settings import TunerSettings
 
-ThrottledS = Callable[[], float | None]
-Say = Callable[[str], None]
+# What one rank publishes of a loader: enough for rank 0 to see every stretch, were they a tenth of a second each.
+_PUBLISHED = 8
+# How often a dataset is looked at: some 2 µs an object, and before anything is decided.
+_LOOKS = 3
+# Lightning's seed_everything sets it, also for the processes that it starts.
+_SEED = "PL_GLOBAL_SEED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a loader is to be read.
+
+    Attributes:
+        users: What its user has set, as far as there is room for it: what it begins with.
+        epochs: How many epochs of it there were before.
+        most_ahead: See :class:`TunedLoader`.
+        say: Prints a line about it to the user.
+        measured: Is called when there is something new to be published.
+    """
+
+    users: int
+    epochs: int
+    most_ahead: Callable[[BatchSize], int | None]
+    say: Callable[[str], None]
+    measured: Callable[[], None]
 
 
 class Fitted:
@@ -22,121 +47,108 @@ class Fitted:
 
     Args:
         loader: The ``DataLoader``.
-        start: What it begins with, where it is set.
-        number: Of the last window that was measured of it before.
-        group: Loaders with the same one are read at the same time.
-        room: Keeps the workers of all loaders within the budget.
-        say: Prints a line about it to the user.
-        throttled_s: Gives for how long quotas have held this rank's processes so far, seconds.
+        reading: How it is to be read.
 
     Attributes:
         advises: Whether it stays as it is.
-        iterable: Whether settings hold from an epoch on.
-        group: See above.
-        number: Of the last window that was measured of it.
+        iterable: Whether all ranks have to begin an epoch with the same setting.
+        users: What its user has set, as far as there is room for it.
+        setting: What rank 0 has decided last; None for nothing yet.
     """
 
     advises: ClassVar[bool] = True
     iterable: ClassVar[bool] = False
 
-    def __init__(
-        self, loader: Any, start: Choice, *, number: int, group: str, room: Room, say: Say, throttled_s: ThrottledS
-    ) -> None:
-        self.group = group
-        self.number = number
+    def __init__(self, loader: Any, reading: Reading) -> None:
+        self.users = reading.users
+        self.setting: Setting | None = None
         self._loader = loader
-        self._last: Measures | None = None
-        self._room = room
-        self._reads = self._make(start, say, throttled_s)
-        room.add(self)
+        self._tried = 0
+        self._last: deque[Stretch] = deque(maxlen=_PUBLISHED)
+        self._measured = reading.measured
+        self._has_generator = False
+        self._reads = self._make(reading)
 
     @property
-    def alive(self) -> int:
-        """How many worker processes it has; those that are not ours may be there at any time."""
-        return int(self._loader.num_workers)
+    def epochs(self) -> int:
+        """How many epochs of it have begun."""
+        return int(self._reads.observer.moment.epoch)
 
-    def park(self) -> None:
-        """Ends its workers, where they are ours."""
-
-    def begin(self, begin: Begin, setting: Setting | None) -> Iterator[Any]:
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch.
 
         Args:
             begin: Begins the loader's own iteration.
-            setting: What is set from this epoch on; None for no change.
+            workers: How many workers all ranks have in it, where they have to have the same; None for no change.
         """
         own: Iterator[Any] = self._reads.begin(begin)
         return own
 
-    def resize(self, setting: Setting) -> None:
-        """Sets it; from any thread."""
+    def workers_at(self, moment: Moment) -> int | None:
+        """How many workers it is to have in the stretch that begins; None for no change. A trial lasts for one."""
+        setting = self.setting
+        if setting is None:
+            return None
+        trial = setting.trial
+        if trial is None or trial.number == self._tried or moment < trial.moment:
+            return setting.workers
+        self._tried = trial.number
+        return trial.workers
 
-    def look(self) -> None:
-        """Measures what takes too long for the training thread."""
-        self._reads.measure_memory()
-
-    def measured(self, name: str) -> Measured | None:
-        """What was last measured; None before the first."""
-        last = self._last
-        return None if last is None else Measured(loader=name, number=self.number, measures=last, frozen=self._frozen)
+    def measured(self, name: str) -> Measured:
+        """What there is to be published."""
+        return Measured(loader=name, stretches=tuple(self._last), frozen=self._frozen)
 
     def close(self) -> None:
         """Everything is as it was."""
-        self._room.remove(self)
 
     @property
     def _frozen(self) -> bool:
         return False
 
-    def _make(self, start: Choice, say: Say, throttled_s: ThrottledS) -> Any:
-        return ObservedLoader(self._loader, on_window=self._keep, throttled_s=throttled_s)
+    def _make(self, reading: Reading) -> Any:
+        return ObservedLoader(self._loader, on_stretch=self._keep, epochs=reading.epochs)
 
-    def _keep(self, measures: Measures) -> None:
-        self._last = measures
-        self.number += 1
+    def _keep(self, stretch: Stretch) -> None:
+        loader = self._loader
+        # It may be made with the first sample.
+        if len(self._last) < _LOOKS:
+            self._has_generator = self._has_generator or holds_generator(loader.dataset)
+        seeded = self._has_generator or is_seeded(loader)
+        persists = bool(loader.persistent_workers) and loader.num_workers > 0
+        self._last.append(replace(stretch, seeded=seeded, persists=persists))
+        self._measured()
 
 
-class FittedAtOnce(Fitted):
-    """One of a map-style dataset: its workers are changed while it is read."""
+class FittedByPools(Fitted):
+    """One of a map-style dataset: read by workers that can be changed."""
 
     advises = False
 
-    def begin(self, begin: Begin, setting: Setting | None) -> Iterator[Any]:
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch; not by the loader's own iteration."""
         own: Iterator[Any] = self._reads.begin()
         return own
 
-    def resize(self, setting: Setting) -> None:
-        """Sets it; from any thread."""
-        self._reads.resize(setting.workers, setting.prefetch)
-
-    @property
-    def alive(self) -> int:
-        """How many worker processes it has."""
-        return int(self._reads.alive)
-
-    def park(self) -> None:
-        """Ends them; it has new ones, and goes on with the batch that is due, as soon as it is read on."""
-        self._reads.park()
-
     def close(self) -> None:
         """Ends its workers."""
         self._reads.close()
-        super().close()
 
     @property
     def _frozen(self) -> bool:
         return bool(self._reads.frozen)
 
-    def _make(self, start: Choice, say: Say, throttled_s: ThrottledS) -> Any:
+    def _make(self, reading: Reading) -> Any:
         return TunedLoader(
             self._loader,
-            workers=start.workers,
-            prefetch=start.prefetch,
-            on_window=self._keep,
-            say=say,
-            throttled_s=throttled_s,
-            make_room=lambda workers: self._room.make(self, workers),
+            workers=reading.users,
+            users=reading.users,
+            prefetch=self._loader.prefetch_factor or 2,
+            say=reading.say,
+            on_stretch=self._keep,
+            workers_at=self.workers_at,
+            most_ahead=reading.most_ahead,
+            epochs=reading.epochs,
         )
 
 
@@ -146,21 +158,20 @@ class FittedByEpoch(Fitted):
     advises = False
     iterable = True
 
-    def begin(self, begin: Begin, setting: Setting | None) -> Iterator[Any]:
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch, with what is set from it on."""
-        if setting is not None:
-            self._set(setting.workers, setting.prefetch or None)
-        return super().begin(begin, setting)
+        if workers is not None:
+            self._set(workers, (self._before[1] or 2) if workers else None)
+        return super().begin(begin, workers)
 
     def close(self) -> None:
         """The loader is set as it was."""
         self._set(*self._before)
-        super().close()
 
-    def _make(self, start: Choice, say: Say, throttled_s: ThrottledS) -> Any:
+    def _make(self, reading: Reading) -> Any:
         self._before = (self._loader.num_workers, self._loader.prefetch_factor)
-        self._set(start.workers, start.prefetch or None)
-        return super()._make(start, say, throttled_s)
+        self._set(reading.users, self._loader.prefetch_factor)
+        return super()._make(reading)
 
     def _set(self, workers: int, prefetch: int | None) -> None:
         loader = self._loader
@@ -180,7 +191,13 @@ def kind_of(loader: Any, settings: TunerSettings) -> type[Fitted] | None:
     if not _torch.is_dataloader(loader):
         return None
     if settings.apply and not unresizable(loader):
-        return FittedAtOnce
+        return FittedByPools
     if settings.apply and settings.apply_to_iterables and _torch.has_iterable_dataset(loader):
         return Fitted if unsafe(loader) else FittedByEpoch
     return Fitted
+
+
+def is_seeded(loader: Any) -> bool:
+    """Whether what a loader gives follows from a seed: of the run, or of a generator that its user has given it."""
+    own = (getattr(part, "__dict__", {}).get("generator") for part in parts_of(loader))
+    return _SEED in os.environ or _torch.is_seeded() or any(generator is not None for generator in own)

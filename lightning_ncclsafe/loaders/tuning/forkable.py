@@ -32,7 +32,13 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, range, type, types.ModuleT
 # Python makes its locks anew in a forked process.
 _SAFE_MODULES = frozenset({"logging", "numpy", "weakref"})
 
+# What a worker has a copy of, and draws from as every other worker does.
+_GENERATORS = frozenset(
+    {("numpy", "Generator"), ("numpy", "RandomState"), ("random", "Random"), ("torch", "Generator")}
+)
+
 Check = Callable[[Any], bool]
+What = Callable[[Any], str | None]
 
 
 def _always(_: Any) -> bool:
@@ -86,11 +92,24 @@ def unforkable(dataset: Any) -> str:
         dataset: The dataset.
     """
     with suppress(Exception):  # what cannot be looked at tells nothing
-        return next(_found(dataset), "")
+        return next(_found(dataset, _what), "")
     return ""
 
 
-def _found(dataset: Any) -> Iterator[str]:
+def holds_generator(dataset: Any) -> bool:
+    """Whether a dataset holds a random generator of its own, which each worker process would have a copy of.
+
+    Looked at is what :func:`unforkable` looks at.
+
+    Args:
+        dataset: The dataset.
+    """
+    with suppress(Exception):
+        return any(_found(dataset, _generator))
+    return False
+
+
+def _found(dataset: Any, what_of: What) -> Iterator[str]:
     seen = {id(dataset)}
     ahead: deque[tuple[Any, str, int]] = deque([(dataset, type(dataset).__name__, 0)])
     looked_at = 0
@@ -101,7 +120,7 @@ def _found(dataset: Any) -> Iterator[str]:
             if issubclass(type(value), _ATOMS) or id(value) in seen:
                 continue
             seen.add(id(value))
-            what = _what(value)
+            what = what_of(value)
             if what:
                 yield f"its dataset holds {what} ({path}{name})"
             deeper = level + (name.startswith(".") and name[1:] not in _CHAINED)
@@ -168,6 +187,11 @@ def _what(value: Any) -> str | None:
         if what:
             return what if check(value) else ""
     return None
+
+
+def _generator(value: Any) -> str | None:
+    kinds = {(_module(kind), kind.__name__) for kind in type(value).__mro__}
+    return "a random generator" if kinds & _GENERATORS else None
 
 
 def _is_open(file: Any) -> bool:

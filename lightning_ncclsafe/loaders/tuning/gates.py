@@ -89,9 +89,13 @@ class Indices:
     def is_over(self) -> bool:
         """Whether there is no next index; it is drawn to find out."""
         if not self._ahead and not self._has_ended:
-            with suppress(StopIteration):
-                self._ahead.append(self._draw())
+            self.draw_ahead()
         return not self._ahead
+
+    def draw_ahead(self) -> None:
+        """Draws the next index, and keeps it."""
+        with suppress(StopIteration):
+            self._ahead.append(self._draw())
 
     def _draw(self) -> Any:
         try:
@@ -120,27 +124,39 @@ class Gate:
         indices: What it draws from.
         is_wanted: Whether the pool may go on drawing. Once it may not, it never may again: torch asks once for each
             batch it hands out, so a pool that was refused would have fewer batches ahead for the rest of the epoch.
+        most: See below.
 
     Attributes:
+        most: Most batches that are to be drawn and not yet handed out; None for as many as torch asks for.
         unhanded: By number, from 0 in each epoch, the indices that the pool has drawn and not yet handed out as
             batches; those are ``workers * prefetch`` at most.
     """
 
-    def __init__(self, indices: Indices, is_wanted: Callable[[], bool]) -> None:
+    def __init__(self, indices: Indices, is_wanted: Callable[[], bool], most: int | None = None) -> None:
         self._is_wanted = is_wanted
+        self.most = most
         self.renew(indices)
 
     def renew(self, indices: Indices) -> None:
         """Draws from another epoch."""
         self._indices = indices
-        self._count = 0
+        self._count = self._kept_back = 0
         self._is_shut = False
         self.unhanded: dict[int, Any] = {}
 
     @property
     def goes_on(self) -> bool:
-        """Whether the pool has ended only because it was not wanted any more."""
-        return self._is_shut and not self.unhanded and not self._indices.is_over()
+        """Whether the pool has ended and the epoch has not."""
+        return not self.unhanded and not self._indices.is_over()
+
+    @property
+    def waits(self) -> bool:
+        """Whether an index that torch has asked for was kept back, and may be had now."""
+        return bool(self._kept_back) and not self._is_full and not self._is_shut
+
+    @property
+    def _is_full(self) -> bool:
+        return self.most is not None and len(self.unhanded) >= self.most
 
     def __iter__(self) -> "Gate":
         self._indices.begin()
@@ -150,6 +166,12 @@ class Gate:
         if self._is_shut or not self._is_wanted():
             self._is_shut = True
             raise StopIteration
+        if self._is_full:
+            # The sampler may draw from a generator that others use: it is asked when torch asks it.
+            self._kept_back += 1
+            self._indices.draw_ahead()
+            raise StopIteration
+        self._kept_back = max(self._kept_back - 1, 0)
         index = self._indices.take()
         self.unhanded[self._count] = index
         self._count += 1

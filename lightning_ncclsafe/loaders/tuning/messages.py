@@ -2,23 +2,21 @@
 
 from dataclasses import dataclass
 
-from lightning_ncclsafe.loaders.tuning.measures import Measures
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one rank has last measured of one loader.
+    """What one rank has measured of one loader.
 
     Attributes:
         loader: Name of the loader: ``"train_dataloader"``, ``"val_dataloader[1]"``.
-        number: Counts the windows of this loader on this rank, from 1.
-        measures: What was measured.
+        stretches: The last ones.
         frozen: Whether the loader takes no settings on this rank any more.
     """
 
     loader: str
-    number: int
-    measures: Measures
+    stretches: tuple[Stretch, ...] = ()
     frozen: bool = False
 
 
@@ -27,10 +25,32 @@ class AllMeasured:
     """What one rank publishes.
 
     Attributes:
-        loaders: The last of each of its loaders.
+        loaders: Its loaders.
     """
 
     loaders: tuple[Measured, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Other workers, for one stretch.
+
+    Attributes:
+        number: Counts the trials of a loader.
+        workers: ``num_workers``.
+        epoch: The first epoch in which it may begin; see :class:`Moment`.
+        part: The first part of that.
+    """
+
+    number: int
+    workers: int
+    epoch: int
+    part: int = 0
+
+    @property
+    def moment(self) -> Moment:
+        """From when on it may begin."""
+        return Moment(self.epoch, self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +59,15 @@ class Setting:
 
     Attributes:
         loader: Name of the loader.
-        workers: ``num_workers``.
-        prefetch: ``prefetch_factor``; 0 without workers.
+        users: What the user has set, as far as there is room for it.
+        workers: ``num_workers``, from the next stretch on.
+        trial: What is tried once; None for nothing.
     """
 
     loader: str
+    users: int
     workers: int
-    prefetch: int
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +76,7 @@ class Decision:
 
     Attributes:
         settings: Those of all loaders.
-        settled: Whether nothing is being tried.
+        settled: Whether no loader is going to be changed.
     """
 
     settings: tuple[Setting, ...] = ()

@@ -1,172 +1,195 @@
-"""Measures a loader from where its batches are used, and makes windows of :class:`Measures` of it."""
+"""Measures a loader from where its batches are used."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
-from weakref import ref
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from lightning_ncclsafe import _torch
+import psutil
+
 from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
-from lightning_ncclsafe.loaders.tuning.measures import Measures
-from lightning_ncclsafe.loaders.tuning.windows import GAPS, Window, target_gap_s
-from lightning_ncclsafe.loaders.tuning.worker_clock import Service, WorkerClock
-from lightning_ncclsafe.loaders.tuning.worker_memory import WorkerMemory
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 from lightning_ncclsafe.reporter import say_own_failure
 
-# tf.data's ``ComputeTargetTimeNsec`` takes no gap into account that is longer: that was a validation, a checkpoint.
-_LONGEST_GAP_S = 10.0
-# Where a look into the queue is not possible: a batch that is ready takes about 0.9 ms (torch 2.13, measured).
-_READY_WITHIN_S = 0.001
-_HANDED_OVER_WITHIN_S = 0.002
+# An epoch that lasts longer is measured, and decided on, in parts.
+STRETCH_S = 120.0
+# Steps of which the times are kept: of more, every second, every fourth, …
+_MOST_STEPS = 1000
+# A gap of so many usual ones is no step: that was a validation, a checkpoint.
+_LONGEST_GAPS = 20.0
+# Fewer say nothing of a step.
+_LEAST_BATCHES = 3
+
+
+class BatchSize(NamedTuple):
+    """The largest batch seen so far.
+
+    Attributes:
+        size_bytes: Its size.
+        tensors: How many tensors it has.
+    """
+
+    size_bytes: int = 0
+    tensors: int = 0
+
+
+class _Step(NamedTuple):
+    gap_s: float
+    cpu_s: float
+
+
+class _Steps:
+    """Some of all steps, evenly spread."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Step] = []
+        self._seen, self._every = 0, 1
+
+    def add(self, step: _Step) -> None:
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self._kept.append(step)
+        if len(self._kept) >= _MOST_STEPS:
+            self._kept, self._every = self._kept[1::2], 2 * self._every
+
+    def mean(self) -> _Step:
+        most_s = _LONGEST_GAPS * median(step.gap_s for step in self._kept)
+        steps = [step for step in self._kept if step.gap_s <= most_s]
+        return _Step(fmean(step.gap_s for step in steps), fmean(step.cpu_s for step in steps))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What was summed up since a stretch began."""
+
+    began_at: float
+    workers: int
+    data_s: float = 0.0
+    start_s: float = 0.0
+    batches: int = 0
 
 
 class Observer:
-    """Measures one loader, on the thread that reads it; some 10 µs a batch.
+    """Measures one loader, on the thread that reads it; a few microseconds a batch.
 
     Args:
-        on_window: Is given the measures of each window.
-        least_batches: Batches of a window.
-        window_s: Seconds of a window. One of twice that needs only three batches.
-        throttled_s: Seconds for which the control group's quota has held this rank's processes so far; None if unknown.
+        on_stretch: Is given what was measured, on that thread.
+        stretch_s: How long an epoch may last that is measured as a whole, seconds.
+        epochs: How many epochs of the loader there were before.
 
     Attributes:
-        worker_bytes: Memory that a worker has for itself, as somebody else has measured it.
+        moment: Where the loader is.
+        size: The largest batch; looked at are the first of each epoch, the second, the fourth, … None before that.
     """
 
-    def __init__(
-        self,
-        on_window: Callable[[Measures], None],
-        *,
-        least_batches: int = 8,
-        window_s: float = 1.0,
-        throttled_s: Callable[[], float | None] | None = None,
-    ) -> None:
-        self.worker_bytes = 0
-        self._on_window: Callable[[Measures], None] | None = on_window
-        self._least_batches = least_batches
-        self._window_s = window_s
-        self._throttled_s = throttled_s or _unknown
-        self._piped_bytes = 0
-        self._most_tensors = 0
-        self._setting = (-1, -1)
-        self._clock: ref[WorkerClock] | None = None
-        self._largest_batch = 0
-        self._reset()
+    def __init__(self, on_stretch: Callable[[Stretch], None], *, stretch_s: float = STRETCH_S, epochs: int = 0) -> None:
+        self.moment = Moment(epochs)
+        self.size: BatchSize | None = None
+        self._on_stretch = on_stretch
+        self._stretch_s = stretch_s
+        self._process = psutil.Process()
+        self._has_failed = False
+        self._sums: _Sums | None = None
+        self._steps = _Steps()
+        self._of_epoch = 0
+        self._asked_at = self._given_at = self._own_s = 0.0
 
-    def starts(self, workers: int, prefetch: int, clock: WorkerClock | None) -> None:
-        """Workers have been started, or an epoch: the first batch says nothing. Goes on with a window if it can."""
-        if (workers, prefetch) == self._setting:
-            self._epoch_ended()
-        else:
-            self._setting = workers, prefetch
-            self.worker_bytes = 0  # of others
-            self._reset()
-        # It goes with its workers, and its memory with it.
-        self._clock = ref(clock) if clock is not None else None
-        self._is_first = True
+    def begins(self, workers: int, took_s: float) -> None:
+        """An epoch has begun.
 
-    def ends(self) -> None:
-        """Workers are about to be ended."""
-        clock = self._clock() if self._clock is not None else None
-        self._window.services += clock.take() if clock is not None else []
+        Args:
+            workers: Workers that it has, or will have with its first batch.
+            took_s: What that has taken so far, seconds.
+        """
+        self.moment = Moment(self.moment.epoch + 1)
+        self._of_epoch = 0
+        self._begin_stretch(workers)
+        assert self._sums is not None
+        self._sums.data_s = self._sums.start_s = took_s
 
-    def _epoch_ended(self) -> None:
-        """Of epochs that are short beside what they take to begin, a window would have a hundred."""
-        self.ends()
-        is_old = time.perf_counter() - self._began_at >= self._window_s
-        if is_old and self._window.batches >= self._least_batches and self._on_window is not None:
-            try:
-                self._end_window(self._window)
-            except Exception as error:
-                self._on_window = None
-                say_own_failure(error, what="the measuring of a loader")
-
-    def _reset(self) -> None:
-        self._began_at = time.perf_counter()
-        self._gaps: deque[float] = deque(maxlen=GAPS)
-        self._window = Window()
-        self._services: list[Service] = []
-        self._is_first = True
-        self._given_at = self._asked_at = 0.0
-        self._cpu_s = self._own_s = self._throttled_before_s = 0.0
-        self._ready: _torch.ReadyBatches | None = None
-
-    def asked(self, iterator: Any) -> None:
+    def asked(self) -> None:
         """The next batch is asked for."""
-        if self._setting[0]:
-            self._ready = _torch.ready_batches(iterator)
-        else:
-            self._cpu_s = time.thread_time()
         self._asked_at = time.perf_counter()
 
-    def given(self, iterator: Any, batch: Any) -> None:
-        """It has been handed out."""
-        if self._on_window is None:
+    def given(self, batch: Any) -> bool:
+        """It has been handed out.
+
+        Returns:
+            Whether a part of an epoch ends with it: see :meth:`goes_on`.
+        """
+        sums = self._sums
+        if self._has_failed or sums is None:
+            return False
+        try:
+            return self._given(sums, batch)
+        except Exception as error:
+            self._fail(error)
+            return False
+
+    def _given(self, sums: _Sums, batch: Any) -> bool:
+        given_at, own_s = time.perf_counter(), time.process_time()
+        wait_s = given_at - self._asked_at
+        sums.data_s += wait_s
+        if self._of_epoch == 0:
+            sums.start_s += wait_s
+        else:
+            self._steps.add(_Step(self._asked_at - self._given_at, own_s - self._own_s))
+        sums.batches += 1
+        self._of_epoch += 1
+        if not self._of_epoch & (self._of_epoch - 1):
+            size = self.size or BatchSize()
+            self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
+        # What is done with it, and what that takes in here, is the step's.
+        self._given_at, self._own_s = given_at, own_s
+        return given_at - sums.began_at >= self._stretch_s
+
+    def goes_on(self, workers: int) -> None:
+        """A part of the epoch has ended, and the next begins."""
+        self._report()
+        self.moment = Moment(self.moment.epoch, self.moment.part + 1)
+        self._begin_stretch(workers)
+
+    def ends(self, took_s: float = 0.0) -> None:
+        """The epoch is over; its workers have taken so long to end, seconds."""
+        if self._sums is not None:
+            self._sums.data_s += took_s
+            self._sums.start_s += took_s
+            self._report()
+        self._sums = None
+
+    def _begin_stretch(self, workers: int) -> None:
+        self._sums = _Sums(began_at=time.perf_counter(), workers=workers)
+        self._steps = _Steps()
+
+    def _report(self) -> None:
+        sums = self._sums
+        if self._has_failed or sums is None or sums.batches < _LEAST_BATCHES:
             return
         try:
-            self._given(iterator, batch)
-        except Exception as error:
-            self._on_window = None
-            say_own_failure(error, what="the measuring of a loader")
-
-    def _given(self, iterator: Any, batch: Any) -> None:
-        given_at, own_s = time.perf_counter(), time.process_time()
-        gap_s, used_s = self._asked_at - self._given_at, own_s - self._own_s
-        self._given_at, self._own_s = given_at, own_s
-        if self._is_first or gap_s > _LONGEST_GAP_S:
-            self._is_first = False
-            self._throttled_before_s = self._throttled_s() or 0.0
-            return
-        window, wait_s = self._window, given_at - self._asked_at
-        self._gaps.append(gap_s)
-        window.add(gap_s, wait_s, used_s, starved=not self._was_ready(iterator, wait_s))
-        if not self._setting[0]:
-            window.services.append(Service(wait_s, time.thread_time() - self._cpu_s))
-        if window.batches == 1:
-            self._largest_batch = max(self._largest_batch, bytes_of(batch))
-            self._most_tensors = max(self._most_tensors, tensors_of(batch))
-            self._piped_bytes = max(self._piped_bytes, bytes_of(batch, piped=True))
-        if window.is_full(self._least_batches, self._window_s):
-            # What is done with it counts as the step's time, not as the loader's.
-            self._end_window(window)
-
-    def _was_ready(self, iterator: Any, wait_s: float) -> bool:
-        """Whether the batch was there when it was asked for, and not only others that were due after it."""
-        if not self._setting[0]:
-            return False
-        before, after = self._ready, _torch.ready_batches(iterator)
-        if before is None or after is None:
-            return wait_s < _READY_WITHIN_S
-        taken = after.received - before.received + 1
-        # A worker that computes in Python is slow to hand over what it has ready: then it is not there either.
-        return (before.is_due or taken <= before.queued) and wait_s < _HANDED_OVER_WITHIN_S
-
-    def _end_window(self, window: Window) -> None:
-        self.ends()
-        self._window, self._began_at = Window(), time.perf_counter()
-        # None of a window of slow batches: what was before it still holds.
-        self._services = window.services or self._services
-        now_s = self._throttled_s() or 0.0
-        throttled_s, self._throttled_before_s = now_s - self._throttled_before_s, now_s
-        assert self._on_window is not None
-        self._on_window(
-            window.measures(
-                self._setting,
-                self._services,
-                gap_s=target_gap_s(self._gaps),
-                batch_bytes=self._largest_batch,
-                tensors=self._most_tensors,
-                # Those that it has ready are counted as batches.
-                worker_bytes=max(self.worker_bytes - self._setting[1] * self._piped_bytes, 0),
-                throttled_s=throttled_s,
+            step, size = self._steps.mean(), self.size or BatchSize()
+            self._on_stretch(
+                Stretch(
+                    epoch=self.moment.epoch,
+                    part=self.moment.part,
+                    workers=sums.workers,
+                    batches=sums.batches,
+                    gap_s=step.gap_s,
+                    data_s=sums.data_s,
+                    start_s=sums.start_s,
+                    cpu_s=step.cpu_s,
+                    batch_bytes=size.size_bytes,
+                    tensors=size.tensors,
+                    process_bytes=int(self._process.memory_info().rss),
+                )
             )
-        )
+        except Exception as error:
+            self._fail(error)
 
-
-def _unknown() -> float | None:
-    return None
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        self.size = self.size or BatchSize()
+        say_own_failure(error, what="the measuring of a loader")
 
 
 class ObservedLoader:
@@ -174,25 +197,16 @@ class ObservedLoader:
 
     Args:
         loader: The loader.
-        on_window: Is given what was measured, now and then, on the thread that reads.
-        least_batches: Batches that are measured before ``on_window`` is called.
-        window_s: Seconds that are measured before it is called.
-        throttled_s: Seconds for which the control group's quota has held this rank's processes so far; None if unknown.
+        on_stretch: Is given what was measured, on the thread that reads.
+        stretch_s: How long an epoch may last that is measured as a whole, seconds.
+        epochs: How many epochs of the loader there were before.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        *,
-        on_window: Callable[[Measures], None],
-        least_batches: int = 8,
-        window_s: float = 1.0,
-        throttled_s: Callable[[], float | None] | None = None,
+        self, loader: Any, *, on_stretch: Callable[[Stretch], None], stretch_s: float = STRETCH_S, epochs: int = 0
     ) -> None:
         self._loader = loader
-        self._clock: WorkerClock | None = None
-        self._memory = WorkerMemory()
-        self._observer = Observer(on_window, least_batches=least_batches, window_s=window_s, throttled_s=throttled_s)
+        self.observer = Observer(on_stretch, stretch_s=stretch_s, epochs=epochs)
 
     def begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begins an epoch.
@@ -200,49 +214,34 @@ class ObservedLoader:
         Args:
             begin: Begins the loader's own iteration.
         """
-        workers = int(getattr(self._loader, "num_workers", 0))
-        prefetch = int(getattr(self._loader, "prefetch_factor", 0) or 0)
-        with self._timed(workers):
-            iterator = begin()
-        self._memory.watch(_torch.worker_pids(iterator))
-        self._observer.starts(workers, prefetch, self._clock)
-        return _Observed(iterator, self._observer)
+        self.observer.ends()
+        began_at = time.perf_counter()
+        iterator = begin()
+        self.observer.begins(self.workers, time.perf_counter() - began_at)
+        return _Observed(iterator, self)
 
-    @contextmanager
-    def _timed(self, workers: int) -> Iterator[None]:
-        """Workers that are started meanwhile are timed; the loader is what it was before any batch is read."""
-        loader = self._loader
-        if not workers or not _torch.is_dataloader(loader) or loader._iterator is not None:
-            yield
-            return
-        own, self._clock = loader.worker_init_fn, None
-        with suppress(Exception):
-            loader.worker_init_fn = self._clock = WorkerClock(workers, own)
-        try:
-            yield
-        finally:
-            loader.worker_init_fn = own
-
-    def measure_memory(self) -> int:
-        """Reads how much memory a worker has for itself, bytes; see :meth:`TunedLoader.measure_memory`."""
-        self._observer.worker_bytes = self._memory.read()
-        return self._observer.worker_bytes
+    @property
+    def workers(self) -> int:
+        """Workers that it has."""
+        return int(getattr(self._loader, "num_workers", 0))
 
 
 class _Observed:
     """An iterator over an iterator."""
 
-    def __init__(self, iterator: Iterator[Any], observer: Observer) -> None:
+    def __init__(self, iterator: Iterator[Any], loader: ObservedLoader) -> None:
         self._iterator = iterator
-        self._observer = observer
+        self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self._observer.asked(self._iterator)
+        observer = self._loader.observer
+        observer.asked()
         batch = next(self._iterator)
-        self._observer.given(self._iterator, batch)
+        if observer.given(batch):
+            observer.goes_on(self._loader.workers)
         return batch
 
     def __len__(self) -> int:

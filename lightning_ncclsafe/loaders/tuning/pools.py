@@ -1,12 +1,14 @@
-"""Changes how many workers a live loader has, in the middle of an epoch: no sample is lost, repeated or moved.
+"""Changes how many workers a live loader has, and how far ahead they are: no sample is lost, repeated or moved.
 
 The random streams of the training are those without it: samplers are begun when and as often as torch would have, and
 one number is drawn for each epoch where torch draws one. Two things follow from more or fewer workers as such, with
 stock torch as well: what ``Dataset.__getitem__`` draws, and how far ahead a sampler is that draws numbers for each
-batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that.
+batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that. Fewer batches ahead
+change nothing: each is made by the same worker, and samplers are asked when torch would have asked them.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,9 +21,8 @@ from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.epochs import Epoch
 from lightning_ncclsafe.loaders.tuning.forkable import forks, unforkable
 from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting, Wish
-from lightning_ncclsafe.loaders.tuning.measures import Measures
-from lightning_ncclsafe.loaders.tuning.observing import Observer
-from lightning_ncclsafe.loaders.tuning.worker_memory import WorkerMemory
+from lightning_ncclsafe.loaders.tuning.observing import STRETCH_S, BatchSize, Observer
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 from lightning_ncclsafe.loaders.tuning.worker_pool import WorkerPool
 
 # Any odd number with its bits well mixed: pools follow one another with seeds that have nothing in common.
@@ -44,13 +45,13 @@ def unresizable(loader: Any) -> str:
 
 def unsafe(loader: Any) -> str:
     """Why other workers than the user's could lose or mix up samples of a ``DataLoader``, in words; empty if not."""
-    stateful = next((part for part in _parts(loader) if callable(getattr(type(part), "state_dict", None))), None)
+    stateful = next((part for part in parts_of(loader) if callable(getattr(type(part), "state_dict", None))), None)
     if stateful is not None:
         return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
     return _unforkable(loader)
 
 
-def _parts(loader: Any) -> list[Any]:
+def parts_of(loader: Any) -> list[Any]:
     """A loader and what it draws from, however samplers are wrapped: Lightning wraps that for several ranks."""
     parts = [loader]
     for part in parts:
@@ -64,6 +65,14 @@ def _unforkable(loader: Any) -> str:
     return what and f"{what}, which several processes cannot use at once"
 
 
+def _as_is(_: Moment) -> None:
+    return None
+
+
+def _no_limit(_: BatchSize) -> None:
+    return None
+
+
 class TunedLoader:
     """Reads a loader with workers that can be changed at any time.
 
@@ -71,12 +80,14 @@ class TunedLoader:
         loader: The user's ``DataLoader``, for which :func:`unresizable` gives nothing. It is not changed.
         workers: ``num_workers`` to begin with.
         prefetch: ``prefetch_factor`` to begin with; of no account without workers.
-        on_window: Is given what was measured, now and then, on the thread that reads.
         say: Says a line to the user.
-        least_batches: Batches that are measured before ``on_window`` is called.
-        window_s: Seconds that are measured before it is called.
-        throttled_s: Seconds for which the control group's quota has held this rank's processes so far; None if unknown.
-        make_room: Called, on the thread that reads, before so many workers are started.
+        on_stretch: Is given what was measured of an epoch, or of minutes of a longer one, on the thread that reads.
+        workers_at: Says, at the beginning of each of them, how many workers are to be there; None for no change.
+        most_ahead: Says how many batches there is room for that are ready or being made, by the largest seen so far;
+            None for as many as are set. Until the first was seen, there is one for each worker.
+        stretch_s: How long an epoch may last that is measured as a whole, seconds.
+        epochs: How many epochs of the loader there were before.
+        users: What counts as the user's ``num_workers``; None for what the loader has.
 
     Attributes:
         frozen: Why it takes no new settings; empty while it does.
@@ -89,23 +100,25 @@ class TunedLoader:
         *,
         workers: int,
         prefetch: int,
-        on_window: Callable[[Measures], None],
         say: Callable[[str], None],
-        least_batches: int = 8,
-        window_s: float = 1.0,
-        throttled_s: Callable[[], float | None] | None = None,
-        make_room: Callable[[int], None] = lambda _: None,
+        on_stretch: Callable[[Stretch], None] = lambda _: None,
+        workers_at: Callable[[Moment], int | None] = _as_is,
+        most_ahead: Callable[[BatchSize], int | None] = _no_limit,
+        stretch_s: float = STRETCH_S,
+        epochs: int = 0,
+        users: int | None = None,
     ) -> None:
         self.frozen = ""
         self._loader = loader
-        self._user = Setting.of(loader.num_workers, loader.prefetch_factor or 0)
+        self._user = Setting.of(loader.num_workers if users is None else users, loader.prefetch_factor or 0)
         self._now = Setting.of(workers, prefetch)
         self._wish = Wish(self._now)
         self._say = say
-        self._make_room = make_room
+        self._workers_at = workers_at
+        self._most_ahead = most_ahead
+        self._prefetch = prefetch
         self._lock = threading.Lock()
-        self.observer = Observer(on_window, least_batches=least_batches, window_s=window_s, throttled_s=throttled_s)
-        self._memory = WorkerMemory()
+        self.observer = Observer(on_stretch, stretch_s=stretch_s, epochs=epochs)
         self._deadlines = Deadlines(forks=forks(loader))
         self._epochs: WeakSet[Epoch] = WeakSet()
         self._kept: WorkerPool | None = None
@@ -129,8 +142,17 @@ class TunedLoader:
 
         Workers of an epoch that was not read to its end are ended first; should it be read on, it has new ones.
         """
+        began_at = time.perf_counter()
         for epoch in [*self._epochs]:
             epoch.park()
+        ended_at = time.perf_counter()
+        self.observer.ends(ended_at - began_at)
+        self._look_up(Moment(self.observer.moment.epoch + 1))
+        epoch = self._begin()
+        self.observer.begins(self._wish.setting.workers, time.perf_counter() - ended_at)
+        return epoch
+
+    def _begin(self) -> Epoch:
         # Torch resets workers that persist, without drawing a number.
         draws = not (self._begun and self._persists)
         self._begun += 1
@@ -164,6 +186,11 @@ class TunedLoader:
             if not self.frozen:
                 self._wish.setting = Setting.of(workers, prefetch)
 
+    def _look_up(self, moment: Moment) -> None:
+        workers = self._workers_at(moment)
+        if workers is not None:
+            self.resize(workers, self._prefetch)
+
     def freeze(self, reason: str) -> None:
         """Keeps what is in force from now on; from any thread.
 
@@ -177,32 +204,13 @@ class TunedLoader:
             self.frozen = self.frozen or reason
             self._wish.setting = setting
 
-    def measure_memory(self) -> int:
-        """Reads how much memory a worker has for itself, bytes, for the windows to come.
-
-        It takes milliseconds, so it is to be called from a thread that nobody waits for. Within a second after it was
-        read, it is not read again.
-        """
-        self.observer.worker_bytes = self._memory.read()
-        return self.observer.worker_bytes
-
-    @property
-    def alive(self) -> int:
-        """How many worker processes there are."""
-        pools = {id(pool): pool for pool in (self._kept, *(epoch.pool for epoch in self._epochs)) if pool is not None}
-        return sum(len(pool.pids) for pool in pools.values())
-
-    def park(self) -> None:
-        """Ends all workers; an epoch that is read on has new ones. Called on the thread that reads."""
+    def close(self) -> None:
+        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
+        self._freeze("it is closed", self._user)
         for epoch in [*self._epochs]:
             epoch.park()
         if self._kept is not None:
             self.end(self._kept)
-
-    def close(self) -> None:
-        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
-        self._freeze("it is closed", self._user)
-        self.park()
 
     @property
     def _persists(self) -> bool:
@@ -215,11 +223,29 @@ class TunedLoader:
 
     # What an epoch asks for.
 
+    def asked(self) -> None:
+        """The next batch is asked for."""
+        self.observer.asked()
+
+    def given(self, pool: WorkerPool, batch: Any) -> None:
+        """It has been handed out."""
+        observer = self.observer
+        before = observer.size
+        ends = observer.given(batch)
+        if observer.size != before:
+            pool.limit(self._limit_of(pool.setting))
+        if ends:
+            self._look_up(Moment(observer.moment.epoch, observer.moment.part + 1))
+            observer.goes_on(self._wish.setting.workers)
+
+    def _limit_of(self, setting: Setting) -> int | None:
+        size = self.observer.size
+        return setting.workers if size is None else self._most_ahead(size)
+
     def end(self, pool: WorkerPool) -> None:
         """Ends workers."""
         if pool is self._kept:
             self._kept = None
-        self.observer.ends()
         pool.end()
 
     def release(self, pool: WorkerPool) -> None:
@@ -237,8 +263,6 @@ class TunedLoader:
         if self._persists and kept.pids and kept_is_free:
             self._kept = kept
         self._now = kept.setting
-        self._memory.watch(kept.pids)
-        self.observer.starts(kept.setting.workers, kept.setting.prefetch, kept.clock)
         return kept
 
     def _renewed(self, kept: WorkerPool, indices: Indices) -> bool:
@@ -263,7 +287,6 @@ class TunedLoader:
         self._check(self._wish.setting)
         while True:
             setting = self._wish.setting
-            self._make_room(setting.workers)
             try:
                 return self._pool_of(setting, indices, draws=draws)
             except Exception as error:
@@ -283,7 +306,7 @@ class TunedLoader:
     def _pool_of(self, setting: Setting, indices: Indices, *, draws: bool) -> WorkerPool:
         self._started += 1
         seed = None if draws else (self._seed + self._started * _SEED_STEP) % 2**63
-        gate = Gate(indices, partial(self._wish.is_for, setting))
+        gate = Gate(indices, partial(self._wish.is_for, setting), self._limit_of(setting) if setting.workers else None)
         is_extra = setting.workers > self._user.workers
         pool = WorkerPool(self._loader, setting, gate, seed=seed, is_extra=is_extra, deadlines=self._deadlines)
         if draws:

@@ -12,22 +12,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe import codec
+from lightning_ncclsafe import _torch, codec
 from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.loaders.endings import Begin
 from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.agreed_budget import BUDGET_S, agree_on_budget
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.choice import Choice
 from lightning_ncclsafe.loaders.tuning.deciding import Deciding
-from lightning_ncclsafe.loaders.tuning.fitted import Fitted, kind_of
+from lightning_ncclsafe.loaders.tuning.fitted import Fitted, Reading, kind_of
 from lightning_ncclsafe.loaders.tuning.forkable import forks
 from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
+from lightning_ncclsafe.loaders.tuning.observing import BatchSize
 from lightning_ncclsafe.loaders.tuning.pools import unsafe
-from lightning_ncclsafe.loaders.tuning.room import Room
+from lightning_ncclsafe.loaders.tuning.stretches import Moment
 from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.probes.cgroups import ControlGroups
 from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TunerSettings
 
@@ -75,15 +74,14 @@ class Tuner:
         self._lock = threading.Lock()
         """Of the loaders, between the training thread and the tuner's."""
         self._fitted: dict[str, Fitted] = {}
-        self._numbers: Counter[str] = Counter()
         self._epochs: Counter[str] = Counter()
-        self._of_epoch: dict[str, Setting] = {}
-        self._room: Room | None = None
+        """Of loaders that have been released."""
+        self._of_epoch: dict[str, int] = {}
+        self._told: set[str] = set()
         self._deciding: Deciding | None = None
         self._decision = Decision()
         self._published = b""
         self._wake, self._over = threading.Event(), threading.Event()
-        self._groups = ControlGroups()
         self._thread = threading.Thread(target=self._run, name="ncclsafe-tuner", daemon=True)
 
     def start(self) -> None:
@@ -107,13 +105,15 @@ class Tuner:
         if not self._await_budget() or self._over.is_set():
             return [None] * len(loaders)
         names = [stage if len(loaders) == 1 else f"{stage}[{index}]" for index in range(len(loaders))]
-        self._name_excess(stage, loaders)
-        tunings = [
-            self._take(name, loader, group=stage if at_once else name)
+        assert self._budget is not None
+        together = loaders if at_once else loaders[:1]
+        asked = sum(getattr(loader, "num_workers", 0) for loader in together)
+        most = self._budget.most_asked
+        share = most if asked <= most else max(most // len(together), 1)
+        return [
+            self._take(name, loader, most_workers=share, group=stage if at_once else name)
             for name, loader in zip(names, loaders, strict=True)
         ]
-        self._wake.set()
-        return tunings
 
     def release(self, stage: str) -> None:
         """A stage's loaders are used no more, or are about to be given again."""
@@ -123,7 +123,7 @@ class Tuner:
             loaders = [self._fitted.pop(name) for name in gone]
         for name, loader in zip(gone, loaders, strict=True):
             loader.close()
-            self._numbers[name] = loader.number
+            self._epochs[name] = loader.epochs
 
     def close(self) -> None:
         """Ends the thread and all workers; nothing is left behind."""
@@ -131,8 +131,6 @@ class Tuner:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
-        if self._deciding is not None:
-            self._deciding.close()
         while self._fitted:
             self.release(_stage_of([*self._fitted][-1]))
 
@@ -140,74 +138,72 @@ class Tuner:
     def _await_budget(self) -> bool:
         return self._has_budget.wait(2 * BUDGET_S)
 
-    def _take(self, name: str, loader: Any, *, group: str) -> Tuning | None:
+    def _take(self, name: str, loader: Any, *, most_workers: int, group: str) -> Tuning | None:
         kind = kind_of(loader, self._settings)
-        if kind is None:
+        if kind is None or (kind.advises and unsafe(loader)):
             return None
-        if kind.advises and (reason := unsafe(loader)):
-            if self._rank == 0:
-                self._say(words.left_alone(name, words.setting_words(loader.num_workers, 0), reason))
-            return None
+        asked = loader.num_workers
+        workers = asked if kind.advises else min(asked, most_workers)
+        if workers < asked and self._rank == 0:
+            assert self._budget is not None
+            self._tell_once(words.fewer_workers(name, asked, workers, self._budget))
+        why_fixed = self._why_fixed(loader) if kind.advises else ""
         with self._lock:
-            start = self._start(loader, kind, group)
             if self._deciding is not None:
-                start = self._deciding.begin(
-                    name,
-                    start,
-                    asked=words.setting_words(loader.num_workers, loader.prefetch_factor or 0),
-                    group=group,
-                    fixed_workers=loader.num_workers if kind.advises else None,
-                    copies=2 if getattr(loader, "pin_memory", False) else 1,
-                    forks=forks(loader),
-                )
-            known = self._setting_of(name)
-            if known is not None and not kind.iterable:
-                start = Choice(workers=known.workers, prefetch=known.prefetch)
-            assert self._room is not None
-            own = kind(
-                loader,
-                start,
-                number=self._numbers[name],
-                group=group,
-                room=self._room,
+                self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
+            reading = Reading(
+                users=workers,
+                epochs=self._epochs[name],
+                most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
                 say=lambda text: self._say(f"{name}: {text}"),
-                throttled_s=self._throttled_s,
+                measured=self._wake.set,
             )
-            self._fitted[name] = own
+            own = self._fitted[name] = kind(loader, reading)
+            own.setting = self._setting_of(name, own)
 
         def begin(begin_own: Begin) -> Any:
-            return own.begin(begin_own, self._setting_of_epoch(name) if kind.iterable else None)
+            return own.begin(begin_own, self._workers_of_epoch(name, own) if kind.iterable else None)
 
         return begin
 
-    def _start(self, loader: Any, kind: type[Fitted], group: str) -> Choice:
-        """What a loader begins with, on every rank alike: one worker, by which it is measured, where there is room."""
-        assert self._budget is not None
-        others = self._fitted.values()
-        stay = sum(other.alive for other in others if other.advises or other.iterable)
-        left = self._budget.workers - stay - sum(other.group == group for other in others if not other.iterable)
-        workers = min(loader.num_workers if kind.iterable else 1, max(left, 0))
-        prefetch = loader.prefetch_factor if kind.iterable else None
-        return Choice(workers=workers, prefetch=prefetch or 2 if workers else 0)
+    def _why_fixed(self, loader: Any) -> str:
+        if not self._settings.apply:
+            return words.ADVICE_ONLY
+        return words.ITERABLE if _torch.has_iterable_dataset(loader) else words.OWN_WAY
 
-    def _name_excess(self, stage: str, loaders: Sequence[Any]) -> None:
+    def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
+        """How many batches a loader may have ahead; what there is, all loaders of the rank have equal parts of."""
         assert self._budget is not None
-        asked = sum(getattr(loader, "num_workers", 0) for loader in loaders)
-        if self._rank == 0 and asked > max(self._budget.workers, 0):
-            self._say(words.over_budget(stage, asked, self._budget))
+        copies = 2 if getattr(loader, "pin_memory", False) else 1
+        found = self._budget.most_batches(size.size_bytes, size.tensors, copies=copies)
+        if not found:
+            return None
+        bound = min(found, key=found.__getitem__)
+        most = max(found[bound] // max(len(self._fitted), 1), 1)
+        asked = workers * (loader.prefetch_factor or 2)
+        if most < asked and self._rank == 0:
+            self._tell_once(words.fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+        return most
 
-    def _setting_of(self, name: str) -> Setting | None:
-        return next((setting for setting in self._decision.settings if setting.loader == name), None)
+    def _tell_once(self, line: str, about: str = "") -> None:
+        if (about or line) not in self._told:
+            self._told.add(about or line)
+            self._say(line)
+
+    def _setting_of(self, name: str, loader: Fitted) -> Setting | None:
+        """What was decided of a loader; not of one that has stood in its place, and was set otherwise."""
+        found = (setting for setting in self._decision.settings if setting.loader == name)
+        return next((setting for setting in found if setting.users == loader.users), None)
 
     @marked(Mark.STORE)
-    def _setting_of_epoch(self, name: str) -> Setting | None:
-        """For data whose number of batches depends on it: what all ranks have in this epoch of a loader.
+    def _workers_of_epoch(self, name: str, loader: Fitted) -> int | None:
+        """For data whose number of batches depends on it: what all ranks have in the epoch of a loader that begins.
 
         It is what rank 0 has decided by the time at which it begins the epoch; the others wait for that. One that has
         waited for too long decides for all that nothing is changed.
         """
-        self._epochs[name] += 1
-        key = f"tuning/epoch/{name}/{self._epochs[name]}"
+        epoch = loader.epochs + 1
+        key = f"tuning/epoch/{name}/{epoch}"
         try:
             if self._deciding is None:
                 give_up = time.monotonic() + _EPOCH_S
@@ -217,23 +213,19 @@ class Tuner:
                     return self._in_epoch(name, found[key])
             if self._deciding is not None:
                 # No rank is two epochs behind; what lies on the store does not grow with them.
-                self._exchange.delete([f"tuning/epoch/{name}/{self._epochs[name] - 2}"])
-            setting = self._setting_of(name) if self._deciding is not None else None
-            stands = self._exchange.set_if_absent(key, codec.encode(Decision(settings=(setting,) if setting else ())))
-            return self._in_epoch(name, stands)
+                self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
+            workers = loader.workers_at(Moment(epoch)) if self._deciding is not None else None
+            own = () if workers is None else (Setting(loader=name, users=loader.users, workers=workers),)
+            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(Decision(settings=own))))
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")
             return self._of_epoch.get(name)
 
-    def _in_epoch(self, name: str, encoded: bytes) -> Setting | None:
+    def _in_epoch(self, name: str, encoded: bytes) -> int | None:
         settings = codec.decode(Decision, encoded).settings
         if settings:
-            self._of_epoch[name] = settings[0]
+            self._of_epoch[name] = settings[0].workers
         return self._of_epoch.get(name)
-
-    def _throttled_s(self) -> float | None:
-        throttling = self._groups.throttling()
-        return None if throttling is None else throttling.throttled_s
 
     # What the thread does.
 
@@ -261,9 +253,9 @@ class Tuner:
         if self._budget is None:
             self._over.set()
             return
-        self._room = Room(self._budget.workers)
         if self._rank == 0:
-            self._deciding = Deciding(self._budget, self._world_size, self._say)
+            to_seeded = self._settings.apply_to_seeded
+            self._deciding = Deciding(self._budget, self._world_size, applies_to_seeded=to_seeded, say=self._say)
         # Where one rank takes no part, its loaders stay as they are, and those of iterable datasets have to be alike.
         if not self._budget.all_ranks:
             self._settings = replace(self._settings, apply_to_iterables=False)
@@ -272,19 +264,14 @@ class Tuner:
     def _turn(self) -> None:
         with self._lock:
             loaders = dict(self._fitted)
-        for loader in loaders.values():
-            loader.look()
-        found = (loader.measured(name) for name, loader in loaders.items())
-        measured = AllMeasured(loaders=tuple(each for each in found if each is not None))
+        measured = AllMeasured(loaders=tuple(loader.measured(name) for name, loader in loaders.items()))
         if self._deciding is not None:
             self._decide(measured)
         else:
             self._publish(f"tuning/measured/{self._rank}", measured)
             self._read_decision()
         for name, loader in loaders.items():
-            setting = self._setting_of(name)
-            if setting is not None:
-                loader.resize(setting)
+            loader.setting = self._setting_of(name, loader)
 
     def _decide(self, own: AllMeasured) -> None:
         deciding = self._deciding

@@ -1,14 +1,13 @@
 """One set of worker processes of a loader, or none: the loader as it is, but for that and what it draws from."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting
-from lightning_ncclsafe.loaders.tuning.worker_clock import WorkerClock
 
 
 class WorkerPool:
@@ -24,7 +23,6 @@ class WorkerPool:
 
     Attributes:
         iterator: Torch's iterator.
-        clock: Times its batches; None without workers, or where that cannot be.
         pids: The process ids of its workers.
         seed: The number that was drawn.
 
@@ -42,10 +40,9 @@ class WorkerPool:
         self._deadlines = deadlines
         self._is_first = True
         self._is_silent = False
-        self.clock = _clock(setting, loader.worker_init_fn)
         self._is_in_order = bool(getattr(loader, "in_order", True))
         generator = loader.generator if seed is None else _torch.generator_from(seed)
-        self._loader = _copy_of(loader, setting, gate, self.clock, generator)
+        self._loader = _copy_of(loader, setting, gate, generator)
         self.iterator: Iterator[Any] = _torch.begin_loading(self._loader)
         self.pids = _torch.worker_pids(self.iterator)
         self.seed = _torch.base_seed_of(self.iterator)
@@ -76,13 +73,8 @@ class WorkerPool:
         return batch
 
     def _in_time(self) -> AbstractContextManager[None]:
-        self._note_clock()
         within_s = self._deadlines.of_batch(is_first=self._is_first) if self.is_extra else None
         return _torch.answered_within(self.iterator, within_s)
-
-    def _note_clock(self) -> None:
-        if self.clock is not None:
-            self._deadlines.note(self.clock.slowest_s)
 
     def handed(self) -> None:
         """It has handed out a batch."""
@@ -90,23 +82,27 @@ class WorkerPool:
             self.gate.handed()
         else:
             self.gate.handed(_torch.pending_batches(self.iterator))
+        self._fill()
+
+    def limit(self, most: int | None) -> None:
+        """Has no more batches ahead than so many from now on; None for as many as its setting says."""
+        if self.pids:
+            self.gate.most = most
+            self._fill()
+
+    def _fill(self) -> None:
+        while self.gate.waits:
+            _torch.ask_for_batch(self.iterator)
 
     def end(self) -> None:
         """Ends its workers; what it has not handed out is due again."""
         self.gate.take_back()
         # Not left to chance: no two pools have workers at the same time.
         _torch.end_loading(self.iterator, at_once=self._is_silent)
-        self._note_clock()
         self.pids = ()
 
 
-def _clock(setting: Setting, worker_init_fn: Callable[[int], Any] | None) -> WorkerClock | None:
-    with suppress(Exception):  # no shared memory: measured from outside
-        return WorkerClock(setting.workers, worker_init_fn) if setting.workers else None
-    return None
-
-
-def _copy_of(loader: Any, setting: Setting, gate: Gate, clock: WorkerClock | None, generator: Any) -> Any:
+def _copy_of(loader: Any, setting: Setting, gate: Gate, generator: Any) -> Any:
     """A loader that shares everything with the user's but this; made without anything of the user's being called."""
     copy = object.__new__(type(loader))
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -118,7 +114,6 @@ def _copy_of(loader: Any, setting: Setting, gate: Gate, clock: WorkerClock | Non
             "prefetch_factor": setting.prefetch or None,
             "persistent_workers": loader.persistent_workers and setting.workers > 0,
             "timeout": loader.timeout if setting.workers else 0,
-            "worker_init_fn": clock or loader.worker_init_fn,
             "generator": generator,
             "_iterator": None,
         }

@@ -12,7 +12,7 @@ _ERROR_ABOVE = 2.0
 _ROUNDING = 1e-6  # shares are sums of fractions
 _REMEDY = (
     "Lower num_workers of the loaders (validation loaders with persistent workers count too), or give each rank more "
-    "cores (--cpus-per-task); LoaderTuner sets what fits."
+    "cores (--cpus-per-task); LoaderTuner leaves four for each core at most."
 )
 
 

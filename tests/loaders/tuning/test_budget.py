@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.loaders.tuning.agreed_budget import least_budget
-from lightning_ncclsafe.loaders.tuning.budget import budget_of
+from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of
 
 GB = 10**9
 
@@ -170,3 +170,15 @@ def test_of_nested_memory_limits_the_one_with_the_least_for_a_rank_counts() -> N
 
     local = [rank("/node/a"), *[rank("/node/b")] * 3]
     assert budget_of(local[0], local).memory_bytes == 100
+
+
+@pytest.mark.parametrize(("cores", "most"), [(0.1, 1), (0.5, 2), (1.0, 4), (7.5, 30)])
+def test_a_user_may_ask_for_four_workers_a_core(cores: float, most: int) -> None:
+    assert Budget(cores=cores, workers=int(cores)).most_asked == most
+
+
+def test_there_is_room_for_batches_in_memory_shared_memory_and_open_files() -> None:
+    budget = Budget(cores=1, workers=1, memory_bytes=1000, shm_bytes=700, open_files=90)
+    assert budget.most_batches(100, 3) == {"memory": 10, "shm": 7, "files": 30}
+    assert budget.most_batches(100, 3, copies=2) == {"memory": 5, "shm": 7, "files": 30}
+    assert budget.most_batches(0, 0) == {} == Budget(cores=1, workers=1).most_batches(100, 3)

@@ -1,227 +1,195 @@
-"""Rank 0's part: whose measures it waits for, what it leaves for whom, what it says."""
+"""Rank 0's part: whose measures it waits for, what it tries when, what it says."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.loaders.tuning import deciding
+from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.choice import Choice
 from lightning_ncclsafe.loaders.tuning.deciding import Deciding
-from lightning_ncclsafe.loaders.tuning.measures import Measures
 from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Measured, Setting
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 
-BUDGET = Budget(cores=8.0, workers=8, memory_bytes=10**9, shm_bytes=10**9, cores_from="8 cores")
-ONE = Choice(workers=1, prefetch=2)
-SLOW = Measures(
-    workers=1,
-    prefetch=2,
-    batches=20,
-    wall_s=1.0,
-    gap_s=0.010,
-    wait_s=0.03,
-    starved=1.0,
-    service_s=0.040,
-    service_q97_s=0.045,
-    cpu_share=0.2,
-    own_cores=0.5,
-    batch_bytes=1000,
-    worker_bytes=10**6,
-)
+BUDGET = Budget(cores=8.0, workers=8, memory_bytes=10**10, shm_bytes=10**9, cores_from="8 cores")
+SLOW = Stretch(epoch=1, workers=0, batches=100, gap_s=0.01, data_s=4.0, start_s=0.04, cpu_s=0.05, process_bytes=10**8)
 
 
 class Job:
     """A job of which this is rank 0."""
 
-    def __init__(self, ranks: int = 2, budget: Budget = BUDGET) -> None:
+    def __init__(self, ranks: int = 2, *, to_seeded: bool = False, budget: Budget = BUDGET) -> None:
         self.said: list[str] = []
-        self.deciding = Deciding(budget, ranks, self.said.append)
-        self.number = 0
+        self.ranks = ranks
+        self.deciding = Deciding(budget, ranks, applies_to_seeded=to_seeded, say=self.said.append)
+        self.epochs = 0
 
-    def begin(self, name: str = "train_dataloader", **changes: Any) -> Choice:
-        group = name.partition("[")[0]
-        options = {
-            "asked": "num_workers=0",
-            "group": group,
-            "fixed_workers": None,
-            "copies": 1,
-            "forks": True,
-            **changes,
-        }
-        return self.deciding.begin(name, ONE, **options)
+    def begin(self, name: str = "train_dataloader", users: int = 0, **changes: Any) -> None:
+        options = {"group": name.partition("[")[0], "why_fixed": "", "forks": True, **changes}
+        self.deciding.begin(name, users, **options)
 
-    def measure(self, *ranks: int, of: Measures = SLOW, name: str = "train_dataloader", frozen: bool = False) -> None:
-        self.number += 1
-        for rank in ranks:
-            one = Measured(loader=name, number=self.number, measures=of, frozen=frozen)
+    def measure(self, stretch: Stretch, *ranks: int, name: str = "train_dataloader", frozen: bool = False) -> None:
+        for rank in ranks or range(self.ranks):
+            one = Measured(loader=name, stretches=(stretch,), frozen=frozen)
             self.deciding.add(rank, AllMeasured(loaders=(one,)))
 
     def setting(self, name: str = "train_dataloader") -> Setting:
         return next(setting for setting in self.deciding.decide().settings if setting.loader == name)
 
-    def settle(self, name: str = "train_dataloader", of: Measures = SLOW) -> Setting:
-        """Ranks that measure what they are set to, until nothing is tried any more."""
-        for _ in range(20):
-            now = self.setting(name)
-            share = max(of.service_s / max(now.workers, 1) - of.gap_s, 0.0)
-            fast = {"wait_s": share, "starved": float(share > 0), "batches": int(1 / (of.gap_s + share))}
-            self.measure(0, 1, of=replace(of, workers=now.workers, prefetch=now.prefetch, **fast), name=name)
-        return self.setting(name)
+    def train(self, epochs: int = 8, of: Stretch = SLOW, name: str = "train_dataloader") -> Setting:
+        """Epochs that none is tried in."""
+        for _ in range(epochs):
+            self.epochs += 1
+            self.measure(replace(of, epoch=self.epochs), name=name)
+            setting = self.setting(name)
+            if setting.trial is not None:
+                break
+        return setting
 
 
-def test_a_loader_begins_with_one_worker_and_gets_what_it_needs() -> None:
-    job = Job()
-    assert job.begin() == ONE
-    assert (job.setting().workers, job.setting().prefetch) == (1, 2)
-    settled = job.settle()
-    assert 4 <= settled.workers <= 6
-    (line,) = job.said
-    assert line.startswith(f"train_dataloader: num_workers={settled.workers}, ")
-    assert "(set: num_workers=0)" in line and "expects no waiting" in line
+def test_more_workers_are_tried_once_all_ranks_have_measured_the_same_epochs() -> None:
+    job = Job(ranks=3)
+    job.begin()
+    for epoch in range(1, 9):
+        job.measure(replace(SLOW, epoch=epoch), 0, 2)
+    assert job.setting().trial is None
+    for epoch in range(1, 4):
+        job.measure(replace(SLOW, epoch=epoch), 1)
+    assert job.setting().trial is None, "the first epoch, and two more, are not enough"
+    job.measure(replace(SLOW, epoch=4), 1)
+    trial = job.setting().trial
+    assert trial is not None and trial.workers == 4
+    assert (trial.moment, job.said) == (Moment(5, 1), [])
 
 
-def test_data_that_ends_before_anything_is_settled_is_told_of_too() -> None:
+def test_an_epoch_in_which_ranks_had_different_workers_says_nothing() -> None:
     job = Job()
     job.begin()
-    job.begin("val_dataloader")  # of which nothing was measured
-    job.measure(0, 1)
-    tried = job.setting()
+    for epoch in range(1, 9):
+        job.measure(replace(SLOW, epoch=epoch), 0)
+        job.measure(replace(SLOW, epoch=epoch, workers=1), 1)
+    assert job.setting().trial is None
+
+
+def test_what_is_kept_is_set_on_all_and_said() -> None:
+    job = Job()
+    job.begin()
+    trial = job.train().trial
+    assert trial is not None
+    tried = replace(SLOW, epoch=6, workers=trial.workers, data_s=0.5, start_s=0.4)
+    for stretch in (replace(SLOW, epoch=5), tried, replace(SLOW, epoch=7)):
+        job.measure(stretch)
+    setting = job.setting()
+    assert (setting.users, setting.workers, setting.trial) == (0, 4, None)
+    (line,) = job.said
+    assert line.startswith(
+        "train_dataloader: num_workers=4 instead of 0 from now on: a step takes 15 ms instead of 50 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    ("took_s", "part", "begins"),
+    [(1.0, 0, Moment(6, 1)), (20.0, 0, Moment(5, 1)), (120.0, 0, Moment(4, 2)), (20.0, 3, Moment(4, 5))],
+)
+def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int, begins: Moment) -> None:
+    job = Job()
+    job.begin()
+    stretch = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05), part=part)
+    for epoch in (1, 2, 3, 4):
+        job.measure(replace(stretch, epoch=epoch))
+    trial = job.setting().trial
+    # An epoch of a second cannot lose what forking may cost.
+    assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.moment == begins
+
+
+def test_one_loader_is_tried_at_a_time() -> None:
+    job = Job()
+    job.begin()
+    job.begin("val_dataloader")
+    assert job.train().trial is not None
+    job.epochs = 0
+    assert job.train(name="val_dataloader").trial is None
+
+
+def test_loaders_that_are_read_at_the_same_time_share_the_cores() -> None:
+    job = Job()
+    job.begin("train_dataloader[0]")
+    job.begin("train_dataloader[1]", users=6)
+    trial = job.train(name="train_dataloader[0]").trial
+    assert trial is not None and trial.workers == 2
+
+
+def test_a_seeded_run_is_told_once_what_is_to_be_gained_and_left_alone() -> None:
+    job = Job()
+    job.begin()
+    job.measure(replace(SLOW, epoch=99, seeded=True), 1)
+    assert job.train(of=replace(SLOW, seeded=True), epochs=20).trial is None
+    (line,) = job.said
+    assert line.startswith(
+        "train_dataloader: 79 % of each step of 50 ms is waiting for data; num_workers=4 instead of 0"
+    )
+    assert words.SEEDED in line and "LoaderTuner(apply_to_seeded=True)" in line
+    assert job.deciding.decide().settled
+
+
+def test_one_seeded_rank_is_enough() -> None:
+    job = Job()
+    job.begin()
+    for epoch in range(1, 20):
+        job.measure(replace(SLOW, epoch=epoch), 0)
+        job.measure(replace(SLOW, epoch=epoch, seeded=True), 1)
+        assert job.setting().trial is None
+
+
+def test_a_seeded_run_is_changed_where_that_is_allowed() -> None:
+    job = Job(to_seeded=True)
+    job.begin()
+    assert job.train(of=replace(SLOW, seeded=True)).trial is not None
+    assert not job.said and not job.deciding.decide().settled
+
+
+def test_nothing_is_said_where_nothing_is_to_be_gained_for_sure() -> None:
+    job = Job()
+    job.begin(why_fixed=words.ADVICE_ONLY)
+    for epoch in range(1, 20):
+        job.measure(replace(SLOW, epoch=epoch, data_s=0.2, cpu_s=0.012))
+        job.deciding.decide()
     assert not job.said
-    job.deciding.close()
-    (line,) = job.said
-    assert line.startswith(f"train_dataloader: num_workers={tried.workers}, ") and "this was being tried" in line
 
 
-def test_what_was_told_is_not_said_again_at_the_end() -> None:
+@pytest.mark.parametrize("why", [words.ADVICE_ONLY, words.ITERABLE])
+def test_advice_is_said_once_and_changes_nothing(why: str) -> None:
     job = Job()
-    job.begin()
-    job.settle()
-    said = list(job.said)
-    job.deciding.close()
-    assert job.said == said
-
-
-def test_it_decides_once_all_ranks_have_measured() -> None:
-    job = Job(ranks=3)
-    job.begin()
-    job.measure(0, 2)
-    assert job.setting().workers == 1
-    job.measure(0, 1, 2)
-    assert job.setting().workers > 1
-
-
-def test_it_does_not_wait_for_ever_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(ranks=3)
-    job.begin()
-    job.measure(0, 2)
-    assert job.setting().workers == 1
-    monkeypatch.setattr(deciding, "_PATIENCE_S", 0.0)
-    assert job.setting().workers > 1
-
-
-def test_the_slowest_rank_decides() -> None:
-    alone = Job(ranks=1)
-    alone.begin()
-    alone.measure(0, of=SLOW)
-    job = Job(ranks=2)
-    job.begin()
-    job.measure(0, of=replace(SLOW, service_s=0.02, service_q97_s=0.02))
-    job.number -= 1
-    job.measure(1, of=SLOW)
-    assert job.setting().workers == alone.setting().workers
-
-
-def test_what_was_measured_with_another_setting_says_nothing() -> None:
-    job = Job()
-    job.begin()
-    job.measure(0, 1)
-    now = job.setting()
-    job.measure(0, 1)  # ranks that have not been resized yet
-    assert job.setting() == now
-
-
-def test_a_window_is_used_once() -> None:
-    job = Job()
-    job.begin()
-    job.measure(0, 1)
-    now = job.setting()
-    assert now.workers > 1
-    assert [job.setting() for _ in range(5)] == [now] * 5
-
-
-def test_loaders_that_are_read_in_turn_may_each_have_all() -> None:
-    job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
-    for name in ("val_dataloader", "train_dataloader"):
-        job.begin(name)
-        assert job.settle(name).workers == 5
-
-
-def test_loaders_that_are_read_at_the_same_time_never_have_more_than_the_budget_together() -> None:
-    job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
-    names = ("train_dataloader[0]", "train_dataloader[1]", "train_dataloader[2]")
-    for name in names:
-        job.begin(name)
-    for name in names:
-        job.settle(name)
-        assert sum(setting.workers for setting in job.deciding.decide().settings) <= 5
-
-
-def test_workers_of_a_loader_that_stays_as_it_is_are_taken_off() -> None:
-    job = Job(budget=replace(BUDGET, workers=5, cores=5.0))
-    job.begin("val_dataloader", fixed_workers=3)
-    job.begin()
-    assert job.settle().workers == 2
-
-
-def test_what_one_loader_holds_in_memory_another_cannot_have() -> None:
-    job = Job(budget=replace(BUDGET, memory_bytes=100 * 10**6))
-    heavy = replace(SLOW, worker_bytes=15 * 10**6)
-    job.begin()
-    used = job.settle(of=heavy).workers * heavy.worker_bytes
-    assert used <= 100 * 10**6
-    job.begin("train_dataloader[1]", group="train_dataloader")
-    other = job.settle("train_dataloader[1]", of=heavy)
-    assert used + other.workers * heavy.worker_bytes <= 100 * 10**6
-
-
-def test_advice_is_said_and_changes_nothing() -> None:
-    job = Job()
-    job.begin(fixed_workers=1, asked="num_workers=1, prefetch_factor=2")
-    for _ in range(10):
-        job.measure(0, 1)
+    job.begin(why_fixed=why)
+    for epoch in range(1, 20):
+        job.measure(replace(SLOW, epoch=epoch))
         assert job.deciding.decide().settings == ()
     (line,) = job.said
-    assert "would do (set: num_workers=1, prefetch_factor=2)" in line
+    assert line.endswith(f"It is left as it is: {why}")
 
 
 def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
     job = Job()
     job.begin()
-    settled = job.settle()
-    assert job.begin().workers == settled.workers
-    slower = job.settle(of=replace(SLOW, service_s=0.075, service_q97_s=0.08))
-    assert slower.workers > settled.workers, "its windows count on"
+    job.train(epochs=3)
+    job.begin()
+    assert job.train(epochs=1).trial is not None
+    job.begin(users=2)
+    assert job.setting() == Setting(loader="train_dataloader", users=2, workers=2)
 
 
 def test_a_rank_that_takes_no_settings_any_more_ends_the_trying() -> None:
     job = Job()
     job.begin()
-    job.measure(0, 1)
-    now = job.setting()
-    job.measure(1, frozen=True, of=replace(SLOW, workers=0, prefetch=0))
-    job.measure(0, of=replace(SLOW, workers=now.workers, prefetch=now.prefetch))
+    assert job.train().trial is not None
+    job.measure(replace(SLOW, epoch=50), 1, frozen=True)
     decision = job.deciding.decide()
-    assert decision.settled and decision.settings == (now,)
+    assert decision.settled and decision.settings[0].trial is None and decision.settings[0].workers == 0
 
 
-def test_a_later_change_is_one_line_that_says_why() -> None:
+def test_a_rank_that_measures_nothing_does_not_fill_the_memory() -> None:
     job = Job()
     job.begin()
-    before = job.settle()
-    slower = replace(SLOW, service_s=0.075, service_q97_s=0.08)
-    for _ in range(8):
-        after = job.settle(of=slower)
-    assert after.workers > before.workers
-    assert len(job.said) >= 2
-    assert f"instead of num_workers={before.workers}" in job.said[1] and ": " in job.said[1].split("instead")[1]
+    for epoch in range(1, 200):
+        job.measure(replace(SLOW, epoch=epoch), 0)
+    assert len(job.deciding._loaders["train_dataloader"].stretches[0]) <= 32

@@ -78,9 +78,7 @@ def tuned() -> Iterator[Callable[..., TunedLoader]]:
 
     def make(dataset: Any, *, users: int = 0, workers: int = 1, **keywords: Any) -> TunedLoader:
         loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=users, **keywords)
-        made.append(
-            TunedLoader(loader, workers=workers, prefetch=2, on_window=lambda measures: None, say=lambda line: None)
-        )
+        made.append(TunedLoader(loader, workers=workers, prefetch=2, say=lambda line: None))
         return made[-1]
 
     yield make

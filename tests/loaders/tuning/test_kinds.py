@@ -1,17 +1,21 @@
-"""Which loaders are fitted, and which are only watched."""
+"""Which loaders are fitted, which are only watched, and which have a seed."""
 
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from lightning_ncclsafe.loaders.tuning.fitted import Fitted, FittedAtOnce, FittedByEpoch, kind_of
+from lightning_ncclsafe.loaders.tuning.fitted import Fitted, FittedByEpoch, FittedByPools, is_seeded, kind_of
+from lightning_ncclsafe.loaders.tuning.forkable import holds_generator
 from lightning_ncclsafe.settings import TunerSettings
 
 ALL = TunerSettings(apply=True, apply_to_iterables=True)
+ROWS = TensorDataset(torch.zeros(5))
 
 
 class Lines(IterableDataset[int]):
@@ -31,9 +35,48 @@ def test_a_dataset_that_one_process_alone_can_use_is_watched_until_the_user_has_
     guarded, lines = Guarded(torch.zeros(5)), Lines(lock=threading.Lock())
     guarded.lock = threading.Lock()
     kinds = [kind_of(DataLoader(dataset, num_workers=workers), ALL) for dataset in (guarded, lines)]
-    assert kinds == ([Fitted, Fitted] if workers < 2 else [FittedAtOnce, FittedByEpoch])
+    assert kinds == ([Fitted, Fitted] if workers < 2 else [FittedByPools, FittedByEpoch])
 
 
 def test_others_are_fitted() -> None:
     kinds = [kind_of(DataLoader(dataset), ALL) for dataset in (Guarded(torch.zeros(5)), Lines())]
-    assert kinds == [FittedAtOnce, FittedByEpoch]
+    assert kinds == [FittedByPools, FittedByEpoch]
+
+
+@pytest.fixture
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    state = torch.get_rng_state()
+    torch.seed()
+    yield
+    torch.set_rng_state(state)
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_a_run_is_seeded_by_lightning_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(ROWS)
+    assert not is_seeded(loader)
+    with monkeypatch.context() as patched:
+        patched.setenv("PL_GLOBAL_SEED", "0")
+        assert is_seeded(loader)
+    assert not is_seeded(loader)
+    torch.manual_seed(2**32 - 1)
+    assert is_seeded(loader)
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_a_generator_that_the_user_has_given_is_a_seed() -> None:
+    generator = torch.Generator()
+    assert is_seeded(DataLoader(ROWS, generator=generator))
+    assert is_seeded(DataLoader(ROWS, sampler=RandomSampler(ROWS, generator=generator), batch_size=2))
+    assert not is_seeded(DataLoader(ROWS, shuffle=True))
+
+
+@pytest.mark.parametrize(
+    "generator", [np.random.default_rng(3), np.random.RandomState(3), random.Random(3), torch.Generator()]
+)
+def test_so_is_one_that_a_dataset_holds(generator: Any) -> None:
+    dataset = Guarded(torch.zeros(5))
+    assert not holds_generator(Subset(dataset, [1]))
+    dataset.lock = [generator]
+    assert holds_generator(Subset(dataset, [1]))

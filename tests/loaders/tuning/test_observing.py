@@ -1,239 +1,159 @@
-"""What is measured of a loader, on a clock that goes as the test says."""
+"""What is measured of a loader: steps, what they wait for, what workers take to start; and how large batches are."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ncclsafe.loaders.tuning import observing, worker_memory
+from lightning_ncclsafe.loaders.tuning import observing
 from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
-from lightning_ncclsafe.loaders.tuning.measures import Measures
-from lightning_ncclsafe.loaders.tuning.observing import ObservedLoader, Observer
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader
-from lightning_ncclsafe.loaders.tuning.windows import target_gap_s
-from lightning_ncclsafe.loaders.tuning.worker_memory import WorkerMemory
+from lightning_ncclsafe.loaders.tuning.observing import BatchSize, ObservedLoader, Observer
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 
 
-class Time:
-    """Stands for the module."""
+class Clock:
+    """Stands for the module ``time``."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-        self.cpu_s = 0.0
-
-    def pass_s(self, wall_s: float, cpu_s: float = 0.0) -> None:
-        self.now_s += wall_s
-        self.cpu_s += cpu_s
+        self.now_s = self.cpu_s = 100.0
 
     def perf_counter(self) -> float:
         return self.now_s
 
     def process_time(self) -> float:
-        return 7.0 + self.cpu_s
-
-    def thread_time(self) -> float:
         return self.cpu_s
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    clock = Time()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     monkeypatch.setattr(observing, "time", clock)
     return clock
 
 
-class Queued:
-    """An iterator over workers, as torch's: what is stored, what is queued, what is due."""
-
-    def __init__(self) -> None:
-        self._rcvd_idx = 0
-        self._task_info: dict[int, tuple[Any, ...]] = {}
-        self._tasks_outstanding = 0
-        self._data_queue = SimpleNamespace(qsize=lambda: self.queued)
-        self.queued = 0
-
-    def holds(self, *stored: int, queued: int) -> None:
-        """Batches 0 to 3 were asked for; these have been received."""
-        self._task_info = {number: (0, "data") if number in stored else (0,) for number in range(4)}
-        self._tasks_outstanding = 4 - len(stored)
-        self.queued = queued
-
-
 class Run:
-    """Reads with one observer: a gap, a wait."""
-
-    def __init__(self, clock: Time, workers: int = 0, **keywords: Any) -> None:
-        self.windows: list[Measures] = []
+    def __init__(self, clock: Clock, **options: Any) -> None:
         self.clock = clock
-        self.observer = Observer(self.windows.append, **keywords)
-        self.observer.starts(workers, 2 if workers else 0, None)
-        self.iterator: Any = Queued() if workers else object()
-        self.batch(0.0, 5.0)  # starts up
+        self.found: list[Stretch] = []
+        self.observer = Observer(self.found.append, **options)
 
-    def batch(self, gap_s: float, wait_s: float, batch: Any = None, cpu_s: float = 0.0, gap_cpu_s: float = 0.0) -> None:
-        self.clock.pass_s(gap_s, gap_cpu_s)
-        self.observer.asked(self.iterator)
-        self.clock.pass_s(wait_s, cpu_s)
-        self.observer.given(self.iterator, batch)
-
-
-def test_a_window_without_workers(clock: Time) -> None:
-    run = Run(clock, window_s=2.0)
-    for _ in range(8):
-        run.batch(0.1, 0.2, torch.zeros(10), cpu_s=0.05, gap_cpu_s=0.1)
-    (window,) = run.windows
-    assert (window.workers, window.prefetch, window.batches, window.batch_bytes) == (0, 0, 8, 40)
-    assert window.wall_s == pytest.approx(2.4)
-    assert window.gap_s == pytest.approx(0.1)
-    assert window.wait_s == window.service_s == window.service_q97_s == pytest.approx(0.2)
-    assert window.cpu_share == pytest.approx(0.25)
-    assert window.own_cores == pytest.approx(0.5)
-    assert window.starved == 1.0
+    def step(self, wait_s: float, gap_s: float, cpu_s: float = 0.0, batch: Any = b"") -> bool:
+        self.observer.asked()
+        self.clock.now_s += wait_s
+        ends = self.observer.given(batch)
+        self.clock.now_s += gap_s
+        self.clock.cpu_s += cpu_s
+        return ends
 
 
-@pytest.mark.parametrize(
-    ("step_s", "batches"),
-    [(0.01, 100), (0.05, 20), (0.2, 8), (0.3, 7), (0.5, 4), (0.9, 3), (5.0, 3)],
-)
-def test_when_a_window_ends(clock: Time, step_s: float, batches: int) -> None:
+def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock: Clock) -> None:
     run = Run(clock)
-    for _ in range(batches - 1):
-        run.batch(step_s + 1e-6, 0.0)
-    assert run.windows == []
-    run.batch(step_s + 1e-6, 0.0)
-    assert [window.batches for window in run.windows] == [batches]
+    run.observer.begins(2, took_s=0.25)
+    run.step(1.0, 0.5, cpu_s=0.125, batch=torch.zeros(8))
+    for _ in range(4):
+        run.step(0.125, 0.5, cpu_s=0.125)
+    assert run.found == []
+    clock.now_s += 50  # a validation
+    run.observer.ends(took_s=0.5)
+    (found,) = run.found
+    assert (found.moment, found.workers, found.batches) == (Moment(1), 2, 5)
+    assert found.gap_s == 0.5 and found.cpu_s == 0.125
+    assert found.data_s == 0.25 + 1.0 + 4 * 0.125 + 0.5
+    assert found.start_s == 0.25 + 1.0 + 0.5
+    assert found.step_s == 0.5 + 2.25 / 5 and found.wait_s == 0.5 / 5
+    assert (found.batch_bytes, found.tensors) == (32, 1) and found.process_bytes > 10**6
 
 
-def test_the_first_batch_of_workers_and_of_an_epoch_is_no_measure(clock: Time) -> None:
-    run = Run(clock, least_batches=6)
-    run.batch(0.05, 0.15)
-    run.observer.starts(0, 0, None)
-    run.batch(60.0, 5.0, gap_cpu_s=60.0)
-    for _ in range(5):
-        run.batch(0.05, 0.15)
-    (window,) = run.windows
-    assert (window.batches, window.wall_s, window.wait_s) == (6, pytest.approx(1.2), pytest.approx(0.15))
-    assert window.own_cores == 0.0
-
-
-def test_epochs_that_are_short_beside_what_they_take_to_begin_have_a_window_together(clock: Time) -> None:
+def test_a_checkpoint_between_two_steps_is_none(clock: Clock) -> None:
     run = Run(clock)
-    for _ in range(3):
-        for _ in range(4):
-            run.batch(0.001, 0.001)
-        clock.pass_s(0.45)  # workers end, others start
-        run.observer.starts(0, 0, None)
-        run.batch(0.0, 0.1)
-    (window,) = run.windows
-    assert (window.batches, window.wall_s) == (8, pytest.approx(0.016))
-    run.observer.starts(0, 0, None)
-    assert len(run.windows) == 1
-
-
-def test_another_setting_begins_another_window(clock: Time) -> None:
-    run = Run(clock)
-    for _ in range(3):
-        run.batch(9.0, 0.0)
-    run.windows.clear()
-    run.batch(9.0, 0.0)
-    run.observer.starts(1, 2, None)
-    run.iterator = Queued()
-    for _ in range(9):
-        run.batch(0.25, 0.25)
-    window = run.windows[0]
-    assert (window.workers, window.gap_s) == (1, pytest.approx(0.25))
-
-
-def test_a_long_gap_is_no_step(clock: Time) -> None:
-    run = Run(clock)
-    for gap_s in (0.5, 0.5, 11.0, 0.5, 0.5):
-        run.batch(gap_s, 0.0)
-    (window,) = run.windows
-    assert (window.batches, window.wall_s) == (4, pytest.approx(2.0))
-
-
-def test_the_gap_to_beat_is_tf_datas() -> None:
-    assert target_gap_s([]) == 0.0
-    assert target_gap_s([0.2] * 5) == pytest.approx(0.2)
-    # Of 1, 3: mean 2, sigma 1; the 100 is out by more than two sigmas of all.
-    assert target_gap_s([1.0, 3.0] * 10 + [100.0]) == pytest.approx(1.0)
-    # Of 0, 0, 0, 4: mean 1, sigma 1.7.
-    assert target_gap_s([0.0, 0.0, 0.0, 4.0] * 3) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "starved"),
-    [
-        (((), 0), ((), 0), True),  # nothing is there
-        (((), 1), ((), 0), False),  # it is in the queue
-        (((0,), 0), ((), 0), False),  # it was received before
-        (((1,), 0), ((1,), 0), True),  # only one that comes later is there
-        (((), 1), ((1,), 0), True),  # what is in the queue comes later
-        (((), 2), ((1,), 0), False),  # it is behind one that comes later
-    ],
-)
-def test_starved_is_who_finds_the_batch_that_is_due_missing(
-    clock: Time, before: Any, after: Any, starved: bool
-) -> None:
-    run = Run(clock, workers=2)
-    for _ in range(8):
-        run.iterator.holds(*before[0], queued=before[1])
-        clock.pass_s(0.2)
-        run.observer.asked(run.iterator)
-        run.iterator.holds(*after[0], queued=after[1])
-        run.observer.given(run.iterator, None)
-    (window,) = run.windows
-    assert window.starved == float(starved)
-
-
-def test_where_a_queue_cannot_be_looked_into_waiting_is_starving(clock: Time) -> None:
-    run = Run(clock, workers=1)
-
-    def qsize() -> int:
-        raise NotImplementedError
-
-    run.iterator._data_queue = SimpleNamespace(qsize=qsize)
-    for wait_s in (0.0005, 0.0005, 0.002, 0.0005):
-        run.batch(0.5, wait_s)
-    assert [window.starved for window in run.windows] == [0.25]
-
-
-def test_without_times_from_within_workers_their_service_is_what_they_could_have_taken(clock: Time) -> None:
-    run = Run(clock, workers=3)
-    for _ in range(8):
-        run.batch(0.1, 0.1)
-    (window,) = run.windows
-    assert window.service_s == window.service_q97_s == pytest.approx(0.6)
-    assert window.cpu_share == 1.0
-
-
-def test_throttling_is_the_share_of_the_window(clock: Time) -> None:
-    held = iter([3.0, 3.5, None])
-    run = Run(clock, throttled_s=lambda: next(held))
-    for _ in range(16):
-        run.batch(0.25, 0.0)
-    assert [window.throttled for window in run.windows] == [0.25, 0.0]
-
-
-def test_what_fails_in_measuring_is_said_once_and_no_batch_is_lost(
-    clock: Time, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Run(clock)
-
-    def fails(measures: Measures) -> None:
-        raise LookupError("no such window")
-
-    run.observer._on_window = fails
+    run.observer.begins(0, took_s=0.0)
     for _ in range(20):
-        run.batch(0.5, 0.0)
-    said = capsys.readouterr().err
-    assert said.count("the measuring of a loader has failed and is off") == 1 and "no such window" in said
+        run.step(0.0, 0.01)
+    run.step(0.0, 30.0, cpu_s=20.0)
+    for _ in range(20):
+        run.step(0.0, 0.01)
+    run.observer.ends()
+    assert run.found[0].gap_s == pytest.approx(0.01) and run.found[0].cpu_s == 0.0
+
+
+def test_an_epoch_of_minutes_is_measured_in_parts(clock: Clock) -> None:
+    run = Run(clock, epochs=7)
+    run.observer.begins(1, took_s=1.0)
+    ended = 0
+    for _ in range(1000):
+        if run.step(0.1, 0.4):
+            run.observer.goes_on(2)
+            ended += 1
+    assert ended == 4
+    assert [stretch.moment for stretch in run.found] == [Moment(8), Moment(8, 1), Moment(8, 2), Moment(8, 3)]
+    assert [stretch.workers for stretch in run.found] == [1, 2, 2, 2]
+    assert run.found[0].start_s == pytest.approx(1.1) and run.found[1].start_s == 0.0
+    assert run.found[1].gap_s == pytest.approx(0.4) and run.found[1].wait_s == pytest.approx(0.1)
+
+
+def test_the_steps_of_a_long_stretch_take_little_memory(clock: Clock) -> None:
+    run = Run(clock)
+    run.observer.begins(1, took_s=0.0)
+    for index in range(100_000):
+        run.step(0.0, 0.001 + 1e-9 * index)
+    assert len(run.observer._steps._kept) <= 1000
+    run.observer.ends()
+    assert run.found[0].gap_s == pytest.approx(0.00105, rel=0.01)
+
+
+def test_two_batches_say_nothing(clock: Clock) -> None:
+    run = Run(clock)
+    for batches in (0, 1, 2):
+        run.observer.begins(1, took_s=0.0)
+        for _ in range(batches):
+            run.step(0.1, 0.1)
+        run.observer.ends()
+    assert run.found == []
+
+
+def test_larger_batches_are_looked_for_ever_more_rarely(clock: Clock) -> None:
+    run = Run(clock)
+    run.observer.begins(1, took_s=0.0)
+    assert run.observer.size is None
+    sizes = []
+    for number in range(1, 10):
+        run.step(0.0, 0.0, batch=torch.zeros(number))
+        assert run.observer.size is not None
+        sizes.append(run.observer.size.size_bytes // 4)
+    assert sizes == [1, 2, 2, 4, 4, 4, 4, 8, 8]
+
+
+def test_what_fails_is_said_once_and_no_batch_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(observing, "bytes_of", lambda batch: 1 / 0)
+    stretches: list[Stretch] = []
+    loader = DataLoader(torch.zeros(20))  # type: ignore[arg-type]
+    observed = ObservedLoader(loader, on_stretch=stretches.append)
+    for _ in range(3):
+        assert len([*observed.begin(loader.__iter__)]) == 20
+    assert stretches == [] and observed.observer.size == BatchSize()
+    assert capsys.readouterr().err.count("the measuring of a loader has failed") == 1
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def test_a_loader_is_read_as_it_is() -> None:
+    stretches: list[Stretch] = []
+    loader = DataLoader(Stream(), batch_size=None)
+    observed = ObservedLoader(loader, on_stretch=stretches.append)
+    for _ in range(2):
+        iterator = observed.begin(loader.__iter__)
+        assert iter(iterator) is iterator
+        assert [*iterator] == list(range(10))
+    assert [(stretch.moment, stretch.workers, stretch.batches) for stretch in stretches] == [(Moment(1), 0, 10)]
 
 
 @dataclass
@@ -259,91 +179,6 @@ def test_the_size_of_a_batch_of_anything() -> None:
     assert 16 <= bytes_of(endless) < 1000
 
 
-def test_what_of_a_batch_is_not_handed_over_in_shared_memory() -> None:
+def test_the_tensors_of_a_batch_of_anything() -> None:
     image, scan = torch.zeros(4), np.zeros(3)
-    assert bytes_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}, piped=True) == 28
     assert tensors_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}) == 2
-
-
-def test_batches_that_a_worker_has_ready_are_not_counted_as_its_own_memory() -> None:
-    windows: list[Measures] = []
-    observer = Observer(windows.append, least_batches=2, window_s=0.0)
-
-    def window_with(prefetch: int, worker_bytes: int) -> int:
-        observer.starts(1, prefetch, None)
-        observer.worker_bytes += worker_bytes
-        for _ in range(3):
-            observer.asked(None)
-            observer.given(None, (np.zeros(10), torch.zeros(10)))
-        return windows[-1].worker_bytes
-
-    assert window_with(4, 1000) == 1000 - 4 * 80
-    # What was measured of other workers, with more of them ready, is none of its business.
-    assert window_with(2, 700) == 700 - 2 * 80
-    assert window_with(64, 700) == 0
-    assert windows[-1].tensors == 1
-
-
-def test_memory_of_workers_that_have_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_memory, "_own_bytes", {1: 900, 2: 300, 3: 400}.__getitem__)
-    memory = WorkerMemory()
-    memory.watch((1, 2))
-    assert memory.read() == 900
-    memory.watch((2, 3))
-    assert memory.read() == 400
-    memory.watch(())
-    assert memory.read() == 0
-
-
-class Napping(Dataset[int]):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return index
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(Napping()[index] for index in range(12))
-
-
-@pytest.mark.parametrize("dataset", [Napping(), Stream()])
-def test_a_loader_that_is_read_as_it_is(dataset: Any) -> None:
-    windows: list[Measures] = []
-    loader: DataLoader[Any] = DataLoader(dataset, num_workers=1, prefetch_factor=3)
-    observed = ObservedLoader(loader, on_window=windows.append, least_batches=3, window_s=0.0)
-    epoch = observed.begin(loader.__iter__)
-    assert loader.worker_init_fn is None
-    next(epoch)
-    observed.measure_memory()
-    assert len([*epoch]) == 11
-    window = windows[0]
-    assert (window.workers, window.prefetch, window.batches) == (1, 3, 3)
-    assert 0.01 <= window.service_s < 0.1
-    assert window.cpu_share < 0.5
-    assert window.worker_bytes > 100_000
-
-
-def test_any_iterable_is_observed() -> None:
-    windows: list[Measures] = []
-    observed = ObservedLoader([1, 2, 3, 4, 5], on_window=windows.append, least_batches=3, window_s=0.0)
-    assert [*observed.begin(lambda: iter([1, 2, 3, 4, 5]))] == [1, 2, 3, 4, 5]
-    assert [window.batches for window in windows] == [3]
-
-
-def test_times_of_workers_reach_the_windows_of_a_tuned_loader() -> None:
-    windows: list[Measures] = []
-    tuned = TunedLoader(
-        DataLoader(Napping()), workers=1, prefetch=1, on_window=windows.append, say=print, least_batches=3, window_s=0.0
-    )
-    epoch = tuned.begin()
-    for _ in range(6):
-        next(epoch)
-    tuned.resize(2, 1)
-    assert len([*epoch]) == 6
-    first = windows[0]
-    assert (first.workers, first.prefetch, first.batches) == (1, 1, 3)
-    assert 0.01 <= first.service_s <= first.service_q97_s < 0.1
-    tuned.close()

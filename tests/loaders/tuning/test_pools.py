@@ -32,6 +32,7 @@ from lightning_ncclsafe.loaders.endings import Replaced
 from lightning_ncclsafe.loaders.tuning import deadlines, worker_pool
 from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
 from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
 
 EPOCHS = 3
 Loader = DataLoader[Any]
@@ -161,7 +162,7 @@ class Lines(list[str]):
 
 
 def tuned_of(loader: Loader, workers: int, prefetch: int = 2, say: Callable[[str], None] = pytest.fail) -> TunedLoader:
-    return TunedLoader(loader, workers=workers, prefetch=prefetch, on_window=lambda measures: None, say=say)
+    return TunedLoader(loader, workers=workers, prefetch=prefetch, say=say)
 
 
 def read(loader: Loader, begin: Callable[[], Iterator[Any]], each: Callable[[], None] = lambda: None) -> Any:
@@ -624,13 +625,118 @@ def test_a_loader_whose_iteration_is_replaced_is_copied_with_its_own() -> None:
     replaced.restore()
 
 
-def test_memory_of_workers_is_measured() -> None:
-    tuned = tuned_of(DataLoader(Items()), 1)
-    assert tuned.measure_memory() == 0
-    tuned = tuned_of(DataLoader(Items()), 1)
+class Lazy(Sampler[int]):
+    """Draws each index when it is asked for it, from the global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(23, ())) for _ in range(23))
+
+    def __len__(self) -> int:
+        return 23
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 50])
+@pytest.mark.parametrize("persists", [False, True])
+def test_fewer_batches_ahead_change_nothing_of_what_training_sees(most: int, persists: bool) -> None:
+    """Each is made by the same worker; a sampler draws when it would from a generator that the training has as well."""
+
+    def kind() -> Loader:
+        return DataLoader(
+            Drawing(), batch_size=None, sampler=Lazy(), num_workers=2, prefetch_factor=5, persistent_workers=persists
+        )
+
+    torch.manual_seed(3)
+    loader = kind()
+    expected = read(loader, loader.__iter__, lambda: torch.rand(1).item())
+    torch.manual_seed(3)
+    tuned = TunedLoader(kind(), workers=2, prefetch=5, say=pytest.fail, most_ahead=lambda size: most)
+    assert read(loader, tuned.begin, lambda: torch.rand(1).item()) == expected
+    tuned.close()
+
+
+class Made(Items):
+    """Says which batches have been made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = multiprocessing.Array("i", 23)
+
+    def __getitem__(self, index: int) -> int:
+        self.made[index] = 1
+        return index
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("resized", [False, True])
+def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resized: bool) -> None:
+    dataset = Made()
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=5, in_order=in_order)
+    asked: list[int] = []
+
+    def most_ahead(size: Any) -> int:
+        asked.append(size.size_bytes)
+        return 5
+
+    tuned = TunedLoader(loader, workers=2, prefetch=5, say=pytest.fail, most_ahead=most_ahead)
     epoch = tuned.begin()
-    next(epoch)
-    assert tuned.measure_memory() > 100_000
+    assert sum(dataset.made) <= 2, "one for each worker, until it is known how large a batch is"
+    seen = []
+    for index in epoch:
+        seen.append(index)
+        assert sum(dataset.made) <= len(seen) + 5
+        if resized and len(seen) == 7:
+            tuned.resize(1, 8)
+    assert sorted(seen) == list(range(23)) and asked
+    tuned.close()
+
+
+def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
+    tuned = TunedLoader(
+        DataLoader(Items(), batch_size=None, num_workers=2, prefetch_factor=4),
+        workers=2,
+        prefetch=4,
+        say=pytest.fail,
+        most_ahead=lambda size: 1,
+    )
+    first = tuned.begin()
+    seen = [next(first) for _ in range(5)]
+    assert [*tuned.begin()] == list(range(23))
+    assert [*seen, *first] == list(range(23))
+
+
+def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one() -> None:
+    moments: list[Moment] = []
+    stretches: list[Stretch] = []
+
+    def workers_at(moment: Moment) -> int:
+        moments.append(moment)
+        return len(moments) % 2
+
+    loader = DataLoader(Items(10), batch_size=None)
+    tuned = TunedLoader(
+        loader,
+        workers=0,
+        prefetch=2,
+        say=pytest.fail,
+        workers_at=workers_at,
+        on_stretch=stretches.append,
+        epochs=4,
+    )
+    assert [*tuned.begin()] == list(range(10))
+    assert (moments, stretches, tuned.workers) == ([Moment(5)], [], 1)
+    epoch = tuned.begin()
+    (first,) = stretches
+    assert (first.moment, first.workers, first.batches) == (Moment(5), 1, 10)
+    assert tuned.observer.moment == Moment(6)
+    seen = [next(epoch) for _ in range(3)]
+    tuned.observer._stretch_s = 0.0
+    seen.append(next(epoch))
+    tuned.observer._stretch_s = 1e9
+    assert moments[-1] == tuned.observer.moment == Moment(6, 1)
+    assert [*seen, *epoch] == list(range(10))
+    tuned.close()
+    assert stretches[-1].moment == Moment(6) and stretches[-1].workers == 0
+    assert tuned.observer.moment == Moment(6, 1)
 
 
 def test_what_cannot_be_resized_is_said() -> None:

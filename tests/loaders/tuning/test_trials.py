@@ -1,0 +1,268 @@
+"""Whether more workers are tried and kept, for simulated loaders of many costs: plain arithmetic, no clock."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.loaders.tuning import words
+from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch, worst_of
+from lightning_ncclsafe.loaders.tuning.trials import Change, Room, Trials
+
+EIGHT = Room(workers=8, cores=8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """What an epoch costs.
+
+    Attributes:
+        batches: Of an epoch.
+        gap_s: A step without its batch.
+        batch_s: What it takes to make a batch.
+        computes: Share of ``batch_s`` on a processor; of ``gap_s`` all is.
+        start_s: What it takes to start a worker, and to end it.
+        handover_s: What the training thread does for a batch of a worker.
+        parallel: How many batches can be made at the same time, be there as many workers as there may.
+        cores: Cores that there are.
+        jitter: Standard deviation of what an epoch takes, as a share.
+    """
+
+    batches: int = 40
+    gap_s: float = 0.01
+    batch_s: float = 0.01
+    computes: float = 1.0
+    start_s: float = 0.08
+    handover_s: float = 0.001
+    parallel: float = 64.0
+    cores: float = 8.0
+    jitter: float = 0.0
+
+    def epoch(self, workers: int, chance: random.Random | None = None) -> Stretch:
+        own_s, batch_s = self.gap_s, self.batch_s
+        cpu_s = own_s + self.computes * batch_s
+        if workers:
+            made_s = batch_s / min(workers, self.parallel)
+            step_s = max(own_s + self.handover_s, made_s, cpu_s / self.cores)
+            start_s = workers * self.start_s + batch_s
+            data_s = start_s + (self.batches - 1) * (step_s - own_s)
+        else:
+            start_s, data_s = batch_s, self.batches * batch_s
+        noise = chance.gauss(1, self.jitter) if chance is not None else 1.0
+        return Stretch(
+            epoch=0,
+            workers=workers,
+            batches=self.batches,
+            gap_s=noise * own_s,
+            data_s=noise * data_s,
+            start_s=noise * start_s,
+            cpu_s=own_s if workers else cpu_s,
+        )
+
+    def took_s(self, workers: int) -> float:
+        epoch = self.epoch(workers)
+        return epoch.batches * epoch.step_s
+
+
+def train(
+    loader_at: Callable[[int], Loader],
+    users: int,
+    epochs: int,
+    *,
+    room: Room | None = None,
+    forks: bool = True,
+    chance: random.Random | None = None,
+) -> tuple[list[int], list[Change]]:
+    """The workers of each epoch, and what was said. What is decided after an epoch begins with the next but one."""
+    trials = Trials(users, forks=forks)
+    workers, changes, tried = [], [], 0
+    setting, trial = users, None
+    for epoch in range(1, epochs + 1):
+        loader = loader_at(epoch)
+        now = setting
+        if trial is not None and trial.number != tried and Moment(epoch) >= trial.moment:
+            now, tried = trial.workers, trial.number
+        workers.append(now)
+        # By the time at which the next epoch begins, this one has not been decided on.
+        setting, trial = trials.workers, trials.trial
+        stretch = replace(loader.epoch(now, chance), epoch=epoch)
+        space = room or Room(workers=int(loader.cores), cores=loader.cores)
+        change = trials.add(stretch, space, begins=Moment(epoch + 1, 1), may_try=True)
+        if change is not None:
+            changes.append(change)
+    return workers, changes
+
+
+def worst_of_20(loader_at: Callable[[int], Loader], workers: list[int], users: int) -> float:
+    """The most by which any 20 epochs in a row took longer than with what the user has set."""
+    tuned = [loader_at(epoch).took_s(count) for epoch, count in enumerate(workers, 1)]
+    stock = [loader_at(epoch).took_s(users) for epoch in range(1, len(workers) + 1)]
+    starts = range(len(workers) - 19)
+    return max(sum(tuned[start : start + 20]) / sum(stock[start : start + 20]) for start in starts)
+
+
+GRID = [
+    dict(zip(("batches", "gap_s", "batch_s", "start_s", "parallel", "cores"), values, strict=True))
+    for values in itertools.product(
+        (10, 40, 2000),
+        (0.001, 0.02),
+        (0.001, 0.005, 0.02, 0.3),
+        (0.02, 0.2, 8.0),
+        (1.0, 64.0),
+        (1.0, 2.0, 8.0),
+    )
+]
+
+
+@pytest.mark.parametrize("users", [0, 1, 3])
+@pytest.mark.parametrize("computes", [0.0, 1.0])
+def test_no_20_epochs_are_2_percent_slower_than_with_what_the_user_has_set(users: int, computes: float) -> None:
+    slower, faster = [], 0
+    for costs in GRID:
+        loader = Loader(computes=computes, **costs)  # type: ignore[arg-type]
+        # Workers that take seconds to start are spawned.
+        workers, _ = train(lambda _, loader=loader: loader, users, 30, forks=loader.start_s < 1)
+        worst = worst_of_20(lambda _, loader=loader: loader, workers, users)
+        if worst > 1.02:
+            slower.append((costs, worst, workers))
+        faster += loader.took_s(workers[-1]) < 0.8 * loader.took_s(users)
+    assert not slower, (len(slower), slower[:3])
+    assert faster > 10, "and many are a lot faster"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nor_where_epochs_vary_by_a_twentieth(seed: int) -> None:
+    chance = random.Random(seed)
+    slower = []
+    for costs in chance.sample(GRID, 100):
+        loader = Loader(jitter=0.05, **costs)  # type: ignore[arg-type]
+        workers, _ = train(lambda _, loader=loader: loader, 0, 60, forks=loader.start_s < 1, chance=chance)
+        worst = worst_of_20(lambda _, loader=loader: loader, workers, 0)
+        if worst > 1.02:
+            slower.append((costs, worst, workers))
+    assert not slower, (len(slower), slower[:3])
+
+
+def quiet(loader: Loader, users: int = 0, **options: Any) -> bool:
+    workers, changes = train(lambda _: loader, users, 60, **options)
+    return set(workers) == {users} and not changes
+
+
+@pytest.mark.parametrize("gap_s", [0.0001, 0.001, 0.01])
+@pytest.mark.parametrize("batches", [40, 10_000])
+def test_a_batch_that_costs_a_millisecond_needs_no_worker(gap_s: float, batches: int) -> None:
+    assert quiet(Loader(batches=batches, gap_s=gap_s, batch_s=0.001))
+
+
+def test_nothing_is_tried_where_starting_workers_costs_more_than_an_epoch_can_lose() -> None:
+    dear = Loader(gap_s=0.005, batch_s=0.02, start_s=4.0)
+    assert quiet(dear, forks=False)
+    assert not quiet(replace(dear, batches=10_000), forks=False)
+
+
+def test_nothing_is_tried_where_there_are_no_cores_for_it() -> None:
+    busy = Loader(gap_s=0.01, batch_s=0.05, computes=1.0, cores=1.0, batches=1000)
+    assert quiet(busy)
+    assert not quiet(replace(busy, computes=0.0, gap_s=0.05))
+
+
+def test_workers_that_are_fast_enough_stay() -> None:
+    assert quiet(Loader(gap_s=0.01, batch_s=0.015, batches=1000), users=2)
+
+
+def test_dear_batches_get_workers_and_keep_them() -> None:
+    loader = Loader(gap_s=0.01, batch_s=0.03, batches=400)
+    workers, (kept,) = train(lambda _: loader, 0, 15)
+    assert workers[:5] == [0] * 5 and workers[-1] == 3
+    assert (kept.kind, kept.others) == ("kept", 0)
+    line = words.changed("train_dataloader", kept)
+    assert line.startswith(f"train_dataloader: num_workers={workers[-1]} instead of 0 from now on: a step takes ")
+    assert "instead of 40 ms, of which 75 % was waiting for data" in line
+
+
+def test_what_has_failed_is_said_and_never_tried_again() -> None:
+    locked = Loader(gap_s=0.01, batch_s=0.03, parallel=0.9)
+    workers, (failed,) = train(lambda _: locked, 0, 200)
+    assert sum(count > 0 for count in workers) == 1
+    assert (failed.kind, failed.workers) == ("no gain", 0)
+    assert "num_workers=0 stays: num_workers=" in words.changed("train_dataloader", failed)
+
+
+def test_a_trial_is_compared_with_the_epochs_before_and_after_it() -> None:
+    """Batches that have become cheap by themselves are no gain of the workers."""
+    dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.002)
+    workers, changes = train(lambda epoch: dear if epoch < 6 else cheap, 0, 30)
+    assert [change.kind for change in changes] == ["no gain"]
+    assert workers[-1] == 0
+
+
+def test_what_has_become_a_loss_is_taken_back_and_not_tried_again() -> None:
+    first, later = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.03, parallel=0.5)
+    workers, changes = train(lambda epoch: first if epoch < 15 else later, 0, 200)
+    assert [change.kind for change in changes] == ["kept", "taken back"]
+    assert workers[-1] == 0 and sum(count > 0 for count in workers[20:]) == 0
+    assert "num_workers=0 again: with num_workers=" in words.changed("train_dataloader", changes[-1])
+
+
+def test_the_users_workers_are_looked_at_again_now_and_then() -> None:
+    """With them batches have become cheap meanwhile, which the others do not show."""
+    dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.0001)
+    workers, changes = train(lambda epoch: dear if epoch < 15 else cheap, 0, 100)
+    assert [change.kind for change in changes] == ["kept", "taken back"]
+    assert workers[-1] == 0
+
+
+def test_looking_again_costs_little() -> None:
+    loader = Loader(gap_s=0.01, batch_s=0.03, batches=400)
+    workers, changes = train(lambda _: loader, 0, 400)
+    assert len(changes) == 1
+    assert sum(count == 0 for count in workers[20:]) <= 4
+
+
+def test_the_first_epoch_says_nothing() -> None:
+    cold, warm = Loader(gap_s=0.01, batch_s=0.5), Loader(gap_s=0.01, batch_s=0.001)
+    workers, changes = train(lambda epoch: cold if epoch == 1 else warm, 0, 30)
+    assert set(workers) == {0} and not changes
+
+
+def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> None:
+    def workers(memory_bytes: int | None) -> int:
+        trials = Trials(0, forks=True)
+        stretch = replace(Loader(gap_s=0.01, batch_s=0.03, batches=400).epoch(0), process_bytes=10**9)
+        room = replace(EIGHT, memory_bytes=memory_bytes)
+        for epoch in range(1, 6):
+            trials.add(replace(stretch, epoch=epoch), room, begins=Moment(9), may_try=True)
+        return trials.trial.workers if trials.trial is not None else 0
+
+    assert workers(None) == 3
+    assert workers(2 * 10**9) == 2
+    assert workers(10**9 - 1) == 0
+
+
+def test_workers_that_persist_are_not_changed() -> None:
+    trials = Trials(1, forks=True)
+    stretch = replace(Loader(gap_s=0.01, batch_s=0.03).epoch(1), persists=True)
+    for epoch in range(1, 10):
+        trials.add(replace(stretch, epoch=epoch), EIGHT, begins=Moment(99), may_try=True)
+    assert trials.trial is None
+
+
+def test_a_trial_that_not_all_ranks_have_read_of_in_time_counts_as_one() -> None:
+    trials = Trials(0, forks=True)
+    stretch = Loader(gap_s=0.01, batch_s=0.03).epoch(0)
+    begun = set()
+    for epoch in range(1, 100):
+        trials.add(replace(stretch, epoch=epoch), EIGHT, begins=Moment(epoch + 1, 1), may_try=True)
+        begun.add(trials.trial.number if trials.trial is not None else 0)
+    assert 1 <= max(begun) <= 10
+
+
+def test_the_rank_whose_loader_is_the_slowest_counts() -> None:
+    one = Stretch(epoch=3, workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
+    other = Stretch(epoch=3, workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
+    worst = worst_of([one, other])
+    assert worst == replace(other, cpu_s=0.001, process_bytes=5)
+    assert worst_of([one, replace(other, workers=2)]) is None
