@@ -13,14 +13,16 @@ WORDS = 50
 
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, lines: int) -> None:
-        words = torch.randint(WORDS, (lines, 13), generator=torch.Generator().manual_seed(1))
-        self.words = words
+        self.words = torch.randint(WORDS, (lines, 13), generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self.words)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.words[index, :-1], self.words[index, 1:]
+        words = self.words[index]
+        # A word that is not read, at random: what augmentation does.
+        read = torch.where(torch.rand(len(words)) < 0.1, torch.zeros_like(words), words)
+        return read[:-1], words[1:]
 
 
 class Model(LightningTransformer):

@@ -1,9 +1,9 @@
 """nequip: a potential of copper, trained on forces (so with a second derivative), from a config."""
 
 import lightning.pytorch as pl
-import torch
 from nequip.data.datamodule import NequIPDataModule
 from nequip.train import EMALightningModule
+from nequip.utils.global_state import set_global_state
 from train import SEED, Run
 
 REQUIREMENTS = ["nequip"]
@@ -13,6 +13,7 @@ RADIUS = 4.0
 
 
 def train(run: Run) -> None:
+    set_global_state()
     transforms = "nequip.data.transforms"
     dataset = {
         "_target_": "nequip.data.dataset.EMTTestDataset",
@@ -71,6 +72,3 @@ def train(run: Run) -> None:
 def weights_only(run: Run) -> dict[str, bool]:
     """Its checkpoints hold more than weights, which has to be said from Lightning 2.6 on."""
     return {"weights_only": False} if run.ckpt_path else {}
-
-
-torch.set_default_dtype(torch.float32)

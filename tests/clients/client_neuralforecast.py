@@ -2,7 +2,10 @@
 
 import numpy as np
 import pandas as pd
-import pytorch_lightning  # noqa: F401
+import pytorch_lightning  # noqa: F401, I001
+
+# neuralforecast imports both of Lightning's packages.
+import lightning_ncclsafe  # noqa: F401
 from neuralforecast import NeuralForecast
 from neuralforecast.models import NHITS
 from train import SEED, Run

@@ -43,7 +43,8 @@ def installed(client: str, requirements: Sequence[str]) -> Path | str:
         try:
             _pip(environment, *requirements)
         except subprocess.CalledProcessError as error:
-            return f"cannot be installed: {error.stderr.strip().splitlines()[-1]}"
+            lines = error.stderr.strip().splitlines()
+            return f"cannot be installed: {next((line for line in lines if line.startswith('ERROR')), lines[-1])}"
         except subprocess.TimeoutExpired:
             return "cannot be installed in an hour"
         ready.write_text(wanted)

@@ -58,6 +58,12 @@ class Outcome:
     lines: int
     said: list[str]
 
+    @property
+    def fit_s(self) -> float | None:
+        """How long the last fit took on rank 0, if it has come to its end."""
+        fits = (self.found[0] or {}).get("fits")
+        return fits[-1]["fit_s"] if fits else None
+
 
 @dataclass
 class Compared:
@@ -74,6 +80,7 @@ class Compared:
     differences: dict[str, list[str]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     codes: dict[str, list[int | None]] = field(default_factory=dict)
+    fit_s: dict[str, float | None] = field(default_factory=dict)
 
 
 def said_of(client: str) -> dict[str, Any]:
@@ -165,7 +172,7 @@ def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     fits = [note.get("fits", []) for note in (stock, ours)]
     if len(fits[0]) != len(fits[1]):
         return [f"{len(fits[1])} fits came to their end, not {len(fits[0])}:"]
-    names = {name for one in fits[0] for name in one} - {"steps_s"}
+    names = {name for one in fits[0] for name in one} - {"steps_s", "fit_s"}
     return sorted(name for name in names if [one[name] for one in fits[0]] != [one[name] for one in fits[1]])
 
 
@@ -179,6 +186,7 @@ def compared(warm: Warm, client: str, variant: str) -> Compared:
     outcomes = {strategy: trained(warm, client, strategy, variant) for strategy in STRATEGIES}
     stock = outcomes[STOCK]
     result.codes = {strategy: one.codes for strategy, one in outcomes.items()}
+    result.fit_s = {strategy: one.fit_s for strategy, one in outcomes.items()}
     result.lines = {strategy: one.lines for strategy, one in outcomes.items()}
     result.differences = {strategy: differences(stock, outcomes[strategy], variant) for strategy in OURS}
     if any(result.differences.values()) and variant not in ENDED:
@@ -258,7 +266,9 @@ def sentence(one: Compared) -> str:
     what = one.why_not or "; ".join(
         f"{strategy}: {', '.join(found) or 'equal'}" for strategy, found in one.differences.items()
     )
-    return f"{one.client}, {one.variant}: {what} (lines {[*one.lines.values()]}, exit codes {one.codes.get(STOCK)})"
+    fits = ", ".join("-" if fit_s is None else f"{fit_s:.1f}" for fit_s in one.fit_s.values())
+    lines = ", ".join(map(str, one.lines.values()))
+    return f"{one.client}, {one.variant}: {what} (lines {lines}; fit {fits} s; exit codes {one.codes.get(STOCK)})"
 
 
 def table(told: Iterable[Told]) -> str:

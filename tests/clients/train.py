@@ -123,6 +123,10 @@ def recorder(run: Run) -> Any:
             self.states: list[str] = []
             self.steps_s: list[float] = []
             self.began_s = 0.0
+            self.fit_began_s = 0.0
+
+        def on_fit_start(self, *_: Any) -> None:
+            self.fit_began_s = time.perf_counter()
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             now_s = time.perf_counter()
@@ -146,10 +150,11 @@ def recorder(run: Run) -> Any:
             note = {
                 "losses": self.losses,
                 "random states": [*self.states, random_states()],
-                "weights": digest(*(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())),
+                "weights": digest(*map(as_bytes, [*module.parameters(), *module.buffers()])),
                 "steps": trainer.global_step,
                 "metrics": {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())},
                 "steps_s": self.steps_s,
+                "fit_s": time.perf_counter() - self.fit_began_s,
             }
             run.found.setdefault("fits", []).append(note)
             if run.variant == "spawn":
@@ -176,6 +181,11 @@ def random_states() -> str:
     import torch
 
     return digest(torch.get_rng_state().numpy().tobytes(), repr(random.getstate()), np.random.get_state()[1].tobytes())
+
+
+def as_bytes(tensor: Any) -> bytes:
+    made: bytes = tensor.detach().cpu().numpy().tobytes()
+    return made
 
 
 def digest(*parts: bytes | str) -> str:
