@@ -2,6 +2,7 @@
 # make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
+# make clients  let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -22,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test suite lint matrix bench faults gpu install clean
+.PHONY: demo hangs test suite lint matrix bench faults clients gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -61,6 +62,10 @@ bench: $(INSTALLED)
 # FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
 faults: $(INSTALLED)
 	$(BIN)/python tests/faults/scoreboard.py $(FAULTS)
+
+# CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
+clients: $(INSTALLED)
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # See tests/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)

@@ -66,20 +66,27 @@ class Running:
 class Warm:
     """The program that is forked from; programs may be asked for from any thread, and before it is ready."""
 
-    def __init__(self, python: str | Path = sys.executable, preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(
+        self, python: str | Path = sys.executable, preloaded: Sequence[str] = PRELOADED, *, start_s: float = START_S
+    ) -> None:
         """Starts it.
 
         Args:
             python: The interpreter, that of another environment for instance.
             preloaded: What it imports before it forks, in this order.
+            start_s: How long a program that is asked for may take to be there, the imports included.
         """
+        self._start_s = start_s
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A name that is no file: it goes with the socket.
         self._listener.bind(f"\0warm-{os.getpid()}-{time.monotonic_ns()}")
         self._listener.listen(100)
         number = self._listener.fileno()
         self._process = subprocess.Popen(
-            [str(python), __file__, str(number), *preloaded], pass_fds=[number], stdin=subprocess.PIPE, env=environment()
+            [str(python), __file__, str(number), *preloaded],
+            pass_fds=[number],
+            stdin=subprocess.PIPE,
+            env=environment(),
         )
 
     def start(self, argv: Sequence[str], *, output: int, cwd: Path, env: Mapping[str, str] | None = None) -> Running:
@@ -93,7 +100,7 @@ class Warm:
         """
         order = {"argv": [*argv], "cwd": str(cwd), "env": environment() if env is None else dict(env)}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(START_S)
+        connection.settimeout(self._start_s)
         connection.connect(self._listener.getsockname())
         socket.send_fds(connection, [json.dumps(order).encode()], [output])
         return Running(connection)

@@ -27,11 +27,14 @@ class Model(BoringModel):
 
 
 def train(run: Run) -> None:
-    schedule = {level: {"params": [f"layer.{layer}.weight", f"layer.{layer}.bias"]} for level, layer in enumerate((2, 0))}
+    schedule = {
+        level: {"params": [f"layer.{layer}.weight", f"layer.{layer}.bias"]} for level, layer in enumerate((2, 0))
+    }
     schedule[0]["max_transition_epoch"] = 2
     kwargs = run.kwargs()
     kwargs["callbacks"] += [
-        FinetuningScheduler(ft_schedule=schedule),
+        # Which every strategy needs that is given as an object, stock as well.
+        FinetuningScheduler(ft_schedule=schedule, allow_untested=True),
         FTSEarlyStopping("val_loss", patience=1),
         FTSCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
     ]

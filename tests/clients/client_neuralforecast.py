@@ -1,11 +1,14 @@
 """neuralforecast: NHITS on a few waves, whose Trainer it makes."""
 
+# It imports both of Lightning's packages: that of its Trainer comes first, then ours.
+import pytorch_lightning  # noqa: F401
+
+# isort: split
+import lightning_ncclsafe  # noqa: F401
+
+# isort: split
 import numpy as np
 import pandas as pd
-import pytorch_lightning  # noqa: F401, I001
-
-# neuralforecast imports both of Lightning's packages.
-import lightning_ncclsafe  # noqa: F401
 from neuralforecast import NeuralForecast
 from neuralforecast.models import NHITS
 from train import SEED, Run

@@ -22,7 +22,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
-from environments import installed, make_base  # noqa: E402
+from environments import installed  # noqa: E402
 from train import STRATEGIES, TIMED, VARIANTS  # noqa: E402
 from warm import Warm, environment, ranks_of  # noqa: E402
 
@@ -46,17 +46,17 @@ class Outcome:
         codes: Exit codes, one for each process that was started here; None where it had to be killed.
         found: What each rank has noted; None where it has not come to that.
         logged: The points in the logger's file.
-        checkpoints: Of each file the names and checksums of what is in it.
+        checkpoints: Of each file the sizes and checksums of its tensors.
+        incidents: The folders of reports.
         lines: How many were printed.
-        said: What this package has printed.
     """
 
     codes: list[int | None]
     found: list[dict[str, Any] | None]
     logged: list[str]
     checkpoints: dict[str, list[str]]
+    incidents: list[str]
     lines: int
-    said: list[str]
 
     @property
     def fit_s(self) -> float | None:
@@ -120,15 +120,14 @@ def trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int =
                 codes.append(None)
         for program in running:
             program.end_session()
-    text = output.read_text(errors="replace").splitlines()
     notes = [folder / f"found-{rank}.json" for rank in range(ranks)]
     return Outcome(
         codes=codes,
         found=[json.loads(note.read_text()) if note.exists() else None for note in notes],
         logged=[point for path in sorted(folder.rglob("metrics.csv")) for point in points(path)],
         checkpoints={str(path.relative_to(folder)): contents(path) for path in sorted(folder.rglob("*.ckpt"))},
-        lines=len(text),
-        said=[line for line in text if "[ncclsafe]" in line],
+        incidents=sorted(path.name for path in folder.rglob("ncclsafe/*incident*")),
+        lines=len(output.read_text(errors="replace").splitlines()),
     )
 
 
@@ -157,12 +156,15 @@ def differences(stock: Outcome, ours: Outcome, variant: str) -> list[str]:
     if variant in ENDED:
         return told
     for rank, (its, our) in enumerate(zip(stock.found, ours.found, strict=True)):
-        told += [f"{what} of rank {rank}" for what in _unequal(its or {}, our or {})]
+        told += [f"{what} rank {rank}" for what in _unequal(its or {}, our or {})]
     if stock.logged != ours.logged:
         told.append("logged points")
     if stock.checkpoints != ours.checkpoints:
         same = stock.checkpoints.keys() == ours.checkpoints.keys()
-        told.append("checkpoints' contents" if same else f"checkpoints: {[*ours.checkpoints]}, not {[*stock.checkpoints]}")
+        names = f"checkpoints {[*ours.checkpoints]}, not {[*stock.checkpoints]}"
+        told.append("what is in checkpoints" if same else names)
+    if ours.incidents:
+        told.append(f"reported {', '.join(ours.incidents)}")
     return told
 
 
@@ -173,7 +175,7 @@ def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     if len(fits[0]) != len(fits[1]):
         return [f"{len(fits[1])} fits came to their end, not {len(fits[0])}:"]
     names = {name for one in fits[0] for name in one} - {"steps_s", "fit_s"}
-    return sorted(name for name in names if [one[name] for one in fits[0]] != [one[name] for one in fits[1]])
+    return sorted(f"{name} of" for name in names if [one[name] for one in fits[0]] != [one[name] for one in fits[1]])
 
 
 def compared(warm: Warm, client: str, variant: str) -> Compared:
@@ -244,9 +246,9 @@ def told_of(client: str, variants: Iterable[str], turns: int) -> Told:
         return Told(client, why_not=environment)
     os.environ |= {"PYTHONPATH": f"{FOLDER.parents[1]}:{FOLDER}", "OMP_NUM_THREADS": "1"}
     # First the client, so that its Lightning is there before anything of ours.
-    warm = Warm(environment, [f"client_{client}", "lightning_ncclsafe.strategies"])
+    warm = Warm(environment, [f"client_{client}", "lightning_ncclsafe.strategies"], start_s=LIMIT_S)
+    told = Told(client)
     try:
-        told = Told(client)
         for variant in variants:
             one = compared(warm, client, variant)
             told.compared.append(one)
@@ -254,11 +256,12 @@ def told_of(client: str, variants: Iterable[str], turns: int) -> Told:
         if turns:
             told.timed = timed(warm, client, turns)
             print(f"{client}: {told.timed}", flush=True)
-        return told
-    except TimeoutError:
-        return Told(client, why_not="cannot be imported")
+    except TimeoutError as error:
+        told.why_not = str(error) or f"does not start within {LIMIT_S} s"
+        print(f"{client}: {told.why_not}", flush=True)
     finally:
         warm.close()
+    return told
 
 
 def sentence(one: Compared) -> str:
@@ -273,23 +276,18 @@ def sentence(one: Compared) -> str:
 
 def table(told: Iterable[Told]) -> str:
     """As it stands in the documentation."""
-    rows = ["| | equal to stock | lines: stock, `SafeDDP()`, `safe_callbacks()` | step of stock | `SafeDDP()` | `safe_callbacks()` |"]
-    rows.append("|---|---|---|---|---|---|")
+    rows = ["| | equal: `SafeDDP()` | `safe_callbacks()` | lines | step of stock | `SafeDDP()` | `safe_callbacks()` |"]
+    rows.append("|---|---|---|---|---|---|---|")
     for one in told:
         if one.why_not:
-            rows.append(f"| {one.client} | {one.why_not} | | | | |")
+            rows.append(f"| {one.client} | {one.why_not} | | | | | |")
             continue
-        equal = ", ".join(
-            f"`{strategy}` {_of(one.compared, strategy)}" for strategy in OURS
-        )
-        plain = next((other for other in one.compared if other.lines), None)
-        lines = ", ".join(map(str, plain.lines.values())) if plain else ""
+        equal = [_of(one.compared, strategy) for strategy in OURS]
+        lines = next((", ".join(map(str, other.lines.values())) for other in one.compared if other.lines), "")
         times = one.timed.get("ratios", {})
-        shown = [
-            "{:.3f} ({:.3f}–{:.3f})".format(*times[strategy]) if strategy in times else "" for strategy in OURS
-        ]
-        stock = f"{one.timed['stock_ms']:.1f} ms" if times else ""
-        rows.append(f"| {one.client} | {equal} | {lines} | {stock} | {shown[0]} | {shown[1]} |")
+        step = f"{one.timed['stock_ms']:.1f} ms" if times else ""
+        ratios = ["{:.3f} ({:.3f}–{:.3f})".format(*times[strategy]) if times else "" for strategy in OURS]  # noqa: RUF001
+        rows.append(f"| {' | '.join([one.client, *equal, lines, step, *ratios])} |")
     return "\n".join(rows)
 
 
@@ -304,10 +302,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=CLIENTS, choices=CLIENTS)
     parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
     parser.add_argument("--turns", type=int, default=0, help="how often each strategy is timed")
-    parser.add_argument("--torch", default="torch", help="what pip installs where there is no torch yet")
     parser.add_argument("--json", type=Path, help="where all that was found goes")
     arguments = parser.parse_args()
-    make_base(arguments.torch)
     told = [told_of(client, arguments.variants, arguments.turns) for client in arguments.only]
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(one) for one in told], indent=1))

@@ -47,9 +47,9 @@ class Run:
     """What a client is trained with.
 
     Attributes:
-        name: Of the client, whose module may say ``LIGHTNING``, the package that it uses (``lightning.pytorch``), ``MONITOR``, a
-            metric that it logs, ``STRATEGY``, arguments of the strategy, and ``EPOCHS``, how many of its epochs count
-            as one here.
+        name: Of the client. Its module says ``REQUIREMENTS``, what pip installs, and ``MONITOR``, a metric that it
+            logs; it may say ``LIGHTNING``, the package that it uses (``lightning.pytorch``), ``STRATEGY``, arguments
+            of the strategy, ``EPOCHS``, how many of its epochs count as one here, and that it never ``RESUMES``.
         strategy: One of ``STRATEGIES``.
         variant: One of ``VARIANTS``.
         folder: Where everything goes.
@@ -114,59 +114,62 @@ class Run:
         return safe_callbacks(*made)
 
 
+class Recorder:
+    """Notes what was trained, and lets go wrong what the variant says; a callback of the Lightning that is used."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.losses: list[str] = []
+        self.states: list[str] = []
+        self.steps_s: list[float] = []
+        self.began_s: float | None = None
+        self.fit_began_s = 0.0
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.fit_began_s = time.perf_counter()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.began_s = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        now_s = time.perf_counter()
+        if self.began_s is not None:
+            self.steps_s.append(now_s - self.began_s)
+        self.began_s = now_s
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self.losses.append("none" if loss is None else float(loss).hex())
+        if len(self.losses) == AT_BATCH:
+            go_wrong(self.run.variant, trainer.global_rank)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.states.append(random_states())
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        note = {
+            "losses": self.losses,
+            "random states": [*self.states, random_states()],
+            # Buffers that no checkpoint keeps may never have been written: lightly has such.
+            "weights": digest(*map(as_bytes, filter(is_tensor, module.state_dict().values()))),
+            "steps": trainer.global_step,
+            "metrics": {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())},
+            "steps_s": self.steps_s,
+            "fit_s": time.perf_counter() - self.fit_began_s,
+        }
+        self.run.found.setdefault("fits", []).append(note)
+        if self.run.variant == "spawn":
+            write(self.run, trainer.global_rank)
+
+    def __reduce__(self) -> Any:
+        return recorder, (self.run,)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 def recorder(run: Run) -> Any:
-    """A callback that notes what was trained, and lets go wrong what the variant says."""
-
-    class Recorder(run.lightning.Callback):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.losses: list[str] = []
-            self.states: list[str] = []
-            self.steps_s: list[float] = []
-            self.began_s = 0.0
-            self.fit_began_s = 0.0
-
-        def on_fit_start(self, *_: Any) -> None:
-            self.fit_began_s = time.perf_counter()
-
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            now_s = time.perf_counter()
-            if self.began_s:
-                self.steps_s.append(now_s - self.began_s)
-            self.began_s = now_s
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            self.losses.append("none" if loss is None else float(loss).hex())
-            if len(self.losses) == AT_BATCH:
-                go_wrong(run.variant, trainer.global_rank)
-
-        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-            self.began_s = 0.0
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            self.states.append(random_states())
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            note = {
-                "losses": self.losses,
-                "random states": [*self.states, random_states()],
-                "weights": digest(*map(as_bytes, [*module.parameters(), *module.buffers()])),
-                "steps": trainer.global_step,
-                "metrics": {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())},
-                "steps_s": self.steps_s,
-                "fit_s": time.perf_counter() - self.fit_began_s,
-            }
-            run.found.setdefault("fits", []).append(note)
-            if run.variant == "spawn":
-                write(run, trainer.global_rank)
-
-        def __reduce__(self) -> Any:
-            return recorder, (run,)
-
-        def __deepcopy__(self, memo: Any) -> Any:
-            return self
-
-    return Recorder()
+    return type("Recorder", (Recorder, run.lightning.Callback), {})(run)
 
 
 def go_wrong(variant: str, rank: int) -> None:
@@ -181,6 +184,12 @@ def random_states() -> str:
     import torch
 
     return digest(torch.get_rng_state().numpy().tobytes(), repr(random.getstate()), np.random.get_state()[1].tobytes())
+
+
+def is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
 
 
 def as_bytes(tensor: Any) -> bytes:
