@@ -2,7 +2,7 @@
 # make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
-# make clients  let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
+# make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.

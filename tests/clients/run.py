@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from warm import Warm, environment, ranks_of  # noqa: E402
 RUNS = FOLDER.parents[1] / "runs" / "clients"
 CLIENTS = sorted(path.stem.removeprefix("client_") for path in FOLDER.glob("client_*.py"))
 LIMIT_S = 240
+# What is noted, but not compared.
+TIMES = ("steps_s", "fit_s")
 # What CollectiveTimer logs beside the metrics of the client.
 OWN_METRICS = ("collectives/", "straggler/")
 # Variants in which one process is started, which starts the others.
@@ -168,14 +170,18 @@ def differences(stock: Outcome, ours: Outcome, variant: str) -> list[str]:
     return told
 
 
-def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
     if stock.get("raised") != ours.get("raised"):
-        return [f"raised {ours.get('raised')}, not {stock.get('raised')}:"]
+        yield f"raised {ours.get('raised')}, not {stock.get('raised')}:"
+        return
     fits = [note.get("fits", []) for note in (stock, ours)]
     if len(fits[0]) != len(fits[1]):
-        return [f"{len(fits[1])} fits came to their end, not {len(fits[0])}:"]
-    names = {name for one in fits[0] for name in one} - {"steps_s", "fit_s"}
-    return sorted(f"{name} of" for name in names if [one[name] for one in fits[0]] != [one[name] for one in fits[1]])
+        yield f"{len(fits[1])} fits came to their end, not {len(fits[0])}:"
+        return
+    for its, our in zip(*fits, strict=True):
+        unequal = sorted(name for name in its if its[name] != our[name] and name not in TIMES)
+        if unequal:
+            yield f"{', '.join(unequal)} of {its['part'] + ' of' if its.get('part') else ''}".strip()
 
 
 def compared(warm: Warm, client: str, variant: str) -> Compared:

@@ -54,6 +54,7 @@ class Run:
         variant: One of ``VARIANTS``.
         folder: Where everything goes.
         ckpt_path: What training goes on from.
+        part: What a client that trains several times trains now.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Run:
     ckpt_path: Path | None = None
     found: dict[str, Any] = field(default_factory=dict)
     epochs: int = EPOCHS
+    part: str = ""
 
     @property
     def client(self) -> ModuleType:
@@ -80,7 +82,7 @@ class Run:
             "max_epochs": self.epochs * getattr(self.client, "EPOCHS", 1),
             "strategy": self._strategy(),
             "callbacks": self._callbacks(),
-            "logger": self.lightning.loggers.CSVLogger(self.folder, name="logs", version=0),
+            "logger": self.lightning.loggers.CSVLogger(self.folder, "logs", self.part or 0),
             "log_every_n_steps": 1,
             "default_root_dir": str(self.folder),
             "enable_progress_bar": False,
@@ -148,6 +150,7 @@ class Recorder:
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         note = {
+            "part": self.run.part,
             "losses": self.losses,
             "random states": [*self.states, random_states()],
             # Buffers that no checkpoint keeps may never have been written: lightly has such.
