@@ -8,6 +8,8 @@ from train import Run
 
 REQUIREMENTS = ["gluonts[torch]"]
 MONITOR = "train_loss"
+# Its own checkpoints hold weights only.
+RESUMES = False
 
 
 def train(run: Run) -> None:
@@ -23,4 +25,4 @@ def train(run: Run) -> None:
         num_batches_per_epoch=10,
         trainer_kwargs=run.kwargs(),
     )
-    estimator.train(ListDataset(waves, freq="h"), ckpt_path=run.ckpt_path and str(run.ckpt_path))
+    estimator.train(ListDataset(waves, freq="h"))
