@@ -16,4 +16,5 @@ def train(run: Run) -> None:
         for some, shuffled in ((points[:64], True), (points[64:], False))
     ]
     model = models.MPNN(nn.BondMessagePassing(d_h=32), nn.MeanAggregation(), nn.RegressionFFN(input_dim=32))
-    pl.Trainer(**run.kwargs()).fit(model, *loaders, ckpt_path=run.ckpt_path)
+    trainer = pl.Trainer(**run.kwargs())
+    trainer.fit(model, *loaders, ckpt_path=run.ckpt_path, **run.unpickling)

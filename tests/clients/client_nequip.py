@@ -66,9 +66,4 @@ def train(run: Run) -> None:
         optimizer={"_target_": "torch.optim.Adam", "lr": 0.01},
     )
     module.world_size = trainer.world_size
-    trainer.fit(module, datamodule=data, ckpt_path=run.ckpt_path, **weights_only(run))
-
-
-def weights_only(run: Run) -> dict[str, bool]:
-    """Its checkpoints hold more than weights, which has to be said from Lightning 2.6 on."""
-    return {"weights_only": False} if run.ckpt_path else {}
+    trainer.fit(module, datamodule=data, ckpt_path=run.ckpt_path, **run.unpickling)

@@ -51,6 +51,7 @@ class Outcome:
         checkpoints: Of each file the sizes and checksums of its tensors.
         incidents: The folders of reports.
         lines: How many were printed.
+        is_port_taken: Whether the ranks could not meet at the port that they were given.
     """
 
     codes: list[int | None]
@@ -59,6 +60,7 @@ class Outcome:
     checkpoints: dict[str, list[str]]
     incidents: list[str]
     lines: int
+    is_port_taken: bool = False
 
     @property
     def fit_s(self) -> float | None:
@@ -100,7 +102,12 @@ def said_of(client: str) -> dict[str, Any]:
 
 
 def trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int = 0) -> Outcome:
-    """Trains, in processes of its own."""
+    """Trains, in processes of its own; once more where another program has taken their port before they did."""
+    outcome = _trained(warm, client, strategy, variant, attempt)
+    return _trained(warm, client, strategy, variant, attempt) if outcome.is_port_taken else outcome
+
+
+def _trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int) -> Outcome:
     folder = RUNS / client / f"{variant}-{attempt}" / strategy
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -122,6 +129,7 @@ def trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int =
                 codes.append(None)
         for program in running:
             program.end_session()
+    text = output.read_text(errors="replace")
     notes = [folder / f"found-{rank}.json" for rank in range(ranks)]
     return Outcome(
         codes=codes,
@@ -129,7 +137,8 @@ def trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int =
         logged=[point for path in sorted(folder.rglob("metrics.csv")) for point in points(path)],
         checkpoints={str(path.relative_to(folder)): contents(path) for path in sorted(folder.rglob("*.ckpt"))},
         incidents=sorted(path.name for path in folder.rglob("ncclsafe/*incident*")),
-        lines=len(output.read_text(errors="replace").splitlines()),
+        lines=len(text.splitlines()),
+        is_port_taken="EADDRINUSE" in text,
     )
 
 

@@ -94,6 +94,11 @@ class Run:
             made["accumulate_grad_batches"] = 2
         return made
 
+    @property
+    def unpickling(self) -> dict[str, bool]:
+        """For ``fit``, where a client's checkpoints hold more than weights, and Lightning has to be told."""
+        return {"weights_only": False} if self.ckpt_path else {}
+
     def _strategy(self) -> Any:
         given = dict(getattr(self.client, "STRATEGY", {}))
         if self.variant == "spawn":
