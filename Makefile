@@ -3,6 +3,7 @@
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
+# make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -24,7 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test suite lint matrix bench soak faults gpu install clean
+.PHONY: demo hangs test suite lint matrix bench soak faults clients gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -67,6 +68,10 @@ soak: $(INSTALLED)
 # FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
 faults: $(INSTALLED)
 	$(BIN)/python tests/faults/scoreboard.py $(FAULTS)
+
+# CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
+clients: $(INSTALLED)
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # See tests/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)

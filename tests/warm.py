@@ -4,7 +4,8 @@ What such a program starts itself, as the launchers do, it starts as ever. It ha
 environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
 registered with ``atexit``, and its exit code.
 
-Run as a program itself, with the number of a listening socket: each connection to it asks for one program.
+Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
+one program.
 """
 
 import gc
@@ -65,14 +66,27 @@ class Running:
 class Warm:
     """The program that is forked from; programs may be asked for from any thread, and before it is ready."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, python: str | Path = sys.executable, preloaded: Sequence[str] = PRELOADED, *, start_s: float = START_S
+    ) -> None:
+        """Starts it.
+
+        Args:
+            python: The interpreter, that of another environment for instance.
+            preloaded: What it imports before it forks, in this order.
+            start_s: How long a program that is asked for may take to be there, the imports included.
+        """
+        self._start_s = start_s
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A name that is no file: it goes with the socket.
         self._listener.bind(f"\0warm-{os.getpid()}-{time.monotonic_ns()}")
         self._listener.listen(100)
         number = self._listener.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(number)], pass_fds=[number], stdin=subprocess.PIPE, env=environment()
+            [str(python), __file__, str(number), *preloaded],
+            pass_fds=[number],
+            stdin=subprocess.PIPE,
+            env=environment(),
         )
 
     def start(self, argv: Sequence[str], *, output: int, cwd: Path, env: Mapping[str, str] | None = None) -> Running:
@@ -86,7 +100,7 @@ class Warm:
         """
         order = {"argv": [*argv], "cwd": str(cwd), "env": environment() if env is None else dict(env)}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(START_S)
+        connection.settimeout(self._start_s)
         connection.connect(self._listener.getsockname())
         socket.send_fds(connection, [json.dumps(order).encode()], [output])
         return Running(connection)
@@ -194,7 +208,7 @@ def become(order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     first, *arguments = order["argv"]
     if rank := os.environ.get("LOCAL_RANK"):
-        from lightning.pytorch.utilities import rank_zero_only
+        from lightning_utilities.core.rank_zero import rank_zero_only
 
         # Lightning looks for it when it is imported.
         rank_zero_only.rank = int(rank)
@@ -209,7 +223,7 @@ def become(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    for name in PRELOADED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     # So that the end of each program does not look at everything that was imported.
     gc.freeze()
