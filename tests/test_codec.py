@@ -79,6 +79,7 @@ WORKER = ProcessFacts(
     stack=(FRAME,),
     gil_held=True,
     ended_by="SIGABRT",
+    exit_code=2,
     ran_share=0.25,
     queued_share=0.5,
 )

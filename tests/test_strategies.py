@@ -247,6 +247,7 @@ def test_the_guard_stands_before_the_strategy_and_hides_nothing_of_it(ours: type
         "backward",
         "barrier",
         "lightning_module_state_dict",
+        "on_exception",
         "optimizer_state",
         "optimizer_step",
         "predict_step",

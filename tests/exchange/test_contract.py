@@ -134,11 +134,11 @@ def test_use_after_close_is_one_clear_error(make: MakeExchange) -> None:
 
 
 def test_what_an_earlier_exchange_of_this_rank_has_published_is_taken_away_and_nothing_else() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=45))
 
     def at(prefix: str) -> TcpStoreExchange:
-        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
-        return TcpStoreExchange(PrefixStore("ncclsafe", client), prefix=prefix)
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=45))
+        return TcpStoreExchange(PrefixStore("ncclsafe", client), prefix=prefix, deadline_s=45.0)
 
     with closing(at("0/")) as first, closing(at("0/")) as other, closing(at("1/")) as second:
         before = server.num_keys()

@@ -123,3 +123,10 @@ def stream_on_one_rank(here: Here) -> None:
 @fault("validation-step", ranks=odd_one_out, at=START, has_line=False, has_phase=False)
 def validation_after_other_batches(here: Here) -> None:
     disagree(here, data=(rows(here), rows(here)), val_check_interval=2 if here.is_last else 3)
+
+
+@fault("different-trainer-settings", ranks=odd_one_out, at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)
+def another_accumulation(here: Here) -> None:
+    """As where each rank works it out from its own memory."""
+    here.begins()
+    here.fit(max_epochs=1, accumulate_grad_batches=4 if here.is_last else 1)

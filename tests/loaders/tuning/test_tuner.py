@@ -359,4 +359,17 @@ def test_a_loader_that_stands_in_two_stages_is_set_back(make: Callable[..., Rank
         ranks.tuners[0].take(stage, [loader])
     assert loader.num_workers == 8
     ranks.close()
+<<<<<<< HEAD
     assert (loader.num_workers, loader.prefetch_factor) == (20, 5)
+=======
+    assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
+
+
+def test_epochs_leave_no_more_keys_than_two() -> None:
+    shared = SharedMemory()
+    one = Tuner(TunerSettings(), MemoryExchange(shared), rank=0, world_size=2, capacity=HOST, say=lambda _: None)
+    one._deciding = tuner.Deciding(least_budget([HOST, HOST]), 2, lambda _: None)
+    for _ in range(50):
+        assert one._setting_of_epoch("train_dataloader") is None
+    assert {*shared.values} == {"tuning/epoch/train_dataloader/49", "tuning/epoch/train_dataloader/50"}
+>>>>>>> memory
