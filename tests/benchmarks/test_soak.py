@@ -36,15 +36,7 @@ def test_what_is_flat(name: str, at: object) -> None:
     ("name", "at", "said"),
     [
         ("memory of rank 0", lambda minute: 480e6 + 0.2e6 * minute, "by 12.0 MB an hour"),
-<<<<<<< HEAD
-        (
-            "memory of rank 1",
-            lambda minute: 480e6 + 10e6 * (minute > 30),
-            "memory of rank 1 grew from 480.0 MB to 490.0",
-        ),
-=======
         ("memory of rank 1", lambda minute: 480e6 + 10e6 * (minute > 30), "grew from 480.0 MB to 490.0 MB"),
->>>>>>> memory
         ("threads", lambda minute: 24 + minute // 20, "threads grew from 24 to 26"),
         ("keys on the store", lambda minute: 30 + minute, "by 60 an hour"),
     ],

@@ -61,12 +61,12 @@ class Ranks:
     """Tuners of ranks that share memory."""
 
     def __init__(self, count: int, capacity: Capacity = HOST, **settings: bool) -> None:
-        shared = SharedMemory()
+        self.shared = SharedMemory()
         self.said: list[list[str]] = [[] for _ in range(count)]
         self.tuners = [
             Tuner(
                 TunerSettings(**settings),
-                MemoryExchange(shared),
+                MemoryExchange(self.shared),
                 rank=rank,
                 world_size=count,
                 capacity=capacity,
@@ -359,17 +359,16 @@ def test_a_loader_that_stands_in_two_stages_is_set_back(make: Callable[..., Rank
         ranks.tuners[0].take(stage, [loader])
     assert loader.num_workers == 8
     ranks.close()
-<<<<<<< HEAD
     assert (loader.num_workers, loader.prefetch_factor) == (20, 5)
-=======
-    assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
 
 
-def test_epochs_leave_no_more_keys_than_two() -> None:
-    shared = SharedMemory()
-    one = Tuner(TunerSettings(), MemoryExchange(shared), rank=0, world_size=2, capacity=HOST, say=lambda _: None)
-    one._deciding = tuner.Deciding(least_budget([HOST, HOST]), 2, lambda _: None)
-    for _ in range(50):
-        assert one._setting_of_epoch("train_dataloader") is None
-    assert {*shared.values} == {"tuning/epoch/train_dataloader/49", "tuning/epoch/train_dataloader/50"}
->>>>>>> memory
+def test_epochs_leave_no_more_keys_than_two(make: Callable[..., Ranks]) -> None:
+    ranks = make(2, Capacity(machine="a", cpus=tuple(range(8))), apply_to_iterables=True)
+    loaders = [DataLoader(Stream(), num_workers=1) for _ in range(2)]
+    tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
+    for _ in range(20):
+        for tuning in tunings:
+            assert tuning is not None
+            tuning(lambda: iter(()))
+    keys = {key for key in ranks.shared.values if key.startswith("tuning/epoch/")}
+    assert keys == {"tuning/epoch/train_dataloader/19", "tuning/epoch/train_dataloader/20"}
