@@ -1,7 +1,6 @@
 """darts: N-BEATS on a wave, whose Trainer darts makes."""
 
 import numpy as np
-import pytorch_lightning  # noqa: F401
 from darts import TimeSeries
 from darts.models import NBEATSModel
 from train import SEED, Run

@@ -1,12 +1,5 @@
 """neuralforecast: NHITS on a few waves, whose Trainer it makes."""
 
-# It imports both of Lightning's packages: that of its Trainer comes first, then ours.
-import pytorch_lightning  # noqa: F401
-
-# isort: split
-import lightning_ncclsafe  # noqa: F401
-
-# isort: split
 import numpy as np
 import pandas as pd
 from neuralforecast import NeuralForecast

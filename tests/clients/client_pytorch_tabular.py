@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-import pytorch_lightning  # noqa: F401
 from pytorch_tabular import TabularModel
 from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig

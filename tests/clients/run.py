@@ -260,8 +260,8 @@ def told_of(client: str, variants: Iterable[str], turns: int) -> Told:
     if isinstance(environment, str):
         return Told(client, why_not=environment)
     os.environ |= {"PYTHONPATH": f"{FOLDER.parents[1]}:{FOLDER}", "OMP_NUM_THREADS": "1"}
-    # First the client, so that its Lightning is there before anything of ours.
-    warm = Warm(environment, [f"client_{client}", "lightning_ncclsafe.strategies"], start_s=LIMIT_S)
+    lightning = said.get("LIGHTNING", "lightning").partition(".")[0]
+    warm = Warm(environment, [f"client_{client}", f"lightning_ncclsafe.{lightning}"], start_s=LIMIT_S)
     told = Told(client)
     try:
         for variant in variants:

@@ -74,6 +74,11 @@ class Run:
     def lightning(self) -> ModuleType:
         return import_module(getattr(self.client, "LIGHTNING", "lightning.pytorch"))
 
+    @property
+    def ours(self) -> ModuleType:
+        """This package, for the Lightning that the client uses."""
+        return import_module(f"lightning_ncclsafe.{self.lightning.__name__.partition('.')[0]}")
+
     def kwargs(self) -> dict[str, Any]:
         """The arguments of the Trainer that the client makes."""
         made = {
@@ -105,9 +110,7 @@ class Run:
             given["start_method"] = "spawn"
         if self.strategy == "stock":
             return self.lightning.strategies.DDPStrategy(**given)
-        from lightning_ncclsafe import SafeDDP
-
-        return SafeDDP(**given)
+        return self.ours.SafeDDP(**given)
 
     def _callbacks(self) -> list[Any]:
         made = [recorder(self)]
@@ -116,9 +119,7 @@ class Run:
             made.append(stopping)
         if self.strategy != "safe_callbacks":
             return made
-        from lightning_ncclsafe import safe_callbacks
-
-        return safe_callbacks(*made)
+        return self.ours.safe_callbacks(*made)
 
 
 class Recorder:
