@@ -824,11 +824,28 @@ def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypat
     assert tuned.workers == 0 and tuned.frozen
 
 
+class Held(Items):
+    """Gives nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.may_go.wait()
+        return index
+
+
 def test_workers_that_the_user_has_asked_for_may_take_as_long_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: 0.0)
     assert len([*tuned_of(DataLoader(Items(), num_workers=2), 2).begin()]) == 23
-    lines = Lines()
-    assert len([*tuned_of(DataLoader(Items(), num_workers=2), 3, say=lines).begin()]) == 23
+    held, lines = Held(), Lines()
+
+    def say(line: str) -> None:
+        lines(line)
+        held.may_go.set()
+
+    assert len([*tuned_of(DataLoader(held, num_workers=2), 3, say=say).begin()]) == 23
     assert len(lines) == 1
 
 
