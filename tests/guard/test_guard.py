@@ -62,10 +62,24 @@ def test_recovery_is_one_line_and_a_second_incident_has_its_own_folder(make_job:
     assert [report["job"]["incident"]["number"] for report in job.reports()] == [1, 2]  # type: ignore[index,call-overload]
 
 
+class ToldNumbers(IncidentNumbers):
+    """Somebody waits for them."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        super().__init__()
+        self.changed = changed
+
+    def note(self, number: int) -> None:
+        with self.changed:
+            super().note(number)
+            self.changed.notify_all()
+
+
 def test_numbers_go_on_from_call_to_call(make_job: Callable[..., Job]) -> None:
-    numbers = [IncidentNumbers() for _ in range(3)]
+    changed = threading.Condition()
+    numbers = [ToldNumbers(changed) for _ in range(3)]
     for expected in (1, 2):
-        job = make_job(incidents=numbers)
+        job = make_job(incidents=numbers, changed=changed)
         wait_on_all_but(job, 0)
         job.start()
         job.wait_for(lambda: all(one.last == expected for one in numbers))  # noqa: B023
