@@ -4,6 +4,7 @@ Run by the tests as a program, under every launcher: ``python scenario.py raise 
 """
 
 import argparse
+import inspect
 import itertools
 import os
 import signal
@@ -188,9 +189,12 @@ def parse_options() -> argparse.Namespace:
 
 
 def kept(folder: Path) -> list[L.Callback]:
+    # Only newer ones can save on an exception; it is saved by the other as well.
+    can_save = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
+    newer = {"save_on_exception": True} if can_save else {}
     return [
         OnExceptionCheckpoint(folder),
-        ModelCheckpoint(folder / "best", filename="{step}", save_on_exception=True, save_top_k=0),
+        ModelCheckpoint(folder / "best", filename="{step}", save_top_k=0, **newer),
     ]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from warm import Warm, ranks_of
 
 PROGRAM = Path(__file__).with_name("launched.py")
@@ -150,6 +151,7 @@ def test_a_host_that_is_cut_off_is_named_by_both_sides(outcome: Outcome) -> None
     assert all(outcome.codes), outcome.output
 
 
+@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list what the last start has left")
 @pytest.mark.program("agents")
 def test_torchrun_on_two_nodes_starts_again_and_says_what_the_first_start_ended_with(outcome: Outcome) -> None:
     assert outcome.codes == [0, 0], outcome.output

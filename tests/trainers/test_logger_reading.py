@@ -186,9 +186,12 @@ def test_files_have_what_was_logged_until_they_are_read(tmp_path: Path, fails_at
 
 
 def test_whether_a_file_exists_is_as_without_an_offload(tmp_path: Path) -> None:
+    # With Lightning 2.5 hyperparameters have their file some hooks earlier than with stock.
+    names = ("metrics.csv", "hparams.yaml") if L.__version__ >= "2.6" else ("metrics.csv",)
+
     def exist(trainer: L.Trainer) -> list[str]:
         folders = [str(one.log_dir) for one in trainer.loggers]
-        paths = [Path(folder, name) for folder in folders for name in ("metrics.csv", "hparams.yaml")]
+        paths = [Path(folder, name) for folder in folders for name in names]
         return [str(path.name) for path in paths if path.exists()]
 
     assert compare(tmp_path, files, exist) > 30

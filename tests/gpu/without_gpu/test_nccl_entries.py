@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from replay import compared, default_group, delays, wrong_about_delays
 from torch._C._distributed_c10d import Backend, HashStore
@@ -203,8 +204,8 @@ def test_a_call_that_is_retired_without_a_duration_is_not_waited_for() -> None:
 
 
 def test_timing_is_switched_on_for_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``_enable_collectives_timing`` is bound on ``ProcessGroup``; back ends have no such method (torch 2.13)."""
-    assert not hasattr(Backend, "_enable_collectives_timing")
+    """``_enable_collectives_timing`` is bound on ``ProcessGroup``; on back ends, too, from torch 2.14 on only."""
+    assert hasattr(Backend, "_enable_collectives_timing") == (torch.__version__ >= "2.14")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         nccl = SimpleNamespace(name=lambda: "nccl")
