@@ -2,9 +2,9 @@
 
 One rank with steps that wait as for a device, and loaders that compute, that sleep, that do both, and whose samples
 vary a thousandfold; epochs of 100 batches. First each setting is tried for two epochs; then the best of them,
-LoaderTuner (which begins without workers, and has found what it keeps by the tenth epoch), Lightning's suggestion and
+LoaderTuner (which begins without workers, and has found what it keeps by the 14th epoch), Lightning's suggestion and
 the default take turns. Rates are those of whole epochs, with all that starting workers takes: of LoaderTuner, from the
-tenth epoch on.
+14th epoch on.
 
 python tests/benchmarks/loader_tuning.py
 """
@@ -32,7 +32,7 @@ KINDS = {
 }
 PREFETCH = (1, 2, 4, 8)
 BATCHES = 100
-SETTLED_BY = 10
+SETTLED_BY = 14
 
 
 def settings(cores: int) -> Iterable[tuple[int, int]]:
