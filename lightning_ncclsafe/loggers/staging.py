@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import stat
@@ -24,6 +25,8 @@ from lightning_ncclsafe.loggers.manifest import (
 )
 
 _LOCK = "lock"
+# Logger, time, process and number, see make_staging.
+_UNFINISHED = re.compile(r".+-\d+-\d+-\d+")
 _folders = count()
 # What this process has claimed: a lock of lockf is none within a process, and closing any handle of the file ends it.
 # A child that was forked has a pid of its own here, as it has locks of its own.
@@ -194,6 +197,22 @@ def is_alive(manifest: Manifest) -> bool:
         return is_it and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, OverflowError):
         return False
+
+
+def remove_unfinished(staging_dir: Path) -> None:
+    """Removes folders of processes that have died before they had anything in them, not even a manifest."""
+    # Imported for the rare case, as above.
+    import psutil
+
+    with suppress(OSError):
+        for folder in [path for path in staging_dir.iterdir() if _UNFINISHED.fullmatch(path.name) and path.is_dir()]:
+            pid = int(folder.name.rsplit("-", 2)[1])
+            if psutil.pid_exists(pid) or not {path.name for path in folder.iterdir()} <= {_LOCK, f"{MANIFEST}.tmp"}:
+                continue
+            claim = Claim(folder)
+            if claim.is_mine:
+                shutil.rmtree(folder, ignore_errors=True)
+                claim.give_up()
 
 
 def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:

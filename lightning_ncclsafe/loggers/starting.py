@@ -31,7 +31,7 @@ from lightning_ncclsafe.loggers.manifest import Manifest
 from lightning_ncclsafe.loggers.mlflow_backend import MLFlowBackend
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.recovery import recover
-from lightning_ncclsafe.loggers.staging import leftovers, make_staging
+from lightning_ncclsafe.loggers.staging import leftovers, make_staging, remove_unfinished
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 from lightning_ncclsafe.loggers.wandb_backend import WandbBackend
@@ -152,6 +152,7 @@ def _hparams_yaml(hparams: Any) -> bytes:
 def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) -> None:
     """Brings what earlier runs of this project have left in staging to storage."""
     replay: Callable[..., None] | None = getattr(backend, "replay", None)
+    remove_unfinished(staging_dir)
     for folder, found in leftovers(staging_dir):
         is_same = (found.logger, found.kind, found.root) == (manifest.logger, manifest.kind, manifest.root)
         if is_same and (manifest.kind == "files" or found.identity == manifest.identity):

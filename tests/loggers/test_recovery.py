@@ -644,3 +644,36 @@ def test_a_store_does_not_wait_for_a_pipe(tmp_path: Path, name: str) -> None:
     store.append([append("1")])
     portion = store.read()
     assert portion is not None and portion.frames == (append("1"),)
+
+
+# More than a system has.
+DEAD = 2**30
+
+
+@pytest.mark.parametrize(
+    ("pid", "names", "goes"),
+    [
+        (DEAD, ["lock", "manifest.json.tmp"], True),
+        (DEAD, [], True),
+        (os.getpid(), ["lock"], False),
+        (DEAD, ["lock", "00000001.frames"], False),
+        (DEAD, ["lock", "manifest.json"], False),
+    ],
+)
+def test_a_folder_whose_process_died_before_it_had_anything_in_it_goes(
+    pid: int, names: list[str], goes: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"CSVLogger-1795333515800272953-{pid}-1"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    staging.remove_unfinished(tmp_path)
+    assert folder.exists() is not goes
+
+
+def test_a_folder_that_somebody_is_just_making_stays(tmp_path: Path) -> None:
+    (folder := tmp_path / f"CSVLogger-1795333515800272953-{DEAD}-1").mkdir()
+    claim = Claim(folder)
+    staging.remove_unfinished(tmp_path)
+    claim.give_up()
+    assert folder.exists()

@@ -20,7 +20,8 @@ HAS_MADE = r"rank (\d) has made (\d+) steps, begun (\d+) batches and ended (\d+)
 
 # They have far more to do than they can before they are told to stop.
 LONG = ("--max-epochs=40", "--pace=0.05", "--keep")
-ACCUMULATING = ("cluster", "sigterm", "--devices=3", "--batch=2", "--accumulate=4", *LONG)
+# Before its first step ModelCheckpoint has nothing to save.
+ACCUMULATING = ("cluster", "sigterm", "--devices=3", "--batch=4", "--accumulate=4", *LONG)
 VALIDATING = (
     *("cluster", "sigterm", "--devices=3", "--rank=2", "--batch=0", "--hook=validation_step", "--validate"),
     *("--pace=0.3", "--keep"),
@@ -109,7 +110,7 @@ def test_one_rank_of_those_that_accumulate_gradients(outcome: Outcome) -> None:
     """Between two steps no rank waits for another, so that each is at a batch of its own."""
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
-    assert rank.batches >= 3, "the batch of the signal is the third"
+    assert rank.batches >= 5, "the batch of the signal is the fifth"
     assert_saved(outcome, rank.steps)
 
 
