@@ -87,8 +87,8 @@ def _captures_undisturbed() -> Iterator[None]:
     of any thread makes the capture invalid, unless the thread has said that it has nothing to do with it. PyTorch's
     watchdog says so, too (``CUDAStreamCaptureModeGuard``).
     """
-    # Without CUDA there is no capture, and no driver to be loaded for this alone.
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    # Without CUDA there is no capture, and no driver to load for this alone; ROCm goes by its name, with another.
+    if torch.version.cuda is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)

@@ -238,6 +238,7 @@ def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
 
     monkeypatch.setattr(_torch, "_driver", lambda: driver)
     monkeypatch.setattr(_torch.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(_torch.torch.version, "cuda", "13.0")
     for name in _torch._RECORDERS:
         for each in (name, name.removesuffix("_json")):
             monkeypatch.setattr(_torch._c10d, each, dump, raising=False)
@@ -245,6 +246,9 @@ def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
     assert seen == [mode] * 4 and driver.mode == 0
     seen.clear()
     assert [*_torch.recorder_dumps(collectives=False)] == [{}, {}] and seen == [0, 0]
+    seen.clear()
+    monkeypatch.setattr(_torch.torch.version, "cuda", None)  # ROCm
+    assert [*_torch.recorder_dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
 
 
 def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
