@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from truths import Case, Moment
 
@@ -20,6 +21,9 @@ BATCH_SIZE = 4
 IN_THE_MIDDLE = 3
 FOR_LONG_S = 120.0
 """How long something stands still that never comes back: until the case is over."""
+
+STOCK_TIMEOUT_S = 15.0
+"""After how long Lightning alone ends a collective, where it is run to be compared."""
 
 Act = Callable[["Net"], Any]
 
@@ -34,7 +38,7 @@ class Here:
         folder: For what it leaves behind: reports, logs, checkpoints.
         suspect_after_s: After how long ranks are asked; None where the run shows that.
         timeout_s: The hard limit, seconds.
-        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"`` or ``"SafeModelParallel"``.
+        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or ``"DDPStrategy"``: Lightning alone.
         num_nodes: Number of hosts.
     """
 
@@ -62,6 +66,8 @@ class Here:
             path.write_text(str(time.time()))
 
     def strategy(self, **more: Any) -> Any:
+        if self.strategy_name == "DDPStrategy":
+            return DDPStrategy(timeout=timedelta(seconds=STOCK_TIMEOUT_S))
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(data_parallel_size=self.world_size, tensor_parallel_size=1, **limits)

@@ -60,6 +60,8 @@ class Scenario:
         strategies: Names of those that it is for.
         is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
+        source: Address of the public thread that it was written after, by somebody who had not read a rule, and with
+            the truth written down before its first run; empty for the others.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Scenario:
     strategies: tuple[str, ...] = ("SafeDDP",)
     is_cold: bool = False
     real_time: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
