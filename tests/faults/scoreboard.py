@@ -21,14 +21,16 @@ from recorded import recorded_cases, score_recording  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import SUSPECT_AFTER_S, run_case  # noqa: E402
-from scores import Row, Score, exit_code, rows, score_fault, score_healthy  # noqa: E402
+from scores import Row, Score, calibration, exit_code, row, rows, score_fault, score_healthy  # noqa: E402
 from truths import Case  # noqa: E402
 from warm import Warm  # noqa: E402
 
 # Ranks mostly wait; more at once than this, and they wait for the machine.
 AT_ONCE = 3
 # Of the table in a file.
-WIDTH = 120
+WIDTH = 130
+# What was said of each training from a public thread when it was run for the first time.
+FIRST_RUN = FOLDER / "first_run.json"
 
 
 def judged(warm: Warm, case: Case, strategy: str, suspect_after_s: float) -> Score:
@@ -59,14 +61,22 @@ def table(found: list[Row]) -> Table:
     """The scoreboard."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     made.add_column("cause", no_wrap=True)
-    for name in ("cases", "cause", "ranks", "line", "phase", "median", "longest", "alarms"):
+    for name in ("cases", "cause", "ranks", "line", "phase", "entirely", "median", "longest", "alarms"):
         made.add_column(name, justify="right", no_wrap=True)
     for one in found:
         skipped = f" + {one.skipped} skipped" if one.skipped else ""
-        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase)]
+        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase, one.entirely)]
         times = [_seconds(one.median_s), _seconds(one.longest_s)]
         made.add_row(one.name, f"{one.scores}{skipped}", *shares, *times, _of(one.false_alarms, alarms=True))
     return made
+
+
+def first_run() -> Row | None:
+    """What was right when the trainings from public threads were run for the first time."""
+    if not FIRST_RUN.exists():
+        return None
+    plain = [one | {"causes": tuple(one["causes"])} for one in json.loads(FIRST_RUN.read_text())]
+    return row("their first run", (score for score in (Score(**one) for one in plain) if score.causes))
 
 
 def _of(share: tuple[int, int], *, alarms: bool = False) -> str:
@@ -136,7 +146,12 @@ def main() -> None:
         if not score.is_right:
             console.print(line_of(score), markup=False, highlight=False, soft_wrap=True)
     scores.sort(key=lambda score: score.case)
-    console.print(table(rows(scores)))
+    told = rows(scores)
+    if any(score.is_unrehearsed for score in scores) and (first := first_run()):
+        told.insert(-1, first)
+    console.print(table(told))
+    for confidence, share in calibration(scores).items():
+        console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {_of(share)}")
     if options.json:
         plain = {"rows": [asdict(one) for one in rows(scores)], "scores": [asdict(one) for one in scores]}
         options.json.write_text(json.dumps(plain, indent=2) + "\n")

@@ -8,6 +8,8 @@ from typing import Any
 
 from truths import Case
 
+UNREHEARSED = "from public threads"
+"""The row of faults that were written by somebody who had not seen a rule."""
 QUIET = "watching "
 """How the only line begins that a healthy run says."""
 
@@ -19,7 +21,9 @@ class Score:
     Attributes:
         case: Its name.
         causes: True names of the cause; none for a healthy one.
+        is_unrehearsed: Whether it was written after a public thread, by somebody who had not seen a rule.
         named: The name that was given first; empty if there was none.
+        confidence: How sure that answer says to be: ``"certain"``, ``"likely"`` or ``"possible"``; empty without one.
         cause_right: Whether that is a true one.
         ranks_right: Whether the ranks are those that cause it.
         line_right: Whether the line is the marked one.
@@ -32,7 +36,9 @@ class Score:
 
     case: str
     causes: tuple[str, ...]
+    is_unrehearsed: bool = False
     named: str = ""
+    confidence: str = ""
     cause_right: bool | None = None
     ranks_right: bool | None = None
     line_right: bool | None = None
@@ -43,10 +49,14 @@ class Score:
     answer: str = ""
 
     @property
+    def names_culprit(self) -> bool:
+        """Whether cause, ranks and line are right."""
+        return False not in (self.cause_right, self.ranks_right, self.line_right)
+
+    @property
     def is_right(self) -> bool:
         """Whether nothing about it is wrong; one that was not run is not."""
-        judged = (self.cause_right, self.ranks_right, self.line_right, self.phase_right)
-        return not self.skipped and False not in judged and not self.false_alarm
+        return not self.skipped and self.names_culprit and self.phase_right is not False and not self.false_alarm
 
 
 def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None = None, why_none: str = "") -> Score:
@@ -65,7 +75,9 @@ def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None
     return Score(
         case=case.name,
         causes=truth.causes,
+        is_unrehearsed=bool(truth.source),
         named=finding.get("rule", ""),
+        confidence=finding.get("confidence", ""),
         cause_right=finding.get("rule") in truth.causes,
         ranks_right=finding.get("ranks") == [*case.ranks] if truth.has_ranks else None,
         line_right=finding.get("location", "").startswith(case.place) and bool(finding) if case.place else None,
@@ -94,7 +106,9 @@ def score_healthy(case: Case, report: dict[str, Any] | None, exit_codes: Iterabl
     return Score(
         case=case.name,
         causes=(),
+        is_unrehearsed=bool(case.scenario.source),
         named=named,
+        confidence=findings[0]["confidence"] if findings else "",
         false_alarm=bool(report or loud or not ended),
         answer=" | ".join([*loud[:2], *([how_ended] if how_ended else [])]),
     )
@@ -112,6 +126,7 @@ class Row:
         ranks: How often the ranks were, of how many.
         line: How often the line was, of how many.
         phase: How often the phase was, of how many.
+        entirely: How many were right in all of these, of how many.
         median_s: From when it went wrong to the verdict, seconds; None where nothing is known.
         longest_s: The longest of these.
         false_alarms: How many healthy ones were not quiet, of how many.
@@ -124,6 +139,7 @@ class Row:
     ranks: tuple[int, int]
     line: tuple[int, int]
     phase: tuple[int, int]
+    entirely: tuple[int, int]
     median_s: float | None
     longest_s: float | None
     false_alarms: tuple[int, int]
@@ -142,6 +158,7 @@ def row(name: str, scores: Iterable[Score]) -> Row:
         ranks=_share(score.ranks_right for score in run),
         line=_share(score.line_right for score in run),
         phase=_share(score.phase_right for score in run),
+        entirely=_share(score.is_right for score in run if score.causes),
         median_s=median(delays_s) if delays_s else None,
         longest_s=max(delays_s, default=None),
         false_alarms=_share(score.false_alarm for score in run),
@@ -154,14 +171,28 @@ def _share(answers: Iterable[bool | None]) -> tuple[int, int]:
 
 
 def rows(scores: Iterable[Score]) -> list[Row]:
-    """One of each cause, a case with several under its first; then that of healthy ones, and that of all."""
+    """One of each cause, a case with several under its first; then those of healthy ones, unrehearsed ones, and all."""
     every = [*scores]
+    unrehearsed = [score for score in every if score.is_unrehearsed and score.causes]
     by_cause: dict[str, list[Score]] = defaultdict(list)
     for score in every:
         by_cause[score.causes[0] if score.causes else "healthy"].append(score)
     well = by_cause.pop("healthy", [])
     found = [row(cause, by_cause[cause]) for cause in sorted(by_cause)]
-    return [*found, *([row("healthy", well)] if well else []), row("in total", every)]
+    more = {"healthy": well, UNREHEARSED: unrehearsed}
+    return [*found, *(row(name, of) for name, of in more.items() if of), row("in total", every)]
+
+
+def calibration(scores: Iterable[Score]) -> dict[str, tuple[int, int]]:
+    """Of the answers that say to be so sure, how many are right in cause, ranks and line, of how many.
+
+    An alarm that a healthy training raised is an answer, and wrong.
+    """
+    by_confidence: dict[str, list[bool | None]] = {"certain": [], "likely": [], "possible": []}
+    for score in scores:
+        if score.confidence and not score.skipped:
+            by_confidence[score.confidence].append(bool(score.causes) and score.names_culprit)
+    return {confidence: _share(answers) for confidence, answers in by_confidence.items()}
 
 
 def exit_code(scores: Iterable[Score]) -> int:

@@ -10,7 +10,7 @@ import recorded
 import scoreboard
 import truths
 from catalogue import CASES
-from scores import Score, exit_code, row, rows, score_fault, score_healthy
+from scores import UNREHEARSED, Score, calibration, exit_code, row, rows, score_fault, score_healthy
 from truths import Case, Moment, Scenario
 
 from lightning_ncclsafe.codec import from_plain
@@ -39,7 +39,13 @@ HEALTHY = replace(CASE, scenario=replace(SCENARIO, causes=(), ranks=()))
 
 
 def report(rule: str = "data-stall", ranks: tuple[int, ...] = (2,), **more: Any) -> dict[str, Any]:
-    finding = {"rule": rule, "ranks": [*ranks], "location": f"{LINE}in stalls", "summary": "It stalls."}
+    finding = {
+        "rule": rule,
+        "confidence": "likely",
+        "ranks": [*ranks],
+        "location": f"{LINE}in stalls",
+        "summary": "It stalls.",
+    }
     facts = [{"rank": rank, "progress": {"phase": "train"}} for rank in range(3)]
     return {"findings": [finding | more], "job": {"ranks": facts}}
 
@@ -121,6 +127,21 @@ def test_rows_are_by_the_first_cause_then_the_healthy_then_all() -> None:
     found = rows([WELL, MISSED, SKIPPED, RIGHT])
     assert [one.name for one in found] == ["data-stall", "dead-rank", "healthy", "in total"]
     assert [one.scores for one in found] == [2, 0, 1, 3]
+
+
+def test_those_from_public_threads_have_a_row_of_their_own() -> None:
+    found = rows([WELL, replace(WELL, is_unrehearsed=True), replace(MISSED, is_unrehearsed=True), RIGHT])
+    assert [one.name for one in found] == ["data-stall", "healthy", UNREHEARSED, "in total"]
+    assert (found[-2].scores, found[-2].entirely, found[-1].entirely) == (1, (0, 1), (1, 2))
+
+
+def test_answers_are_counted_by_how_sure_they_say_to_be() -> None:
+    sure = replace(RIGHT, confidence="certain", phase_right=False)
+    wrong_line = replace(sure, line_right=False)
+    alarm = replace(LOUD, confidence="possible")
+    counted = calibration([sure, wrong_line, alarm, WELL, MISSED, replace(SKIPPED, confidence="certain")])
+    assert counted == {"certain": (1, 2), "likely": (0, 0), "possible": (0, 1)}
+    assert score_fault(CASE, report()).confidence == "likely"
 
 
 @pytest.mark.parametrize(
