@@ -23,10 +23,10 @@ from truths import Moment, fault, odd_one_out
 
 
 class Rows(Dataset[torch.Tensor]):
-    """So many rows, each with its index in it."""
+    """So many rows, each with its number in it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, first: int = 0) -> None:
+        self.count, self.first = count, first
 
     def __len__(self) -> int:
         return self.count
@@ -34,7 +34,7 @@ class Rows(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index >= self.count:
             raise IndexError(index)
-        return torch.full((8,), index / self.count)
+        return torch.full((8,), (self.first + index) / 100)
 
 
 # protein-sequence-models: batches are filled up to a number of tokens, after the samples were split among ranks. A rank
@@ -147,18 +147,19 @@ def length_that_duplicates_fall_short_of(here: Here) -> None:
     texts = [f"anchor {number}" for number in range(BATCHES * BATCH_SIZE)]
     if here.is_hit:
         texts[:12] = ["anchor 0"] * 12
-    loader = DataLoader(Rows(len(texts)), batch_sampler=WithoutDuplicates(texts, BATCH_SIZE))
+    own = Rows(len(texts), first=here.rank * len(texts))
+    loader = DataLoader(own, batch_sampler=WithoutDuplicates(texts, BATCH_SIZE))
     here.fit(net=Announcing(here), data=loader, use_distributed_sampler=False, max_epochs=1)
 
 
 # webdataset: shards are split by node and then by worker. Five shards for three processes: one of them is done with its
 # epoch while the others still read.
-def write_shards(folder: Path, count: int, samples: int) -> list[Path]:
+def write_shards(folder: Path, count: int, samples: int, first: int = 0) -> list[Path]:
     folder.mkdir()
-    paths = [folder / f"{number:06d}.tar" for number in range(count)]
-    for path in paths:
+    paths = [folder / f"{number:06d}.tar" for number in range(first, first + count)]
+    for number, path in enumerate(paths, first):
         with tarfile.open(path, "w") as shard:
-            for sample in range(samples):
+            for sample in range(number * samples, (number + 1) * samples):
                 entry = tarfile.TarInfo(f"{sample:04d}.bin")
                 entry.size = 8
                 shard.addfile(entry, io.BytesIO(bytes([sample % 256] * 8)))
@@ -297,7 +298,7 @@ class Forgiving(IterableDataset[torch.Tensor]):
     source="https://github.com/pytorch/torchtitan/pull/1172",
 )
 def unreadable_shard_that_is_skipped(here: Here) -> None:
-    shards = write_shards(here.folder / f"shards-{here.rank}", count=3, samples=2 * BATCH_SIZE)
+    shards = write_shards(here.folder / f"shards-{here.rank}", count=3, samples=2 * BATCH_SIZE, first=3 * here.rank)
     if here.is_hit:
         shards[1].write_bytes(b"<html>503 Service Unavailable</html>" * 30)
     here.begins()
