@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import random
 import tarfile
 import time
@@ -594,3 +595,22 @@ def metric_computed_where_there_are_labels(here: Here) -> None:
     val = DataLoader(images, batch_size=BATCH_SIZE)
     train = DataLoader(Rows(BATCHES * BATCH_SIZE * here.world_size), batch_size=BATCH_SIZE)
     here.fit(net=Detecting(here), data=(train, val), max_epochs=1)
+
+
+# dgl: nodes are divided with split(ceil(count / ranks)). The last part is three nodes smaller than the others, and that
+# is a batch less.
+@fault(
+    "unequal-batches",
+    "uneven-batches",
+    ranks=(3,),
+    at={Moment.EPOCH_END: (4,)},
+    has_line=False,
+    has_phase=False,
+    source="https://github.com/dmlc/dgl/issues/2539",
+)
+def last_part_of_a_split_a_batch_short(here: Here) -> None:
+    nodes = torch.arange(4.0 * (2 * BATCH_SIZE + 1) - 3)
+    own = nodes.split(math.ceil(len(nodes) / here.world_size))[here.rank]
+    data = TensorDataset(own[:, None].expand(-1, 8) / len(nodes))
+    here.begins()
+    here.fit(data=DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), use_distributed_sampler=False, max_epochs=2)

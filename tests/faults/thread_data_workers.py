@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,43 @@ def lock_file_of_a_run_that_has_crashed(here: Here) -> None:
             return rows(here)
 
     here.trainer(max_epochs=1).fit(Cached(here))
+
+
+# streaming: "Dataset does not work after stopping training": a block of shared memory is still there, and one rank ends
+# with FileExistsError.
+class SharedEpoch:
+    def __init__(self, name: str) -> None:
+        self.memory = SharedMemory(name, create=True, size=64)  # <- shared_memory_left_by_a_run_that_was_stopped
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+
+
+@fault(
+    "failed-rank",
+    ranks=(1,),
+    at={Moment.START: (4,)},
+    has_phase=False,
+    source="https://github.com/mosaicml/streaming/issues/781",
+)
+def shared_memory_left_by_a_run_that_was_stopped(here: Here) -> None:
+    class Streaming(L.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            here.begins()
+            self.epoch = SharedEpoch(name)
+
+        def train_dataloader(self) -> Any:
+            return rows(here)
+
+        def teardown(self, stage: str) -> None:
+            self.epoch.close()
+
+    name = f"{os.getpid()}_epoch_shape"
+    left = SharedMemory(name, create=True, size=64) if here.is_hit else None
+    here.fit(data=Streaming(), max_epochs=1)
+    if left:
+        left.close()
 
 
 # llm-foundry: local rank 0 prepares the data, the others wait for a file that says so. The file is named after the run,
