@@ -296,10 +296,19 @@ def data_prepared_by_local_rank_zero_first(here: Here) -> None:
 @healthy({Moment.MIDDLE: (2,)}, source="https://github.com/NVIDIA-NeMo/Automodel/pull/2468")
 def batch_that_all_ranks_skip_together(here: Here) -> None:
     class Lockstep(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
             is_valid = torch.tensor(int(batch_idx % 4 != 3 - here.rank))
             dist.all_reduce(is_valid, op=dist.ReduceOp.MIN)
-            return self.loss(batch) if is_valid else None
+            if not is_valid:
+                return
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
 
     here.fit(net=Lockstep(here), max_epochs=3)
 
