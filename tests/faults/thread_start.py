@@ -107,9 +107,8 @@ def prompt_that_only_one_rank_gets_an_answer_to(here: Here) -> None:
 
 
 def trusts_remote_code(name: str) -> bool:
-    answer = input(
-        f"{name} contains custom code. Do you wish to run it? [y/N] "
-    )  # <- prompt_that_only_one_rank_gets_an_answer_to # noqa: E501
+    print(f"{name} contains custom code. Do you wish to run it? [y/N]", flush=True)
+    answer = input()  # <- prompt_that_only_one_rank_gets_an_answer_to
     return answer.lower() == "y"
 
 
@@ -124,7 +123,7 @@ VOCABULARY_LOCK = threading.Lock()
     source="https://github.com/deepspeedai/DeepSpeed/issues/3905",
 )
 def pool_forked_while_a_lock_was_held(here: Here) -> None:
-    """Rank 0 tokenizes with a pool; its workers were forked in the moment in which a thread held the tokenizer's lock."""
+    """Rank 0 tokenizes with a pool, whose workers were forked while a thread held the tokenizer's lock."""
 
     class Texts(L.LightningDataModule):
         def prepare_data(self) -> None:
@@ -196,7 +195,7 @@ def third_process_started_with_the_seconds_rank(here: Here) -> None:
     source="https://github.com/pytorch/pytorch/issues/52848",
 )
 def more_workers_announced_than_there_are_devices(here: Here) -> None:
-    """The world is said to have four workers, but there are devices for three; the fourth has nothing to do and goes."""
+    """Four workers are announced, but there are devices for three; the fourth has nothing to do, and goes."""
     devices = ["gpu:0", "gpu:1", "gpu:2"]
     if here.rank >= len(devices):
         here.begins()
