@@ -256,7 +256,7 @@ def preemption_that_one_rank_is_told_of(here: Here) -> None:
                 here.begins()
                 os.kill(os.getpid(), signal.SIGUSR2)
 
-    here.fit(callbacks=[Preempted()], min_epochs=0)
+    here.fit(callbacks=[Preempted()])
 
 
 @fault(
@@ -446,7 +446,9 @@ def length_that_only_one_rank_compiles(here: Here) -> None:
     class Compiled(Net):
         def __init__(self, here: Here) -> None:
             super().__init__(here)
-            self.body = torch.compile(lambda values: self.layers(values).square().mean(), backend=exported)
+            self.body = torch.compile(
+                lambda values: self.layers(values).square().mean(), backend=exported, dynamic=False
+            )
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             values = batch[0]
