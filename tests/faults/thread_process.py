@@ -98,21 +98,23 @@ def reduce_by_type(here: Here, tensors: Iterable[torch.Tensor]) -> None:
 
 @fault(
     "diverged-collectives",
+    "crossed-groups",
     ranks=(0, 1),
-    at={Moment.FIRST_STEP: (3,)},
+    at={Moment.START: (3,)},
     has_ranks=False,
     has_phase=False,
     source="https://github.com/pytorch/pytorch/issues/25390",
 )
 def group_that_only_its_members_make(here: Here) -> None:
-    """Only those that are to be in the new group call `new_group`, which waits for all."""
+    """Only those that are to be in a group make it; from then on ranks count groups differently, and none comes up."""
 
     class Paired(Net):
-        def on_train_start(self) -> None:
+        def on_fit_start(self) -> None:
             members = [0, 1]
             if self.global_rank in members:
-                here.begins()
                 self.pair = dist.new_group(members)  # <- here
+            here.begins()
+            self.everybody = dist.new_group()
 
     here.fit(net=Paired(here))
 
