@@ -314,13 +314,21 @@ def batch_that_all_ranks_skip(here: Here) -> None:
     """Whether a loss is usable is agreed upon before the backward pass, and then no rank makes one."""
 
     class Agreeing(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-            loss = self.loss(batch)
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, loss = self.optimizers(), self.loss(batch)
             if here.rank == 1 and batch_idx in (2, 3):
                 loss = loss * float("nan")
             is_bad = (~loss.isfinite()).int()
             dist.all_reduce(is_bad)
-            return None if is_bad else loss
+            if is_bad:
+                return
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
 
     here.fit(net=Agreeing(here))
 

@@ -27,7 +27,7 @@ from truths import Moment, fault, odd_one_out
 @fault(
     "diverged-collectives",
     ranks=(0,),
-    at={Moment.VALIDATION: (3,)},
+    at={Moment.EPOCH_END: (3,)},
     has_phase=False,
     source="https://github.com/talmolab/sleap-nn/pull/476",
 )
@@ -35,17 +35,22 @@ def metrics_that_are_reduced_when_they_are_read(here: Here) -> None:
     """Reading `callback_metrics` under `if is_global_zero` reduces what was logged with sync_dist: on rank 0 alone."""
 
     class Table(L.Callback):
-        def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             if trainer.is_global_zero:
                 here.begins()
                 metrics = trainer.callback_metrics  # <- here
                 (here.folder / "table.csv").write_text(",".join(metrics))
 
-    class Scored(MeetingNet):
-        def on_validation_epoch_end(self) -> None:
+    class Scored(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
             self.all_gather(torch.ones(5))
 
-    here.fit(net=Scored(here), data=(rows(here), rows(here)), callbacks=[Table()])
+    here.fit(net=Scored(here), callbacks=[Table()])
 
 
 @fault(
@@ -167,7 +172,7 @@ def monitor_that_only_rank_zero_has_logged(here: Here) -> None:
 )
 def best_name_that_differs_between_ranks(here: Here) -> None:
     """Each rank monitors its own loss: to one the new best file is the old one, another looks for a free name."""
-    losses = {0: (0.52, 0.48), 1: (0.61, 0.33)}[here.rank]
+    losses = {0: (0.52, 0.48, 0.47, 0.46), 1: (0.61, 0.33, 0.32, 0.31)}[here.rank]
 
     class Watched(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -176,7 +181,8 @@ def best_name_that_differs_between_ranks(here: Here) -> None:
             self.log("val_loss", losses[self.current_epoch])
 
     callback = ModelCheckpoint(here.folder / "checkpoints", monitor="val_loss", filename="{val_loss:.1f}")
-    here.fit(net=Watched(here), data=(rows(here), rows(here)), enable_checkpointing=True, callbacks=[callback])
+    trained = {"enable_checkpointing": True, "callbacks": [callback], "max_epochs": 4}
+    here.fit(net=Watched(here), data=(rows(here), rows(here)), **trained)
 
 
 @fault(
