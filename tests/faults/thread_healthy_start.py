@@ -176,7 +176,7 @@ def texts_gathered_and_scored_on_rank_zero(here: Here) -> None:
             everything = [None] * here.world_size if here.rank == 0 else None
             dist.gather_object(self.answers, everything, dst=0)
             if here.rank == 0:
-                time.sleep(2.5)
+                time.sleep(1.8)
                 (here.folder / "answers.txt").write_text(str(everything)[:1000])
             dist.barrier()
 
