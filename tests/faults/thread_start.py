@@ -177,7 +177,7 @@ def port_that_a_metrics_server_has_taken(here: Here) -> None:
     has_line=False,
     source="https://github.com/pytorch/pytorch/issues/23074",
 )
-def third_process_started_with_the_seconds_rank(here: Here) -> None:
+def third_process_with_the_rank_of_the_second(here: Here) -> None:
     """Ranks were given by hand: 0, 1 and once more 1, and all wait for a rank 2 that nobody is."""
     if here.is_hit:
         os.environ["LOCAL_RANK"] = "1"
