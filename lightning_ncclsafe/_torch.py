@@ -639,6 +639,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
     answers_s = 0.0
     ends: _Ends | None = None
     ended = ""
+    is_asked_to_end = False
     _wait: Callable[[float | None], bool] | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -714,7 +715,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
             return
         self._shutdown = True
         ends = self.ends or _Ends(self._workers)
-        is_clean = not at_once and ends.look() and not ends.ended
+        is_clean = self.is_asked_to_end or (not at_once and ends.look() and not ends.ended)
         if not is_clean:
             self._kill(ends)
         self._end_pinning()
@@ -749,7 +750,18 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         pipe.cancel_join_thread()
         pipe.close()
 
+    def ask_to_end(self) -> None:
+        """Has the workers end while this process does something else; they are waited for where they are shut down."""
+        # A thread that pins memory would read what they were sending from workers that are gone.
+        is_pinned = getattr(self, "_pin_memory_thread", None) is not None
+        if self._shutdown or is_pinned or self.ends is None or not self.ends.look() or self.ends.ended:
+            return
+        self._ask_to_end()
+
     def _ask_to_end(self) -> None:
+        if self.is_asked_to_end:
+            return
+        self.is_asked_to_end = True
         # Event.set() takes a lock that a worker may hold when it is killed; nobody waits for this event.
         self._workers_done_event._flag.release()  # type: ignore[attr-defined]
         for index_queue in self._index_queues:
@@ -807,6 +819,16 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
         yield
     finally:
         iterator.silent_from = None
+
+
+def ask_to_end_loading(iterator: Any) -> None:
+    """Has the worker processes of a loader's iterator end, if it has any, and does not wait: :func:`end_loading` does.
+
+    Args:
+        iterator: It; it gives no batches any more.
+    """
+    if isinstance(iterator, _Workers):
+        iterator.ask_to_end()
 
 
 def end_loading(iterator: Any, *, at_once: bool = False) -> None:

@@ -23,7 +23,10 @@ class Pools(Protocol):
         """Ends workers."""
 
     def release(self, pool: WorkerPool) -> None:
-        """Has workers back at the end of an epoch: they may be there for the next."""
+        """Has workers back at the end of an epoch: they may be there for the next, and are waited for otherwise."""
+
+    def leave(self, pool: WorkerPool) -> None:
+        """Has workers back of an epoch that is not read on for now: as with `release`, but they are not waited for."""
 
     def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
         """Whether it is not for the user to see that workers have failed: they were not his."""
@@ -52,7 +55,7 @@ class Epoch:
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.gate.take_back()
-            self._pools.release(pool)
+            self._pools.leave(pool)
 
     def __iter__(self) -> Iterator[Any]:
         return self

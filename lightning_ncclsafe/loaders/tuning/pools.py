@@ -122,6 +122,7 @@ class TunedLoader:
         self._deadlines = Deadlines(forks=forks(loader))
         self._epochs: WeakSet[Epoch] = WeakSet()
         self._kept: WorkerPool | None = None
+        self._leaving: list[WorkerPool] = []
         self._draws = False
         self._seed = 0
         self._begun = 0
@@ -140,16 +141,22 @@ class TunedLoader:
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, as ``iter(loader)`` does.
 
-        Workers of an epoch that was not read to its end are ended first; should it be read on, it has new ones.
+        Workers of an epoch that was not read to its end are ended; should it be read on, it has new ones. As with
+        torch, they end while those of the next epoch start.
         """
         began_at = time.perf_counter()
         for epoch in [*self._epochs]:
             epoch.park()
-        ended_at = time.perf_counter()
-        self.observer.ends(ended_at - began_at)
-        self._look_up(Moment(self.observer.moment.epoch + 1))
-        epoch = self._begin()
-        self.observer.begins(self._wish.setting.workers, time.perf_counter() - ended_at)
+        asked_at = time.perf_counter()
+        try:
+            self._look_up(Moment(self.observer.moment.epoch + 1))
+            epoch = self._begin()
+        finally:
+            started_at = time.perf_counter()
+            self._end_leaving()
+            # What is waited for workers to end is the last epoch's.
+            self.observer.ends(asked_at - began_at + time.perf_counter() - started_at)
+        self.observer.begins(self._wish.setting.workers, started_at - asked_at)
         return epoch
 
     def _begin(self) -> Epoch:
@@ -209,6 +216,7 @@ class TunedLoader:
         self._freeze("it is closed", self._user)
         for epoch in [*self._epochs]:
             epoch.park()
+        self._end_leaving()
         if self._kept is not None:
             self.end(self._kept)
 
@@ -252,6 +260,16 @@ class TunedLoader:
         """Has workers back at the end of an epoch: they may be there for the next."""
         if pool is not self._kept:
             self.end(pool)
+
+    def leave(self, pool: WorkerPool) -> None:
+        """Has workers back of an epoch that is not read on for now: as with `release`, but they are not waited for."""
+        if pool is not self._kept:
+            pool.ask_to_end()
+            self._leaving.append(pool)
+
+    def _end_leaving(self) -> None:
+        while self._leaving:
+            self._leaving.pop().end()
 
     def pool(self, indices: Indices) -> WorkerPool:
         """Workers, as they are wanted now, for what an epoch has left."""

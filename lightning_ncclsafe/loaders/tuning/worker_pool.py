@@ -94,10 +94,16 @@ class WorkerPool:
         while self.gate.waits:
             _torch.ask_for_batch(self.iterator)
 
-    def end(self) -> None:
-        """Ends its workers; what it has not handed out is due again."""
+    def ask_to_end(self) -> None:
+        """Has its workers end meanwhile; what it has not handed out is due again."""
         self.gate.take_back()
-        # Not left to chance: no two pools have workers at the same time.
+        if not self._is_silent:
+            _torch.ask_to_end_loading(self.iterator)
+
+    def end(self) -> None:
+        """Ends its workers and waits for them; what it has not handed out is due again."""
+        self.gate.take_back()
+        # Not left to chance: workers are gone before the first batch of those that follow.
         _torch.end_loading(self.iterator, at_once=self._is_silent)
         self.pids = ()
 

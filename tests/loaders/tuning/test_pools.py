@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import signal
@@ -434,6 +435,28 @@ def test_each_worker_calls_the_users_function_once_and_old_and_new_workers_never
     assert begun[:] == [4, 4, 2, *[0] * 7]
     # The kernel counts the test's own resource tracker, where there is one.
     assert max(alive[:]) <= 3
+
+
+def test_workers_of_the_next_epoch_start_while_those_of_the_last_end(tmp_path: Path) -> None:
+    def wait_for_the_next() -> None:
+        give_up = time.monotonic() + 4
+        while not (tmp_path / "begun-1").exists() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        (tmp_path / "ended").write_text(str((tmp_path / "begun-1").exists()))
+
+    def begin(_: int) -> None:
+        path = tmp_path / f"begun-{int((tmp_path / 'begun-0').exists())}"
+        path.touch()
+        if path.name == "begun-0":
+            multiprocessing.util.Finalize(None, wait_for_the_next, exitpriority=1)
+
+    tuned = tuned_of(DataLoader(Items(), num_workers=1, worker_init_fn=begin), 1)
+    first = tuned.begin()
+    for _ in range(23):
+        next(first)
+    second = tuned.begin()
+    assert (tmp_path / "ended").read_text() == "True"
+    assert [int(batch) for batch in second] == list(range(23))
 
 
 def left_behind() -> tuple[int, int, int]:
