@@ -17,6 +17,13 @@ import faults_unseen
 import healthy_loops
 import healthy_starts
 import healthy_steps
+import thread_data
+import thread_data_workers
+import thread_healthy_data
+import thread_healthy_start
+import thread_process
+import thread_rank_zero
+import thread_start
 from truths import all_cases
 
 THEMES = (
@@ -37,6 +44,13 @@ THEMES = (
     healthy_loops,
     healthy_starts,
     healthy_steps,
+    thread_data,
+    thread_data_workers,
+    thread_healthy_data,
+    thread_healthy_start,
+    thread_process,
+    thread_rank_zero,
+    thread_start,
 )
 
 CASES = all_cases()

@@ -126,6 +126,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
+    parser.add_argument("--from-threads", action="store_true", help="only those written after public threads")
     parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel", "SafeFSDP"], default="SafeDDP")
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
@@ -137,6 +138,8 @@ def main() -> None:
     options = parse_options()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     cases = chosen(options.only, options.strategy)
+    if options.from_threads:
+        cases = [case for case in cases if case.scenario.source]
     recorded = [case for case in cases if case.scenario.needs == "recording"]
     trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
     found = [score_recording(case) for case in recorded]

@@ -99,7 +99,7 @@ def reduce_by_type(here: Here, tensors: Iterable[torch.Tensor]) -> None:
 @fault(
     "diverged-collectives",
     "crossed-groups",
-    ranks=(0, 1),
+    ranks=(),
     at={Moment.START: (3,)},
     has_ranks=False,
     has_phase=False,
@@ -121,7 +121,7 @@ def group_that_only_its_members_make(here: Here) -> None:
 
 @fault(
     "timeout-misuse",
-    ranks=None,
+    ranks=(),
     at={Moment.EPOCH_END: (2,)},
     has_line=False,
     has_ranks=False,
