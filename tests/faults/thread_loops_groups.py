@@ -177,10 +177,9 @@ def curve_computed_once(here: Here) -> None:
 )
 def counts_in_the_order_of_their_first_use(here: Here) -> None:
     class Counting(Net):
-        sizes = {"phonemes": 70_000, "letters": 900}
-
         def on_train_start(self) -> None:
             self.counts: dict[str, torch.Tensor] = {}
+            self.sizes = {"phonemes": 70_000, "letters": 900}
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             name = ("phonemes", "letters")[(batch_idx + here.rank) % 2]
