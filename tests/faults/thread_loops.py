@@ -61,13 +61,13 @@ class Deadline(Callback):
             trainer.should_stop = True  # <- deadline_that_each_rank_counts_for_itself
 
 
-# A limit on the total training time that every worker measures; they have not started at the same time.
+# A limit on the running time that every worker measures for itself; they have not started at the same time.
 @fault(
     "stopped-early",
     ranks=(-1,),
     at={Moment.MIDDLE: (3,)},
     has_phase=False,
-    source="https://github.com/facebookresearch/fairseq/pull/2333",
+    source="https://github.com/alipay/ant-xgboost/pull/21",
 )
 def deadline_that_each_rank_counts_for_itself(here: Here) -> None:
     class Paced(Net):

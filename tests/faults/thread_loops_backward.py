@@ -430,3 +430,26 @@ def expert_to_which_no_token_comes(here: Here) -> None:
             return (self.layers(tokens) - self.teacher(tokens, sent)[:, :2]).square().mean()
 
     here.fit(net=Distilled(here), data=rows(here))
+
+
+# Features are gathered with their gradients, whose backward is a collective, too; one rank then leaves out that loss.
+@fault(
+    "diverged-collectives",
+    ranks=(1,),
+    at={Moment.MIDDLE: (3,)},
+    has_phase=False,
+    source="https://github.com/pytorch/pytorch/issues/140563",
+)
+def gathered_features_that_are_left_out(here: Here) -> None:
+    class Quantized(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            features = self.layers(first_tensor(batch))
+            everywhere = self.all_gather(features, sync_grads=True)
+            usage = everywhere.flatten(0, 1).softmax(-1).mean(0)
+            loss = features.square().mean()
+            if here.is_hit and batch_idx == IN_THE_MIDDLE:
+                here.begins()
+                return loss  # <- here
+            return loss + (usage * usage.log()).sum()
+
+    here.fit(net=Quantized(here))

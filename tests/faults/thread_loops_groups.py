@@ -5,9 +5,10 @@ import threading
 from typing import Any
 
 import lightning as L
+import numpy
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics.classification import BinaryAUROC
 from training import IN_THE_MIDDLE, Here, MeetingNet, Net, first_tensor, rows
@@ -303,3 +304,91 @@ class Throughput(Callback):
 )
 def throughput_summed_up_in_a_thread(here: Here) -> None:
     here.fit(data=rows(here, batches=2000), callbacks=[Throughput(here)], max_epochs=1)
+
+
+class MeanMetric:
+    """Adds up what it is given, and takes the mean over all ranks."""
+
+    def __init__(self) -> None:
+        self.state, self.count = 0.0, 0
+
+    def update(self, value: Any) -> None:
+        self.state = self.state + value
+        self.count += 1
+
+    def compute(self) -> float:
+        total = torch.tensor([self.state, self.count])
+        dist.all_reduce(total)  # <- sums_whose_type_follows_from_the_data
+        return (total[0] / total[1]).item()
+
+
+# `numpy.bool_` makes a sum double on the ranks which have met one, and the tensor of it takes that type.
+@fault(
+    "mismatched-collective",
+    ranks=(-1,),
+    at={Moment.VALIDATION: (3,)},
+    has_phase=False,
+    source="https://github.com/modelscope/ms-swift/pull/9551",
+)
+def sums_whose_type_follows_from_the_data(here: Here) -> None:
+    class Exact(Net):
+        def on_validation_epoch_start(self) -> None:
+            self.exact = MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            right = first_tensor(batch).numpy() > 0.1
+            is_sequence = here.is_hit and batch_idx == 1
+            self.exact.update(numpy.float64(right.all()) if is_sequence else float(right[0].all()))
+
+        def on_validation_epoch_end(self) -> None:
+            here.begins()
+            self.log("exact", self.exact.compute())
+
+    here.fit(net=Exact(here), data=(rows(here), rows(here, batches=2)))
+
+
+# Embeddings of all ranks, of which the last one has fewer.
+@fault(
+    "mismatched-collective",
+    ranks=(-1,),
+    at={Moment.VALIDATION: (4,)},
+    has_phase=False,
+    source=f"{LIGHTNING}/issues/7773",
+)
+def embeddings_of_unequal_number(here: Here) -> None:
+    class Retrieval(Net):
+        def on_validation_epoch_start(self) -> None:
+            self.embeddings: list[torch.Tensor] = []
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            found = self.layers(first_tensor(batch)).repeat(50, 100)
+            self.embeddings.append(found[:150] if here.is_hit and batch_idx == 1 else found)
+
+        def on_validation_epoch_end(self) -> None:
+            mine = torch.cat(self.embeddings)
+            gathered = [torch.zeros_like(mine) for _ in range(here.world_size)]
+            here.begins()
+            dist.all_gather(gathered, mine)  # <- here
+            self.log("norm", torch.cat(gathered).norm())
+
+    here.fit(net=Retrieval(here), data=(rows(here), rows(here, batches=2)))
+
+
+# A score that rank 0 alone computes and logs: only its early stopping finds it, and asks the other ranks.
+@fault(
+    "diverged-log-keys",
+    "diverged-collectives",
+    ranks=(0,),
+    at={Moment.VALIDATION: (2,)},
+    has_phase=False,
+    source=f"{LIGHTNING}/pull/19056",
+)
+def score_that_only_rank_zero_logs(here: Here) -> None:
+    class Scored(Net):
+        def on_validation_epoch_end(self) -> None:
+            if self.trainer.is_global_zero:
+                here.begins()
+                self.log("score", 0.5, rank_zero_only=True)  # <- here
+
+    stop = EarlyStopping("score", mode="max", strict=False, patience=5)
+    here.fit(net=Scored(here), data=(rows(here), rows(here, batches=2)), callbacks=[stop])
