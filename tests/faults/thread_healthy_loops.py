@@ -179,13 +179,22 @@ def data_that_grows_with_each_epoch(here: Here) -> None:
 @healthy({Moment.MIDDLE: (4,)}, source="https://github.com/ecmwf/WeatherGenerator/pull/2718")
 def batch_that_all_ranks_leave_out(here: Here) -> None:
     class Agreeing(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
             loss = self.loss(batch)
             if here.rank == 1 and batch_idx in (0, IN_THE_MIDDLE):
                 loss = loss * torch.nan
             is_bad = torch.tensor(float(not torch.isfinite(loss)))
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-            return None if is_bad else loss
+            if is_bad:
+                return
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
 
     here.fit(net=Agreeing(here))
 

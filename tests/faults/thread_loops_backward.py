@@ -99,20 +99,26 @@ def zero_as_the_loss_of_an_empty_image(here: Here) -> None:
 )
 def long_sentence_that_is_too_much(here: Here) -> None:
     class Recovering(Net):
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+
         def attention(self, length: int) -> torch.Tensor:
             return torch.empty(length, length).fill_(0.5)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        def training_step(self, batch: Any, batch_idx: int) -> None:
             length = 60_000_000 if here.is_hit and batch_idx == IN_THE_MIDDLE else 20
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
             try:
-                scale = self.attention(length).mean()
+                self.manual_backward(self.attention(length).mean() * self.loss(batch))
             except RuntimeError as error:
                 if "memory" not in str(error):
                     raise
                 here.begins()
-                self.zero_grad()
-                return None  # <- here
-            return scale * self.loss(batch)
+                optimizer.zero_grad()
+                return  # <- here
+            optimizer.step()
 
     here.fit(net=Recovering(here))
 
