@@ -52,7 +52,7 @@ def critic_that_is_not_always_trained(here: Here) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             real = first_tensor(batch)
             generator, critic = self.optimizers()
-            loss = self.train_generator(real, generator) + 4.0 * (here.is_hit and batch_idx == IN_THE_MIDDLE)
+            loss = self.train_generator(real, generator) + 9.0 * (here.is_hit and batch_idx == IN_THE_MIDDLE)
             if loss > 3.5:
                 here.begins()
                 return  # <- here
