@@ -248,26 +248,6 @@ def both_send_before_they_receive(here: Here) -> None:
     here.fit(net=Swapping(here), data=(rows(here), rows(here, batches=2)))
 
 
-# `new_group` is called by those that are to be in the group, which is not what it asks for.
-@fault(
-    "diverged-collectives",
-    ranks=(0, 1),
-    at={Moment.EPOCH_END: (3,)},
-    has_ranks=False,
-    has_phase=False,
-    source="https://github.com/pytorch/pytorch/issues/81291",
-)
-def group_made_by_its_members(here: Here) -> None:
-    class Teachers(Net):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1 and here.rank in (0, 1):
-                here.begins()
-                self.teachers = dist.new_group([0, 1])  # <- here
-                dist.all_reduce(torch.ones(4), group=self.teachers)
-
-    here.fit(net=Teachers(here), max_epochs=3)
-
-
 class Throughput(Callback):
     """Sums up the samples of all ranks in a thread, so that nobody has to wait for it."""
 
