@@ -20,7 +20,11 @@ import healthy_steps
 import thread_data
 import thread_data_workers
 import thread_healthy_data
+import thread_healthy_loops
 import thread_healthy_start
+import thread_loops
+import thread_loops_backward
+import thread_loops_groups
 import thread_process
 import thread_rank_zero
 import thread_start
@@ -48,6 +52,10 @@ THEMES = (
     thread_data_workers,
     thread_healthy_data,
     thread_healthy_start,
+    thread_healthy_loops,
+    thread_loops,
+    thread_loops_backward,
+    thread_loops_groups,
     thread_process,
     thread_rank_zero,
     thread_start,
