@@ -276,7 +276,7 @@ class Throughput(Callback):
 @fault(
     "diverged-collectives",
     "mismatched-collective",
-    ranks=None,
+    ranks=(),
     at={Moment.MIDDLE: (2,)},
     has_ranks=False,
     has_phase=False,
