@@ -326,9 +326,9 @@ class Gathering:
         for rank, card in self._watched.items():
             before = self._witnessed.get(rank)
             if rank not in self._answers and before is not None and before.state in ANSWERING:
-                seen = look_at(card.pid, rank=rank, started=card.started or None)
-                if seen.state in _GONE:
-                    self._witnessed[rank] = seen
+                if look_at(card.pid, rank=rank, started=card.started or None).state in _GONE:
+                    # With its last words.
+                    self._witnessed |= {seen.rank: seen for seen in self._witness([card])}
 
     def _witness_key(self, rank: int) -> str:
         return f"{self._key}/witness/{rank}"

@@ -3,11 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, ProcessFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP
-from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
@@ -24,55 +25,118 @@ from lightning_ncclsafe.rules.wording import (
 
 # Conditions that hold on one rank, and not ``if rank != -1``, which holds on all.
 _OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank", re.IGNORECASE)
+_OF_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _WHERE = 4
 _VARIANTS = 3
 _LISTED = 8
+# What ranks have called this often before, or in every batch, belongs to their steps.
+_HABIT = 2
+_HABIT_BATCHES = 20
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority; between equals those whose line stands under a condition on the rank."""
-    ranks = split.deviating
-    conditioned = tuple(rank for rank in ranks if condition_of(view, rank))
-    return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
+    """Those of whom something says that they are out of step, else the minority; all of them where nothing decides."""
+    return tuple(out_of_step(view, split.calls)) or split.deviating
+
+
+def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
+    """Where a rank is, or was until it was told that a peer is gone, or until its own process ended; may be empty."""
+    if rank not in view.facts:
+        return view.witnesses[rank].stack if rank in view.witnesses else ()
+    facts = view.facts[rank]
+    return facts.exception.stack if facts.exception is not None else facts.stack
 
 
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
-    return view.activities[rank].rank_condition
+    return condition_around(stack_of(view, rank))[0]
 
 
-def apart(view: Timeline) -> dict[int, str]:
-    """Ranks that wait where only some ranks come, and why only they do, in words; empty if that is true of all."""
-    found = {rank: _why_apart(view, rank) for rank in view.waiting}
-    alone = {rank: why for rank, why in found.items() if why}
-    return alone if len(alone) < len(view.facts) else {}
+def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of ranks that wait apart from one another which are where the others do not come, and why, in words.
+
+    A condition on the rank decides, a hook that Lightning calls on one rank of a host, or, between as many, that the
+    others are in what is called on every rank in every run. Empty where nothing does.
+    """
+    every = tuple(sorted(ranks))
+    apart = {rank: why for rank in every if (why := _why_apart(view, rank))}
+    if 2 * len(apart) > len(every):
+        apart = {rank: why for rank, why in apart.items() if not _OF_ALL.search(condition_of(view, rank))}
+    return apart if 0 < len(apart) < len(every) else _in_calls_of_their_own(view, every)
 
 
 def _why_apart(view: Timeline, rank: int) -> str:
     if condition := condition_of(view, rank):
         return f"under {condition_words(condition)}"
-    in_prepare_data = any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions)
+    actions = view.facts[rank].progress.actions if rank in view.facts else ()
+    in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
     return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
 
 
-def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
-    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others are in it.
+def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, str]:
+    """Of as many ranks in lines of the user's as in what Lightning calls itself, the first, unless they do so often."""
+    inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
+    own = tuple(rank for rank in ranks if deepest_user_frame(inside[rank]) is not None)
+    others = tuple(rank for rank in ranks if rank not in own)
+    if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
+        return {}
+    if any(_is_habit(view, rank, others) for rank in own):
+        return {}
+    return dict.fromkeys(own, "in a call of the user's own, while the others are in what Lightning calls on all ranks")
 
-    A rank that is in no call of the Trainer has no guard that would answer, and looks like one that is frozen.
+
+def _is_habit(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:
+    """Whether the others have called before what this rank is in: then they may have left it out this time."""
+    call = view.activities[rank].collective if rank in view.facts else None
+    if call is None:
+        return False
+    return any(
+        sum(signature(entry) == signature(call) and entry.group == call.group for entry in facts.collectives)
+        >= max(_HABIT, min(facts.progress.batch_idx, _HABIT_BATCHES))
+        for facts in (view.facts[other] for other in others if other in view.facts)
+    )
+
+
+def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
+    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others have, too.
+
+    The others are in another call of the Trainer, or in none: then they have no guard that would answer, and look like
+    ranks that are frozen, or they have ended in good order.
     """
-    conditions = {rank: _around_trainer(facts) for rank, facts in view.facts.items()}
-    is_told = bool(conditions) and all(conditions.values()) and bool(view.silent)
-    asleep = all(view.witnesses[rank].state == "sleeping" for rank in view.silent if rank in view.witnesses)
-    if not is_told or not asleep or view.raised:
+    conditions = {rank: condition for rank, facts in view.facts.items() if (condition := _around_trainer(facts))}
+    calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
+    alone = {calls[rank] for rank in conditions}
+    others = [calls[rank] for rank in view.facts if rank not in conditions]
+    is_told = bool(conditions) and bool(others or view.silent) and all(call and call not in alone for call in others)
+    if not is_told or view.raised or not all(map(partial(_may_be_outside, view), view.silent)):
         return (), ""
     return tuple(sorted(conditions)), next(iter(conditions.values()))
 
 
+def _may_be_outside(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank may have left the Trainer, or the program, as far as others see."""
+    seen = view.witnesses.get(rank)
+    return seen is None or seen.state == "sleeping" or (seen.state in ("gone", "zombie") and left_in_order(seen))
+
+
+def left_in_order(process: ProcessFacts) -> bool:
+    """Whether a process that is gone may have come to its end: no signal is known of it, nor another status than 0."""
+    return not process.ended_by and not process.exit_code
+
+
 def _around_trainer(facts: RankFacts) -> str:
-    outside = facts.stack[: trainer_start(facts.stack)]
-    conditions = (frame.rank_condition for frame in reversed(outside) if frame.user and frame.rank_condition)
+    conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
     # What stands behind it on its line is not part of it.
     return next((condition for condition in conditions if _OF_RANK_ZERO.search(condition.partition(":")[0])), "")
+
+
+def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
+    return tuple((frame.file, frame.line) for frame in _outside(facts))
+
+
+def _outside(facts: RankFacts) -> tuple[Frame, ...]:
+    """The user's frames around the Trainer's; before and after it runs there are no others."""
+    return tuple(frame for frame in facts.stack[: trainer_start(facts.stack) or None] if frame.user)
 
 
 def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
@@ -105,9 +169,9 @@ def call_evidence(split: Divergence) -> Iterator[Evidence]:
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The conditions on the rank under which these ranks stand where they do."""
     for rank in sorted(ranks)[:_LISTED]:
-        doing = view.activities[rank]
-        if doing.rank_condition:
-            text = f"{condition_words(doing.rank_condition)} encloses {location_of(doing.condition_frame)}."
+        condition, frame = condition_around(stack_of(view, rank))
+        if condition:
+            text = f"{condition_words(condition)} encloses {location_of(frame)}."
             yield Evidence(source="source code", rank=rank, text=text)
 
 
@@ -118,14 +182,14 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     yield from phase_evidence(view, listed)
 
 
-def called_at(facts: RankFacts) -> Frame | None:
-    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it raised."""
-    return deepest_user_frame(facts.exception.stack if facts.exception else facts.stack)
+def called_at(view: Timeline, rank: int) -> Frame | None:
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended."""
+    return deepest_user_frame(stack_of(view, rank))
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The same of the first of these ranks that has one."""
-    frames = (called_at(view.facts[rank]) for rank in ranks if rank in view.facts)
+    frames = (called_at(view, rank) for rank in ranks)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 

@@ -1,20 +1,39 @@
 """Processes that gloo has ended, as it does with one to which more is sent than it has room for."""
 
+import re
+from collections.abc import Iterable, Iterator
+
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts
+from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import C10D, FSDP
+from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import numel
 
 # Frames of torch's between the caller's line and the collective.
 _NEAR = 8
+_LISTED = 4
+# What gloo says then: the bytes that have come, and those that there is room for.
+_OVERRUN = re.compile(r"op\.preamble\.length <= op\.nbytes\D+(\d+) vs (\d+)")
 
 
 def aborted(view: Timeline) -> tuple[int, ...]:
-    """Ranks that may have been ended by gloo, while what the others were in sends something of the user's own."""
+    """Ranks that gloo has ended, as they say, or may have, while what the others were in sends something of the user's.
+
+    Of several that are gone and write to one file, each may be the one that has said it.
+    """
     gone = tuple(rank for rank in view.silent if is_gone(view, rank) and _has_aborted(view, rank))
+    if any(overrun_of(view, rank) for rank in gone):
+        return gone
     # The others may have gone on by the time that it is ended; what it was in itself is known by what it wrote.
     sent = any(map(last_of_gloo, view.facts.values())) or any(_ended_in_collective(view, rank) for rank in gone)
     return gone if sent and not any(facts.host_facts.oom_kills for facts in view.facts.values()) else ()
+
+
+def overrun_of(view: Timeline, rank: int) -> tuple[int, int] | None:
+    """Bytes that were sent to a rank at once, and those that it had room for, by gloo's last word on its stderr."""
+    found = _OVERRUN.search(view.witnesses[rank].said) if rank in view.witnesses else None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _has_aborted(view: Timeline, rank: int) -> bool:
@@ -28,6 +47,26 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
     called = any(C10D.has(frame.file, frame.function) for frame in near)
     on_gloo = any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
     return process.ended_by == "SIGABRT" and on_gloo and called and any(frame.user for frame in near)
+
+
+def broken_off(view: Timeline) -> tuple[int, ...]:
+    """Ranks that gloo has ended in another call than the others were in, by the user's lines that both were at.
+
+    The others may have gone on, from the same line, to what Lightning calls itself; one that has ended in that has not
+    come from a line in which others still wait.
+    """
+    ended = aborted(view)
+    others = {rank: facts for rank, facts in view.facts.items() if last_of_gloo(facts)}
+    if not ended or not others or not all(view.witnesses[rank].stack for rank in ended):
+        return ()
+    own = {_line(view.witnesses[rank].stack) for rank in ended}
+    lines = {_line(_stack(facts)) for facts in others.values()}
+    return ended if None not in lines and own.isdisjoint(lines) else ()
+
+
+def _line(stack: tuple[Frame, ...]) -> tuple[str, int] | None:
+    frame = deepest_user_frame(stack[trainer_start(stack) :])
+    return (frame.file, frame.line) if frame is not None else None
 
 
 def is_gone(view: Timeline, rank: int) -> bool:
@@ -59,4 +98,26 @@ def is_of_fsdp(facts: RankFacts) -> bool:
 
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:
-    return (facts.exception.stack if facts.exception else facts.stack)[-_NEAR:]
+    return _stack(facts)[-_NEAR:]
+
+
+def _stack(facts: RankFacts) -> tuple[Frame, ...]:
+    return facts.exception.stack if facts.exception else facts.stack
+
+
+def as_gloo_does(view: Timeline, ended: Iterable[int]) -> str:
+    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; without sizes if none were said."""
+    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
+    if told is None:
+        return "as gloo ends one to which more is sent than it has room for"
+    return f"as gloo has ended it: it was sent {told[0]:,} bytes at once and had room for {told[1]:,}"
+
+
+def gone_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
+    """How the processes of these ranks have ended, and what was said last on their stderr."""
+    for rank in [*ended][:_LISTED]:
+        process, signal = view.witnesses[rank], signal_of(view, rank)
+        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
+        yield Evidence(source="process", rank=rank, text=text)
+        if process.said:
+            yield Evidence(source="stderr", rank=rank, text=f"The last that was said there: {process.said}")

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.overruns import signal_of
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, left_in_order
+from lightning_ncclsafe.rules.overruns import aborted, broken_off, overrun_of, signal_of
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -63,10 +64,8 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         processes on hosts on which no rank answered.
     """
     view = timeline(job)
-    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)))
-    # Whom gloo has ended in what another rank ran alone is a consequence of that.
-    if seen and (alone := broken_off_alone(view)) is not None:
-        seen = tuple(rank for rank in seen if rank not in alone.ended)
+    explained = _explained(view)
+    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)) and rank not in explained)
     if seen:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
@@ -76,6 +75,17 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
     elif presumed := _presumed(view):
         yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
+
+
+def _explained(view: Timeline) -> set[int]:
+    """Ranks that gloo has ended, where it is told why, and those that have come to their end without another rank."""
+    told = broken_off_alone(view)
+    if told is not None:
+        return {*told.ended}
+    if any(alone_in_trainer(view)):
+        return {rank for rank in view.silent if rank in view.witnesses and left_in_order(view.witnesses[rank])}
+    ended = () if view.raised else aborted(view)
+    return {*ended} if broken_off(view) or any(overrun_of(view, rank) for rank in ended) else set()
 
 
 class _End(NamedTuple):

@@ -1,22 +1,33 @@
 """The cause mismatched-collective: ranks called the same collective with other sizes or types."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import (
     call_evidence,
     called_at,
     calls_location,
     calls_words,
+    condition_evidence,
     culprits,
+    out_of_step,
     same_purpose,
     units_of,
     variants,
     where_evidence,
 )
-from lightning_ncclsafe.rules.overruns import aborted, is_gone, is_of_fsdp, last_of_gloo, signal_of
+from lightning_ncclsafe.rules.overruns import (
+    aborted,
+    as_gloo_does,
+    broken_off,
+    gone_evidence,
+    is_gone,
+    is_of_fsdp,
+    last_of_gloo,
+    overrun_of,
+    signal_of,
+)
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import place_words, severity
 from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
@@ -76,7 +87,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         return
     if split is None:
         ended = aborted(view)
-        if ended and broken_off_alone(view) is None:
+        if ended and broken_off_alone(view) is None and not broken_off(view):
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
@@ -87,26 +98,28 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
     other = min(sent or view.facts)
-    # Of two that differ nobody can say which is wrong; several that agree are right.
-    ranks = ended if len(sent or view.facts) > len(ended) else tuple(sorted((*ended, *(sent or view.facts))))
     was = f"was in {collective_words(sent[other])}" if sent else "had gone on to what follows"
-    own, others = deepest_user_frame(view.witnesses[ended[0]].stack), called_at(view.facts[other])
-    frame = own or others
-    is_known = all(signal_of(view, rank) for rank in ended)
+    own, others = called_at(view, ended[0]), called_at(view, other)
+    decided = out_of_step(view, (*ended, *(sent or view.facts)))
+    # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
+    have_majority = len(sent or view.facts) > len(ended)
+    ranks = tuple(decided) or (ended if have_majority else tuple(sorted((*ended, *(sent or view.facts)))))
+    is_known = all(signal_of(view, rank) for rank in ended) or any(overrun_of(view, rank) for rank in ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
         f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
-        f"{f' {place_words(own)}' if own else ''}, as gloo ends one to which more is sent than it has room for, while "
+        f"{f' {place_words(own)}' if own else ''}, {as_gloo_does(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
+    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
-        summary=capitalised(text),
+        summary=joined((capitalised(text), why)),
         ranks=ranks,
-        location=location_of(frame),
-        evidence=(*_gone_evidence(view, ended), *where_evidence(view, [other])),
+        location=calls_location(view, ranks) or location_of(own or others),
+        evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
     )
 
@@ -134,7 +147,7 @@ def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Findi
         summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         ranks=ranks,
         location=calls_location(view, ranks),
-        evidence=(*call_evidence(split), *_gone_evidence(view, overrun), *where_evidence(view, split.calls)),
+        evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
 
@@ -165,10 +178,3 @@ def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tu
 
 def _bytes(call: Collective) -> int:
     return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
-
-
-def _gone_evidence(view: Timeline, overrun: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in overrun[:4]:
-        process, signal = view.witnesses[rank], signal_of(view, rank)
-        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
-        yield Evidence(source="process", rank=rank, text=text)
