@@ -7,7 +7,7 @@ from functools import partial
 
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, ProcessFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
-from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP
+from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
@@ -55,14 +55,22 @@ def condition_of(view: Timeline, rank: int) -> str:
 def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
     """Those of ranks that wait apart from one another which are where the others do not come, and why, in words.
 
-    A condition on the rank decides, a hook that Lightning calls on one rank of a host, or, between as many, that the
-    others are in what is called on every rank in every run. Empty where nothing does.
+    A condition decides; between as many, that the others are in what is called on every rank in every run.
     """
     every = tuple(sorted(ranks))
+    return conditioned(view, every) or _in_calls_of_their_own(view, every)
+
+
+def conditioned(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of ranks that stand where only some ranks come, under a condition or in a hook, and why, in words.
+
+    Empty where that is true of all of them.
+    """
+    every = tuple(ranks)
     apart = {rank: why for rank in every if (why := _why_apart(view, rank))}
     if 2 * len(apart) > len(every):
         apart = {rank: why for rank, why in apart.items() if not _OF_ALL.search(condition_of(view, rank))}
-    return apart if 0 < len(apart) < len(every) else _in_calls_of_their_own(view, every)
+    return apart if len(apart) < len(every) else {}
 
 
 def _why_apart(view: Timeline, rank: int) -> str:
@@ -74,15 +82,24 @@ def _why_apart(view: Timeline, rank: int) -> str:
 
 
 def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, str]:
-    """Of as many ranks in lines of the user's as in what Lightning calls itself, the first, unless they do so often."""
+    """Of as many ranks in calls of their own as in what Lightning calls on every rank, the first; unless it is a habit.
+
+    What Lightning calls where a rank's own values say so counts as the rank's.
+    """
     inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
-    own = tuple(rank for rank in ranks if deepest_user_frame(inside[rank]) is not None)
+    own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
         return {}
-    if any(_is_habit(view, rank, others) for rank in own):
-        return {}
-    return dict.fromkeys(own, "in a call of the user's own, while the others are in what Lightning calls on all ranks")
+    return {} if any(_is_habit(view, rank, others) for rank in own) else own
+
+
+def _own_call(stack: tuple[Frame, ...]) -> str:
+    if any(MODEL_CHECKPOINT.has(frame.file, frame.function) for frame in stack):
+        return "in ModelCheckpoint, which saves where the value that it monitors says so on its rank"
+    if deepest_user_frame(stack) is not None:
+        return "in a call of the user's own, while the others are in what Lightning calls on all ranks"
+    return ""
 
 
 def _is_habit(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:

@@ -117,11 +117,10 @@ def _remedy(view: Timeline) -> str:
 
 def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     """Gloo has ended a process, and the user's lines show that it was not in the call that the others were in."""
-    every = (*ended, *view.facts)
+    others = tuple(sorted(view.facts))
+    every = (*ended, *others)
     decided = out_of_step(view, every)
-    few = ended if len(ended) < len(view.facts) else ()
-    ranks = tuple(decided) or few or tuple(sorted(every))
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ended)
+    ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
     own, other = called_at(view, ended[0]), called_at(view, others[0])
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     text = (

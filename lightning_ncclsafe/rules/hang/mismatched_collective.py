@@ -10,8 +10,8 @@ from lightning_ncclsafe.rules.divergences import (
     calls_location,
     calls_words,
     condition_evidence,
+    conditioned,
     culprits,
-    out_of_step,
     same_purpose,
     units_of,
     variants,
@@ -100,10 +100,11 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     other = min(sent or view.facts)
     was = f"was in {collective_words(sent[other])}" if sent else "had gone on to what follows"
     own, others = called_at(view, ended[0]), called_at(view, other)
-    decided = out_of_step(view, (*ended, *(sent or view.facts)))
+    left = tuple(sorted(sent or view.facts))
+    decided = conditioned(view, sorted((*ended, *left)))
     # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
-    have_majority = len(sent or view.facts) > len(ended)
-    ranks = tuple(decided) or (ended if have_majority else tuple(sorted((*ended, *(sent or view.facts)))))
+    few = min(ended, left, key=len)
+    ranks = tuple(decided) or (few if len(ended) != len(left) else tuple(sorted((*ended, *left))))
     is_known = all(signal_of(view, rank) for rank in ended) or any(overrun_of(view, rank) for rank in ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
