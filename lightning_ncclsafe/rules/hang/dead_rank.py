@@ -13,6 +13,8 @@ from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.transport import has_given_up
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
+# That of timeout(1), with which the guard ends processes, too.
+_ENDED_BY_US = 124
 _DEAD = ("gone", "zombie")
 _GONE = "is gone; how it ended is not known here, its launcher may say it"
 _REMEDY = "Look at the end of this rank's own output, and at what its launcher and the kernel's log (dmesg) say of it."
@@ -107,7 +109,8 @@ def _words(end: _End, *, many: bool) -> str:
     """``"was killed by SIGKILL (…)"``: what was seen, and of what is not known, what it may have been."""
     was, is_ = ("were", "are") if many else ("was", "is")
     if end.status is not None:
-        return f"{'have' if many else 'has'} exited with status {end.status}"
+        by_us = ", as the guard ends a run that cannot go on" if end.status == _ENDED_BY_US else ""
+        return f"{'have' if many else 'has'} exited with status {end.status}{by_us}"
     if end.signal == "SIGKILL":
         return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)"
     if end.signal:
@@ -169,6 +172,8 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             end = _end(view, rank)
             known = _words(end, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
+            if process.said:
+                yield Evidence(source="stderr", rank=rank, text=f"The last that was said there: {process.said}")
         else:
             yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import (
+    alone_in_trainer,
     call_evidence,
     called_at,
     calls_location,
@@ -83,7 +84,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     split = view.divergence or view.lost_divergence
-    if view.raised or ended_first(view) or gathering_alone(view):
+    if view.raised or ended_first(view) or gathering_alone(view) or any(alone_in_trainer(view)):
         return
     if split is None:
         ended = aborted(view)

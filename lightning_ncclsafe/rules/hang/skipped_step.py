@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.divergences import alone_in_trainer
 from lightning_ncclsafe.rules.sentences import exception_place, how_we_know, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
@@ -54,7 +55,7 @@ def skipped_step(job: JobFacts) -> Iterable[Finding]:
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
         yield _finding(view, refused, Confidence.CERTAIN)
-    elif view.waiting and not view.raised:
+    elif view.waiting and not view.raised and not any(alone_in_trainer(view)):
         skipped = _skipped_more(view)
         other = _other_counts(view)
         if skipped:
