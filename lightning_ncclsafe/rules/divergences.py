@@ -205,8 +205,9 @@ def called_at(view: Timeline, rank: int) -> Frame | None:
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
-    """The same of the first of these ranks that has one."""
-    frames = (called_at(view, rank) for rank in ranks)
+    """The same of the first of these ranks that has one; a line within the Trainer tells more than who has called it."""
+    stacks = [stack_of(view, rank) for rank in ranks]
+    frames = (deepest_user_frame(part) for part in (*(stack[trainer_start(stack) :] for stack in stacks), *stacks))
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 

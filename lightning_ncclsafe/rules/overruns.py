@@ -2,10 +2,23 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts
 from lightning_ncclsafe.findings import Evidence
-from lightning_ncclsafe.known_code import C10D, FSDP
+from lightning_ncclsafe.known_code import (
+    BACKWARD,
+    C10D,
+    DDP,
+    DDP_BUFFERS,
+    EARLY_STOPPING,
+    FSDP,
+    LENGTH_CHECK,
+    LOGGED_VALUES,
+    MODEL_CHECKPOINT,
+    SHARDING,
+    SIGTERM_BROADCAST,
+)
 from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import numel
@@ -13,6 +26,10 @@ from lightning_ncclsafe.rules.wording import numel
 # Frames of torch's between the caller's line and the collective.
 _NEAR = 8
 _LISTED = 4
+# In whose C++ code, too, collectives are waited for.
+_COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
+# What calls collectives on its own account.
+_CALLERS = (MODEL_CHECKPOINT, EARLY_STOPPING, LOGGED_VALUES, LENGTH_CHECK, SIGTERM_BROADCAST, DDP_BUFFERS, BACKWARD)
 # What gloo says then: the bytes that have come, and those that there is room for.
 _OVERRUN = re.compile(r"op\.preamble\.length <= op\.nbytes\D+(\d+) vs (\d+)")
 
@@ -43,30 +60,41 @@ def _has_aborted(view: Timeline, rank: int) -> bool:
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
     process = view.witnesses[rank]
-    near = process.stack[-_NEAR:]
-    called = any(C10D.has(frame.file, frame.function) for frame in near)
+    called = any(_COLLECTIVES.has(frame.file, frame.function) for frame in process.stack[-_NEAR:])
     on_gloo = any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
-    return process.ended_by == "SIGABRT" and on_gloo and called and any(frame.user for frame in near)
+    return process.ended_by == "SIGABRT" and on_gloo and called
 
 
 def broken_off(view: Timeline) -> tuple[int, ...]:
-    """Ranks that gloo has ended in another call than the others were in, by the user's lines that both were at.
+    """Ranks that gloo has ended in another call than the others were in, by the lines that both were at.
 
-    The others may have gone on, from the same line, to what Lightning calls itself; one that has ended in that has not
-    come from a line in which others still wait.
+    Others may have gone on from the same line of the user's to what Lightning calls itself; nobody comes from what
+    Lightning calls itself to a line in which others still wait.
     """
     ended = aborted(view)
-    others = {rank: facts for rank, facts in view.facts.items() if last_of_gloo(facts)}
-    if not ended or not others or not all(view.witnesses[rank].stack for rank in ended):
+    if not view.facts or not all(map(view.waits, view.facts)):
         return ()
-    own = {_line(view.witnesses[rank].stack) for rank in ended}
-    lines = {_line(_stack(facts)) for facts in others.values()}
-    return ended if None not in lines and own.isdisjoint(lines) else ()
+    if not ended or not all(view.witnesses[rank].stack for rank in ended):
+        return ()
+    own = {_site(view.witnesses[rank].stack) for rank in ended}
+    others = {_site(_stack(facts)) for facts in view.facts.values()}
+    may_have_gone_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
+    return ended if own.isdisjoint(others) and not may_have_gone_on else ()
 
 
-def _line(stack: tuple[Frame, ...]) -> tuple[str, int] | None:
-    frame = deepest_user_frame(stack[trainer_start(stack) :])
-    return (frame.file, frame.line) if frame is not None else None
+class _Site(NamedTuple):
+    """From where a rank has called a collective: a line of the user's own, or what of Lightning's and DDP's."""
+
+    is_users: bool
+    place: tuple[object, ...]
+
+
+def _site(stack: tuple[Frame, ...]) -> _Site:
+    inside = stack[trainer_start(stack) :]
+    frame = deepest_user_frame(inside)
+    if frame is not None:
+        return _Site(True, (frame.file, frame.line))
+    return _Site(False, tuple(any(code.has(one.file, one.function) for one in inside) for code in _CALLERS))
 
 
 def is_gone(view: Timeline, rank: int) -> bool:

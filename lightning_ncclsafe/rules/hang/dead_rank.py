@@ -1,6 +1,7 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
@@ -71,7 +72,10 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     if seen:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
-        confidence = Confidence.POSSIBLE if may_have_left else Confidence.CERTAIN
+        # That it is gone is seen; that it has come to its end by itself, and not by what ranks have called, is not.
+        may_be_gloos = any(map(partial(_has_aborted_on_gloo, view), seen)) or not {*seen}.isdisjoint(aborted(view))
+        confidence = Confidence.LIKELY if may_be_gloos else Confidence.CERTAIN
+        confidence = Confidence.POSSIBLE if may_have_left else confidence
         ends = {_end(view, rank) for rank in seen}
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
@@ -178,12 +182,20 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
 
 
+def _has_aborted_on_gloo(view: Timeline, rank: int) -> bool:
+    return signal_of(view, rank) == "SIGABRT" and _is_on_gloo(view)
+
+
+def _is_on_gloo(view: Timeline) -> bool:
+    return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+
+
 def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
     """Whether gloo may have ended one of them: as far as is known it has ended itself, and the group is gloo's."""
     if end.status is not None:
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
-    return ended and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return ended and _is_on_gloo(view)
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:

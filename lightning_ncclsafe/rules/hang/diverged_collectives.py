@@ -5,12 +5,11 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.known_code import MODEL_CHECKPOINT
+from lightning_ncclsafe.known_code import BACKWARD, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     call_evidence,
-    called_at,
     calls_location,
     calls_words,
     condition_evidence,
@@ -42,6 +41,7 @@ _REMEDY = (
     "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
     "keys in log_dict on all ranks, and the same branches of the model in forward."
 )
+_CALLERS = ((MODEL_CHECKPOINT, "in ModelCheckpoint"), (BACKWARD, "in the backward pass"))
 _REMEDY_MONITOR = (
     " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
     "not under a condition."
@@ -121,12 +121,11 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     every = (*ended, *others)
     decided = out_of_step(view, every)
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
-    own, other = called_at(view, ended[0]), called_at(view, others[0])
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     text = (
-        f"the process of {ranks_words(ended)} has ended itself {place_words(own) or 'in what Lightning calls itself'}, "
+        f"the process of {ranks_words(ended)} has ended itself {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {ranks_words(others)} {verb(others, 'was', 'were')} "
-        f"{place_words(other)}: these are different collectives."
+        f"{_was_at(view, others[0])}: these are different collectives."
     )
     return Finding(
         rule="diverged-collectives",
@@ -138,6 +137,13 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
         remedy=_remedy(view),
     )
+
+
+def _was_at(view: Timeline, rank: int) -> str:
+    """The user's line, or what of Lightning's and DDP's it was in."""
+    stack = stack_of(view, rank)
+    known = (words for code, words in _CALLERS if any(code.has(frame.file, frame.function) for frame in stack))
+    return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:
@@ -162,7 +168,7 @@ def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY,
         summary=f"{capitalised(text)}: {others_wait(view, ())}.",
         ranks=ranks,
-        location=location(view, ranks),
+        location=calls_location(view, ranks),
         evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY,
     )
