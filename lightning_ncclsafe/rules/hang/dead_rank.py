@@ -79,7 +79,7 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         ends = {_end(view, rank) for rank in seen}
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
-    elif presumed := _presumed(view):
+    elif (presumed := _presumed(view)) and not any(alone_in_trainer(view)):
         yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
 
 
