@@ -19,7 +19,7 @@ from lightning_ncclsafe.known_code import (
     SHARDING,
     SIGTERM_BROADCAST,
 )
-from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.activity import condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.timeline import Timeline
 from lightning_ncclsafe.rules.wording import numel
 
@@ -83,7 +83,10 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
 
 
 class _Site(NamedTuple):
-    """From where a rank has called a collective: a line of the user's own, or what of Lightning's and DDP's."""
+    """From where a rank has called a collective: a function of the user's own, or what of Lightning's and DDP's.
+
+    Two lines of one function may be branches that call the same, unless one is under a condition on the rank.
+    """
 
     is_users: bool
     place: tuple[object, ...]
@@ -93,7 +96,7 @@ def _site(stack: tuple[Frame, ...]) -> _Site:
     inside = stack[trainer_start(stack) :]
     frame = deepest_user_frame(inside)
     if frame is not None:
-        return _Site(True, (frame.file, frame.line))
+        return _Site(True, (frame.file, frame.function, condition_around(stack)[0]))
     return _Site(False, tuple(any(code.has(one.file, one.function) for one in inside) for code in _CALLERS))
 
 

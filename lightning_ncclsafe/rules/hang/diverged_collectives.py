@@ -23,7 +23,7 @@ from lightning_ncclsafe.rules.garbled import is_garbled
 from lightning_ncclsafe.rules.overruns import as_gloo_does, broken_off, gone_evidence, is_gone
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
-from lightning_ncclsafe.rules.sharded import gathering_alone
+from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
     capitalised,
@@ -79,7 +79,7 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
-    elif ended := broken_off(view):
+    elif broken_off_alone(view) is None and (ended := broken_off(view)):
         yield _broken_off(view, ended)
     elif alone := _after_the_others(view):
         yield _crossing(view, alone)
@@ -123,7 +123,7 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     text = (
-        f"the process of {ranks_words(ended)} has ended itself {_was_at(view, ended[0])}, "
+        f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {ranks_words(others)} {verb(others, 'was', 'were')} "
         f"{_was_at(view, others[0])}: these are different collectives."
     )

@@ -93,7 +93,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
-            yield _finding(view, split, Confidence.CERTAIN if alike else Confidence.POSSIBLE)
+            yield _finding(view, split, is_alike=bool(alike))
 
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
@@ -120,7 +120,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
         summary=joined((capitalised(text), why)),
         ranks=ranks,
-        location=calls_location(view, ranks) or location_of(own or others),
+        location=calls_location(view, ranks) if decided else location_of(own or others),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
     )
@@ -132,9 +132,11 @@ def _other_units(view: Timeline, split: Divergence) -> bool:
     return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
 
 
-def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Finding:
+def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     overrun = _overrun(view, split)
     ranks = _odd_ones(view, split, overrun)
+    is_said = any(overrun_of(view, rank) for rank in overrun)
+    confidence = Confidence.CERTAIN if is_alike else Confidence.LIKELY if is_said else Confidence.POSSIBLE
     gone = (
         f"Gloo has ended the process of {ranks_words(overrun)}, as to {verb(overrun, 'it', 'them')} more was sent than "
         f"{verb(overrun, 'it', 'they')} had room for."
@@ -148,7 +150,8 @@ def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Findi
         confidence=confidence,
         summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         ranks=ranks,
-        location=calls_location(view, ranks),
+        # The odd one may have gone on, and the others have not.
+        location=calls_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
