@@ -103,15 +103,21 @@ def _own_call(stack: tuple[Frame, ...]) -> str:
 
 
 def _is_habit(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:
-    """Whether the others have called before what this rank is in: then they may have left it out this time."""
+    """Whether the others have called in their steps what this rank is in: then they may have left it out this time.
+
+    What was called before they were first in what they are in now belongs to no step.
+    """
     call = view.activities[rank].collective if rank in view.facts else None
     if call is None:
         return False
-    return any(
-        sum(signature(entry) == signature(call) and entry.group == call.group for entry in facts.collectives)
-        >= max(_HABIT, min(facts.progress.batch_idx, _HABIT_BATCHES))
-        for facts in (view.facts[other] for other in others if other in view.facts)
-    )
+    for facts in (view.facts[other] for other in others if other in view.facts):
+        present = view.activities[facts.rank].collective
+        signatures = [signature(entry) for entry in facts.collectives if entry.group == call.group]
+        if present is not None and signature(present) in signatures:
+            signatures = signatures[signatures.index(signature(present)) :]
+        if signatures.count(signature(call)) >= max(_HABIT, min(facts.progress.batch_idx, _HABIT_BATCHES)):
+            return True
+    return False
 
 
 def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:

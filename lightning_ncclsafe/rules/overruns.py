@@ -26,6 +26,12 @@ from lightning_ncclsafe.rules.wording import numel
 # Frames of torch's between the caller's line and the collective.
 _NEAR = 8
 _LISTED = 4
+_MOST_OF_SEGMENT = 1 << 20
+# As torch's recorder names types.
+_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
+    "Byte": 1,
+    "Bool": 1,
+}
 # In whose C++ code, too, collectives are waited for.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
 # What calls collectives on its own account.
@@ -68,8 +74,8 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
 def broken_off(view: Timeline) -> tuple[int, ...]:
     """Ranks that gloo has ended in another call than the others were in, by the lines that both were at.
 
-    Others may have gone on from the same line of the user's to what Lightning calls itself; nobody comes from what
-    Lightning calls itself to a line in which others still wait.
+    Others may have gone on from the same line of the user's to what Lightning calls itself, unless it is just this that
+    was sent; nobody comes from what Lightning calls itself to a line in which others still wait.
     """
     ended = aborted(view)
     if not view.facts or not all(map(view.waits, view.facts)):
@@ -79,7 +85,26 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
     own = {_site(view.witnesses[rank].stack) for rank in ended}
     others = {_site(_stack(facts)) for facts in view.facts.values()}
     may_have_gone_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
+    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
+    if told is not None and any(told[0] in _sent_at_once(facts, view.job.world_size) for facts in view.facts.values()):
+        may_have_gone_on = False
     return ended if own.isdisjoint(others) and not may_have_gone_on else ()
+
+
+def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
+    """Bytes that gloo sends at once for the last collective of a rank: all of a tensor, or a segment of its ring."""
+    last = next(reversed(facts.collectives), None)
+    if last is None or last.backend != "gloo":
+        return ()
+    size = size_bytes(last)
+    item = size // max(numel(last), 1)
+    segment = min(-(-size // (2 * world_size)), _MOST_OF_SEGMENT)
+    return size, -(-segment // max(item, 1)) * item
+
+
+def size_bytes(call: Collective) -> int:
+    """Bytes that a rank gives to a collective."""
+    return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
 
 
 class _Site(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Phase, Progress
 from lightning_ncclsafe.rules.activity import hook_words
-from lightning_ncclsafe.rules.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, conditioned
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline
 
@@ -73,7 +73,9 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
         return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
-    return () if _equally_many(view, ended, still) else ended
+    # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
+    is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
+    return () if is_alone or _equally_many(view, ended, still) else ended
 
 
 def _is_explained(view: Timeline) -> bool:

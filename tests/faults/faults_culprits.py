@@ -280,7 +280,7 @@ class Fed(IterableDataset[torch.Tensor]):
             if self.here.is_hit and row == 3 * BATCH_SIZE:
                 self.here.begins()
                 return
-            self.rows.put(torch.full((8,), row / 100))
+            self.rows.put(torch.full((8,), self.here.rank + row / 100))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         threading.Thread(target=self.feed, daemon=True).start()

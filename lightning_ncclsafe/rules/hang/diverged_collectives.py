@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.divergences import (
     condition_of,
     culprits,
     out_of_step,
+    same_purpose,
     stack_of,
     where_evidence,
 )
@@ -81,6 +82,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
     elif broken_off_alone(view) is None and (ended := broken_off(view)):
         yield _broken_off(view, ended)
+    elif (lost := view.lost_divergence) is not None and same_purpose(view, lost) is False:
+        yield _lost(view, lost)
     elif alone := _after_the_others(view):
         yield _crossing(view, alone)
     elif sites := _other_call_sites(view):
@@ -135,6 +138,26 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         ranks=ranks,
         location=calls_location(view, ranks) or calls_location(view, every),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
+        remedy=_remedy(view),
+    )
+
+
+def _lost(view: Timeline, split: Divergence) -> Finding:
+    """What ranks had called when the connections broke, as gloo had ended one of them for it."""
+    ranks = culprits(view, split)
+    ended = tuple(rank for rank in view.silent if is_gone(view, rank))
+    why = out_of_step(view, split.calls).get(ranks[0], "")
+    text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}: these can never complete."
+    gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
+    was = f"{capitalised(ranks_words(ranks[:1]))} was {_was_at(view, ranks[0])}{f', {why}' if why else ''}."
+    return Finding(
+        rule="diverged-collectives",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=joined((capitalised(text), gone, was)),
+        ranks=ranks,
+        location=calls_location(view, ranks),
+        evidence=(*call_evidence(split), *gone_evidence(view, ended), *condition_evidence(view, ranks)),
         remedy=_remedy(view),
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Collective, JobFacts
+from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.overruns import (
     last_of_gloo,
     overrun_of,
     signal_of,
+    size_bytes,
 )
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import place_words, severity
@@ -49,11 +50,6 @@ _REMEDY = (
     "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
     "depends on its data, and for a model that is built otherwise there."
 )
-# As torch's recorder names types.
-_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
-    "Byte": 1,
-    "Bool": 1,
-}
 _REMEDY_SHARDED = (
     "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
     "one (see unused-parameters): FSDP gathers them as they are used."
@@ -177,9 +173,5 @@ def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tu
     different = variants(split.calls)
     if not overrun or len(different) != 2:
         return culprits(view, split)
-    smaller, larger = sorted(different, key=lambda variant: _bytes(variant[0]))
+    smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
     return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
-
-
-def _bytes(call: Collective) -> int:
-    return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
