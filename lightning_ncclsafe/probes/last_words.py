@@ -3,8 +3,8 @@
 ``faulthandler`` writes it from its C signal handler into the file in memory that each rank has for its traceback. Who
 has opened that file before can read it when its process is gone; when nobody holds it any more, it is gone, too.
 
-Why a process has aborted itself, the C++ library says on stderr. Where that is a file, as under a scheduler, it is held,
-too, and what has been added to it is looked at.
+Why a process has aborted itself, the C++ library says on stderr. Where that is a file, as under a scheduler, it is
+held, too, and what has been added to it is looked at.
 """
 
 import os
@@ -35,7 +35,9 @@ _STDERR = 2
 _TAIL_BYTES = 1 << 17
 _MOST_SAID = 300
 # Of an exception that nobody has caught, of the C library's own checks, and of its assertions.
-_WHY = re.compile(r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE)
+_WHY = re.compile(
+    r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
+)
 _AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
 
 
@@ -83,7 +85,9 @@ class LastWords:
         if found.signal in ("", "SIGABRT"):
             with suppress(OSError, KeyError):
                 file, began = self._stderr[pid]
-                return found._replace(said=why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES)))
+                return found._replace(
+                    said=why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
+                )
         return found
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Backward passes and steps of each batch, saves that failed and what is logged on all ranks; Lightning is not imported.
+"""What each batch has made, saves that failed and what is logged on all ranks; Lightning is not imported.
 
 On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
 """

@@ -11,7 +11,7 @@ from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.timeline import Divergence, Signature, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
 from lightning_ncclsafe.rules.wording import (
     call_words,
@@ -29,9 +29,8 @@ _OF_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _WHERE = 4
 _VARIANTS = 3
 _LISTED = 8
-# What ranks have called this often before, or in every batch, belongs to their steps.
-_HABIT = 2
-_HABIT_BATCHES = 20
+# What a rank has called in as many steps belongs to them.
+_FEW_STEPS, _STEPS = 2, 4
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
@@ -82,16 +81,23 @@ def _why_apart(view: Timeline, rank: int) -> str:
 
 
 def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, str]:
-    """Of as many ranks in calls of their own as in what Lightning calls on every rank, the first; unless it is a habit.
+    """Of as many ranks in calls of their own as in what Lightning calls on every rank, the first.
 
-    What Lightning calls where a rank's own values say so counts as the rank's.
+    What Lightning calls where a rank's own values say so counts as the rank's. Where the others have left out what they
+    have called in every step before, it is they.
     """
     inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
     own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
         return {}
-    return {} if any(_is_habit(view, rank, others) for rank in own) else own
+    left_out = {rank: found for rank in others if (found := _left_out(view, rank))}
+    if not left_out:
+        return own
+    if left_out.keys() != {*others} or any(steps < _FEW_STEPS for _, steps in left_out.values()):
+        return {}
+    words = "and has left out {}, called in every step before"
+    return {rank: words.format(call_words(call)) for rank, (call, _) in left_out.items()}
 
 
 def _own_call(stack: tuple[Frame, ...]) -> str:
@@ -102,22 +108,30 @@ def _own_call(stack: tuple[Frame, ...]) -> str:
     return ""
 
 
-def _is_habit(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:
-    """Whether the others have called in their steps what this rank is in: then they may have left it out this time.
+def _left_out(view: Timeline, rank: int) -> tuple[Collective, int] | None:
+    """What a rank has called in each of its last steps, and not in this one; and in how many of them.
 
-    What was called before they were first in what they are in now belongs to no step.
+    A step goes from one call of what it is in to the next.
     """
-    call = view.activities[rank].collective if rank in view.facts else None
-    if call is None:
-        return False
-    for facts in (view.facts[other] for other in others if other in view.facts):
-        present = view.activities[facts.rank].collective
-        signatures = [signature(entry) for entry in facts.collectives if entry.group == call.group]
-        if present is not None and signature(present) in signatures:
-            signatures = signatures[signatures.index(signature(present)) :]
-        if signatures.count(signature(call)) >= max(_HABIT, min(facts.progress.batch_idx, _HABIT_BATCHES)):
-            return True
-    return False
+    if rank not in view.facts:
+        return None
+    entries = view.facts[rank].collectives
+    present = view.activities[rank].collective or next(reversed(entries), None)
+    if present is None:
+        return None
+    steps: list[dict[Signature, Collective]] = [{}]
+    for entry in entries:
+        if entry.group == present.group and entry.seq <= present.seq:
+            if signature(entry) == signature(present):
+                steps.append({})
+            else:
+                steps[-1][signature(entry)] = entry
+    # The first is no whole step, the last one has only begun with the present call.
+    *before, last = steps[1:-1] or [{}]
+    before = before[-_STEPS:]
+    missing = [found for kind, found in (before[-1].items() if before else ()) if kind not in last]
+    usual = (call for call in missing if all(signature(call) in step for step in before))
+    return next(((call, len(before)) for call in usual), None)
 
 
 def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
@@ -211,7 +225,7 @@ def called_at(view: Timeline, rank: int) -> Frame | None:
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
-    """The same of the first of these ranks that has one; a line within the Trainer tells more than who has called it."""
+    """The same of the first of these ranks that has one; a line within the Trainer tells more than one around it."""
     stacks = [stack_of(view, rank) for rank in ranks]
     frames = (deepest_user_frame(part) for part in (*(stack[trainer_start(stack) :] for stack in stacks), *stacks))
     return next((location_of(frame) for frame in frames if frame is not None), "")

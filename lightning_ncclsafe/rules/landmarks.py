@@ -56,16 +56,14 @@ _BY_MARK = {
     Mark.LOGGER.value: _LOGGER,
 }
 
-# What Lightning calls on a user's own logger from within a save, which is over by then.
-_HOOKS_OF_LOGGERS = ("after_save_checkpoint",)
 # Reading a device's result in Python waits for everything queued on it, collectives included.
 _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
 
 
 def landmark(frame: Frame) -> Landmark | None:
-    """What this frame says about the frames below it; None for one that says nothing, such as most of the user's own."""
+    """What this frame says about the frames below it; None for one that says nothing, as most of the user's own."""
     if frame.user:
-        return _LOGGER if frame.function in _HOOKS_OF_LOGGERS else None
+        return _LOGGER if known_code.HOOKS_OF_LOGGERS.has(frame.file, frame.function) else None
     return _landmark(frame.file, frame.function, frame.mark)
 
 

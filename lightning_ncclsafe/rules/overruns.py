@@ -162,7 +162,7 @@ def _stack(facts: RankFacts) -> tuple[Frame, ...]:
 
 
 def as_gloo_does(view: Timeline, ended: Iterable[int]) -> str:
-    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; without sizes if none were said."""
+    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes as far as they are known."""
     told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
     if told is None:
         return "as gloo ends one to which more is sent than it has room for"

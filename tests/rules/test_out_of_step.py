@@ -31,9 +31,7 @@ from lightning_ncclsafe.trainer_facts import TrainerFacts
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 ZERO = "if rank == 0:  (line 30)"
-WHAT = (
-    "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
-)
+WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
 CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=700, function="check_monitor_top_k"
 )
@@ -47,7 +45,9 @@ def rules(facts: JobFacts) -> dict[str, Confidence]:
     return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
-def calls(rank: int, *stack: Frame, op: str = "all_reduce", size: int = 11, world: int = 2, **more: object) -> RankFacts:
+def calls(
+    rank: int, *stack: Frame, op: str = "all_reduce", size: int = 11, world: int = 2, **more: object
+) -> RankFacts:
     """A rank that waits in a collective of so many elements."""
     options = {"outstanding": 1, "op": op, "sizes": ((size,),), "action": TRAINING_STEP, "world": world} | more
     return GLOO.rank(rank, *stack, seq=61, **options)  # type: ignore[arg-type]
@@ -72,16 +72,37 @@ def test_between_two_what_is_called_on_all_ranks_decides() -> None:
     """Rank 1 reduces the gradients, as in every batch; rank 0 is in a line of the user's that it has not been in."""
     alone = calls(0, user("training_step", 40), ALL_REDUCE)
     finding = first(job(alone, GLOO.waiting(1, seq=61, world=2), world=2))
-    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), LIKELY)
     assert "in a call of the user's own, while the others are in what Lightning calls on all ranks" in finding.summary
 
 
-def test_what_a_rank_has_called_often_it_may_have_left_out() -> None:
-    alone = calls(0, user("training_step", 40), ALL_REDUCE)
-    other = GLOO.waiting(1, seq=61, batch=2, world=2)
-    often = tuple(replace(call, input_sizes=((11,),)) if call.seq in (58, 60) else call for call in other.collectives)
-    facts = job(replace(alone, collectives=(*often[:-1], alone.collectives[-1])), replace(other, collectives=often), world=2)
-    assert first(facts).ranks == (0, 1)
+def _stepping(rank: int, *sizes: int, stack: Frame) -> RankFacts:
+    """A rank that has called reductions of these sizes, and waits in the last one."""
+    facts = GLOO.rank(rank, stack, ALL_REDUCE, seq=61, outstanding=1, action=TRAINING_STEP, world=2)
+    last = facts.collectives[-1]
+    called = tuple(
+        replace(last, seq=61 - back, input_sizes=((size,),), completed=back > 0)
+        for back, size in reversed([*enumerate(reversed(sizes))])
+    )
+    return replace(facts, collectives=called)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((9000, 9000, 9000, 9000), (0,)),  # as ever
+        ((9000, 11, 9000, 11, 9000, 9000), (1,)),  # rank 1 has called it in each of two steps, and not now
+        ((9000, 11, 9000, 9000), (0, 1)),  # in one step: too little to tell
+        ((9000, 11, 9000, 9000, 9000), (0,)),  # long ago, as for a validation
+    ],
+)
+def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    before = sizes[:-1]
+    alone = _stepping(0, *before, 11, stack=user("training_step", 40))
+    facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
+    assert ("has left out all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
 
 
 def test_two_lines_of_the_users_say_nothing_of_who_is_wrong() -> None:
@@ -110,7 +131,9 @@ def test_who_calls_the_trainer_alone_is_named_and_not_what_differs_there(others:
     finding = first(facts)
     assert rules(facts) == {"diverged-collectives": LIKELY}
     assert (finding.ranks, finding.location) == ((0,), "/home/me/project/train.py:31 in main")
-    assert finding.summary.startswith("Rank 0 has called the Trainer alone at train.py:31 in main, under `if rank == 0:`")
+    assert finding.summary.startswith(
+        "Rank 0 has called the Trainer alone at train.py:31 in main, under `if rank == 0:`"
+    )
     same = job(alone, *(_outside(replace(facts), 31, ZERO) for facts in facts.ranks[1:]), world=world)
     assert "called the Trainer alone" not in first(same).summary
 
@@ -231,7 +254,9 @@ def _with_steps(steps: dict[int, StepFacts], net: Backend = GLOO) -> JobFacts:
 def test_a_pass_that_the_others_have_begun_and_one_will_not_make() -> None:
     """Rank 1 has left batch 3 with one pass; rank 0 is in its second one, and may make more."""
     waits = StepFacts(with_backward=4, passes=((0, 0, 2),), passes_epoch=0, passes_batch=2, under_way=(0, 3, 2))
-    left = StepFacts(with_backward=5, passes=((0, 0, 2), (0, 3, 1)), passes_epoch=0, passes_batch=3, under_way=(0, 4, 1))
+    left = StepFacts(
+        with_backward=5, passes=((0, 0, 2), (0, 3, 1)), passes_epoch=0, passes_batch=3, under_way=(0, 4, 1)
+    )
     finding = first(_with_steps({0: waits, 1: left}))
     assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
     assert "backward passes in batch 3 of epoch 0 (1 on rank 1, 2 on rank 0)" in finding.summary

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.divergences import (
     calls_words,
     condition_evidence,
     condition_of,
+    conditioned,
     culprits,
     out_of_step,
     same_purpose,
@@ -80,14 +81,20 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
-    elif broken_off_alone(view) is None and (ended := broken_off(view)):
-        yield _broken_off(view, ended)
-    elif (lost := view.lost_divergence) is not None and same_purpose(view, lost) is False:
-        yield _lost(view, lost)
+    elif broken := _broken(view):
+        yield broken
     elif alone := _after_the_others(view):
         yield _crossing(view, alone)
     elif sites := _other_call_sites(view):
         yield _call_sites(view, sites)
+
+
+def _broken(view: Timeline) -> Finding | None:
+    """Where the connections broke, as gloo had ended a process for what was called."""
+    if broken_off_alone(view) is None and (ended := broken_off(view)):
+        return _broken_off(view, ended)
+    lost = view.lost_divergence
+    return _lost(view, lost) if lost is not None and same_purpose(view, lost) is False else None
 
 
 def _is_garbled(view: Timeline, rank: int) -> bool:
@@ -104,7 +111,8 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN,
+        # That they differ is seen; which of two is out of step is concluded, unless the source says it.
+        confidence=Confidence.LIKELY if why and not conditioned(view, split.calls) else Confidence.CERTAIN,
         summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
         ranks=ranks,
         location=calls_location(view, ranks),

@@ -69,20 +69,20 @@ class _Counts(NamedTuple):
 
     Attributes:
         batch: Its epoch and index.
-        index: Of what: backward passes, those that reduce nothing, steps of the first optimizer, ….
+        kind: Of what: backward passes, those that reduce nothing, steps of the first optimizer, ….
         by_rank: How many; without ranks that may make more.
     """
 
     batch: tuple[int, ...]
-    index: int
+    kind: int
     by_rank: dict[int, int]
 
     @property
     def what(self) -> str:
         """``"backward passes"``."""
-        if self.index >= len(_MADE):
-            return f"steps of optimizer {self.index - len(_MADE)}"
-        return _MADE[self.index]
+        if self.kind >= len(_MADE):
+            return f"steps of optimizer {self.kind - len(_MADE)}"
+        return _MADE[self.kind]
 
 
 def _other_counts(view: Timeline) -> _Counts | None:
@@ -129,7 +129,7 @@ def _counts_finding(view: Timeline, found: _Counts) -> Finding:
     made = ", ".join(f"{count} on {ranks_words(who)}" for count, who in sorted(by_count.items()))
     at = f"batch {found.batch[1]} of epoch {found.batch[0]}"
     # Ranks need one another for what a step is made of, and not for the step.
-    are_exchanged = found.index < len(_MADE)
+    are_exchanged = found.kind < len(_MADE)
     so = "so that since then the gradients of different passes have been reduced together"
     if not are_exchanged:
         so = "so that their weights are not the same any more"
