@@ -10,6 +10,7 @@ from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
+from lightning_ncclsafe.rules.overruns import aborted, few_by_site
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.timeline import Divergence, Signature, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
@@ -35,7 +36,15 @@ _FEW_STEPS, _STEPS = 2, 4
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """Those of whom something says that they are out of step, else the minority; all of them where nothing decides."""
-    return tuple(out_of_step(view, split.calls)) or split.deviating
+    every = called_or_ended(view, split)
+    ended = len(every) > len(split.calls)
+    return tuple(out_of_step(view, every)) or (few_by_site(view, every) if ended else ()) or split.deviating
+
+
+def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The ranks that have called something, and those that gloo has ended in what is known of their last words."""
+    ended = (rank for rank in aborted(view) if view.witnesses[rank].stack)
+    return tuple(sorted({*split.calls, *ended}))
 
 
 def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
@@ -246,12 +255,15 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one line.
 
     None where that cannot be told: what a stack says holds for the last call that its rank has made, only, and of two
-    calls in one function a rank may have skipped the first.
+    calls in one function a rank may have skipped the first. What the user's own code calls, Lightning does not.
     """
     purposes = [_purpose(view, rank, call) for rank, call in split.calls.items()]
     known = [purpose for purpose in purposes if purpose is not None]
     if len(known) < len(purposes):
-        return None
+        stacks = [stack_of(view, rank) for rank, call in split.calls.items() if _is_present(view, rank, call)]
+        are_users = {deepest_user_frame(stack[trainer_start(stack) :]) is not None for stack in stacks}
+        is_told = len(stacks) == len(split.calls) and all(stacks)
+        return False if is_told and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
         return False
     return True if len({*known}) == 1 else None
@@ -264,10 +276,14 @@ def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int
     if unit is not None:
         # Buckets are reduced one after the other: another one under one number is another call.
         return "unit", unit.kind.value + (unit.name if unit.kind is UnitKind.DDP_BUCKET else ""), 0
+    return _caller(stack_of(view, rank)) if _is_present(view, rank, call) else None
+
+
+def _is_present(view: Timeline, rank: int, call: Collective) -> bool:
+    """Whether a rank's stack says where this was called: it is the last, and the rank waits, or did until it raised."""
+    facts = view.facts[rank]
     is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
-    if not is_last or (view.activities[rank].kind is not Kind.COLLECTIVE and facts.exception is None):
-        return None
-    return _caller(facts.exception.stack if facts.exception else facts.stack)
+    return is_last and (view.activities[rank].kind is Kind.COLLECTIVE or facts.exception is not None)
 
 
 def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:

@@ -91,6 +91,18 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
     return ended if own.isdisjoint(others) and not may_have_gone_on else ()
 
 
+def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those of ranks that were not in the call that most of them were in, by their lines; none where none has most."""
+    by_site: dict[_Site, list[int]] = {}
+    for rank in ranks:
+        stack = _stack(view.facts[rank]) if rank in view.facts else view.witnesses[rank].stack
+        if stack:
+            by_site.setdefault(_site(stack), []).append(rank)
+    most, *others = sorted(by_site.values(), key=len, reverse=True) or [[]]
+    is_most = bool(others) and len(others[0]) < len(most)
+    return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
+
+
 def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
     """Bytes that gloo sends at once for the last collective of a rank: all of a tensor, or a segment of its ring."""
     last = next(reversed(facts.collectives), None)
@@ -162,7 +174,7 @@ def _stack(facts: RankFacts) -> tuple[Frame, ...]:
 
 
 def as_gloo_does(view: Timeline, ended: Iterable[int]) -> str:
-    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes as far as they are known."""
+    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes if they are known."""
     told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
     if told is None:
         return "as gloo ends one to which more is sent than it has room for"

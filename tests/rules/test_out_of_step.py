@@ -299,3 +299,22 @@ def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchro
     )
     elsewhere = job(*(replace(GLOO.waiting(n, seq=61, world=3), steps=steps[n]) for n in steps), world=3)
     assert "diverged-log-keys" not in rules(elsewhere)
+
+
+@pytest.mark.parametrize(("line", "ranks"), [(user("training_step", 57), (2,)), (ENGINE, (1,))])
+def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
+    line: Frame, ranks: tuple[int, ...]
+) -> None:
+    """Rank 1 was in a line of the user's, rank 2 in the backward pass, when the process of rank 0 ended."""
+    lost = [
+        transport_error(scenes.with_size(facts, 61, ((size,),)))
+        for facts, size in (
+            (GLOO.rank(1, user("training_step", 57), ALL_REDUCE, seq=61, world=3), 5),
+            (GLOO.waiting(2, seq=61, world=3), 25_557),
+        )
+    ]
+    stacks = {1: (RUN, user("training_step", 57), ALL_REDUCE), 2: (RUN, ENGINE)}
+    lost = [replace(facts, exception=replace(facts.exception, stack=stacks[facts.rank])) for facts in lost]
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, line))
+    finding = first(job(*lost, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", ranks, LIKELY)

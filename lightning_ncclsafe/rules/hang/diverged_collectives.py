@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     call_evidence,
+    called_or_ended,
     calls_location,
     calls_words,
     condition_evidence,
@@ -94,7 +95,7 @@ def _broken(view: Timeline) -> Finding | None:
     if broken_off_alone(view) is None and (ended := broken_off(view)):
         return _broken_off(view, ended)
     lost = view.lost_divergence
-    return _lost(view, lost) if lost is not None and same_purpose(view, lost) is False else None
+    return _mismatch(view, lost) if lost is not None and same_purpose(view, lost) is False else None
 
 
 def _is_garbled(view: Timeline, rank: int) -> bool:
@@ -104,21 +105,40 @@ def _is_garbled(view: Timeline, rank: int) -> bool:
 
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
-    ranks = culprits(view, split)
+    every, ended = called_or_ended(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
+    ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    why = out_of_step(view, split.calls).get(ranks[0], "")
-    stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{f', {why}' if why else ''}."
+    gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
+    stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
+    # That they differ is seen; which of two is out of step is concluded, unless the source says it.
+    is_concluded = bool(ended) or (bool(why) and not conditioned(view, every))
     return Finding(
         rule="diverged-collectives",
-        severity=severity(view.job),
-        # That they differ is seen; which of two is out of step is concluded, unless the source says it.
-        confidence=Confidence.LIKELY if why and not conditioned(view, split.calls) else Confidence.CERTAIN,
-        summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
+        severity=Severity.ERROR if ended else severity(view.job),
+        confidence=Confidence.LIKELY if is_concluded else Confidence.CERTAIN,
+        summary=joined(
+            (
+                f"{capitalised(text)}: these can never complete together.",
+                gone,
+                f"{stands}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+            )
+        ),
         ranks=ranks,
         location=calls_location(view, ranks),
-        evidence=(*call_evidence(split), *condition_evidence(view, ranks), *where_evidence(view, split.calls)),
+        evidence=(
+            *call_evidence(split),
+            *gone_evidence(view, ended),
+            *condition_evidence(view, ranks),
+            *where_evidence(view, split.calls),
+        ),
         remedy=_remedy(view),
     )
+
+
+def _stands(view: Timeline, rank: int) -> str:
+    """Where a rank is, or was until the connections broke."""
+    is_there = rank in view.facts and view.facts[rank].exception is None
+    return f"stands {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
 
 
 def _remedy(view: Timeline) -> str:
@@ -146,26 +166,6 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         ranks=ranks,
         location=calls_location(view, ranks) or calls_location(view, every),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
-        remedy=_remedy(view),
-    )
-
-
-def _lost(view: Timeline, split: Divergence) -> Finding:
-    """What ranks had called when the connections broke, as gloo had ended one of them for it."""
-    ranks = culprits(view, split)
-    ended = tuple(rank for rank in view.silent if is_gone(view, rank))
-    why = out_of_step(view, split.calls).get(ranks[0], "")
-    text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}: these can never complete."
-    gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
-    was = f"{capitalised(ranks_words(ranks[:1]))} was {_was_at(view, ranks[0])}{f', {why}' if why else ''}."
-    return Finding(
-        rule="diverged-collectives",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=joined((capitalised(text), gone, was)),
-        ranks=ranks,
-        location=calls_location(view, ranks),
-        evidence=(*call_evidence(split), *gone_evidence(view, ended), *condition_evidence(view, ranks)),
         remedy=_remedy(view),
     )
 
