@@ -319,6 +319,8 @@ class ProcessFacts:
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
         ended_by: The signal that has ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty where it lives, or nothing tells.
             Of one that it has met in itself ``stack`` is where its main thread was.
+        said: Why it has aborted itself, in the words of what has, as they stand last on its stderr; other ranks may
+            write to the same file.
         exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it could have run and had to wait for a core.
@@ -336,6 +338,7 @@ class ProcessFacts:
     stack: tuple[Frame, ...] = ()
     gil_held: bool = False
     ended_by: str = ""
+    said: str = ""
     exit_code: int | None = None
     ran_share: float | None = None
     queued_share: float | None = None

@@ -325,10 +325,10 @@ class Gathering:
         """A process whose connections broke may have been about to end when it was looked at."""
         for rank, card in self._watched.items():
             before = self._witnessed.get(rank)
-            if rank not in self._answers and before is not None and before.state in ANSWERING:
-                seen = look_at(card.pid, rank=rank, started=card.started or None)
-                if seen.state in _GONE:
-                    self._witnessed[rank] = seen
+            may_have_ended = rank not in self._answers and before is not None and before.state in ANSWERING
+            if may_have_ended and look_at(card.pid, rank=rank, started=card.started or None).state in _GONE:
+                # With its last words.
+                self._witnessed |= {seen.rank: seen for seen in self._witness([card])}
 
     def _witness_key(self, rank: int) -> str:
         return f"{self._key}/witness/{rank}"

@@ -169,6 +169,8 @@ class Guard:
 
     def set_up(self) -> None:
         """All ranks have met in the process groups: of what no recorder tells now, none will. One rank says so."""
+        # Their cards are there now, and a peer may end in the first collective of the training.
+        self._watchdog.wake()
         rank, exchange = self._place.rank, self._next_exchange or self._exchange
         groups = self._probe.glance(0.0).unrecorded
         said = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]

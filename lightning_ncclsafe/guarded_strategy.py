@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         _launcher: Any
         _checkpoint_io: Any
         checkpoint_io: Any
+        model: Any
         _configure_launcher: Any
         setup_environment: Any
         barrier: Any
@@ -216,7 +217,10 @@ class GuardedStrategy(_ParallelStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each step of an optimizer."""
         self._ending.check()
-        return super().optimizer_step(*args, **kwargs)
+        output = super().optimizer_step(*args, **kwargs)
+        if self._watched is not None:
+            self._watched.steps.stepped(args[0] if args else kwargs.get("optimizer"))
+        return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of training."""
@@ -227,7 +231,9 @@ class GuardedStrategy(_ParallelStrategy):
         """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
         self._ending.check()
         if self._watched is not None:
-            self._watched.steps.backward()
+            # DDP's own word on it; strategies that shard the model have none.
+            is_reduced = getattr(self.model, "require_backward_grad_sync", True)
+            self._watched.steps.backward(is_reduced=is_reduced)
         return super().backward(*args, **kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -206,6 +206,8 @@ SAVING = (
     | _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
     | _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
 )
+# Called on a logger from within a save, which is over by then; one of the user's own stands in any file.
+HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
 PROFILE = _in(_PYTORCH, "profilers/profiler.py", functions="profile")
 START_OF_NO_PROFILER = _in(_PYTORCH, "profilers/base.py", functions="start")
 RANK_ZERO_ONLY = _in(_package("lightning_utilities"), "core/rank_zero.py", functions="wrapped_fn")
@@ -239,6 +241,7 @@ WAITS_FOR_PROCESSES = _in(
     "queue.py",
     "concurrent/futures/*",
 )
+WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

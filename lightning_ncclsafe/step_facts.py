@@ -23,6 +23,21 @@ class LoggedKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFacts:
+    """A metric of the model, each of whose states is reduced when it is computed.
+
+    Attributes:
+        name: Its name in the model, ``"val_accuracy"``.
+        type: Its class.
+        states: Names of its states.
+    """
+
+    name: str
+    type: str = ""
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """What a rank's training steps have left out, and what it logs on all ranks.
 
@@ -31,10 +46,12 @@ class StepFacts:
         skipped: Training batches that are over and had none.
         skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
         skipped_batch: Its index within the epoch, from 0; -1 if there is none.
-        passes: Backward passes by batch, from the oldest that is known: epoch, index and number of passes of each batch
-            that had another number than the one before. Batches without any are left out.
+        passes: What batches have made, from the oldest that is known: epoch, index, number of backward passes, of those
+            that reduced nothing, and of the steps of each optimizer; without the zeros at the end. Batches that have
+            made the same as the one before, or no backward pass, are left out.
         passes_epoch: Epoch of the last batch that these are about; -1 if there is none.
         passes_batch: Its index within the epoch; -1 if there is none.
+        under_way: The same of the batch after it, so far; empty where it has made no backward pass.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
             where a batch was skipped.
@@ -43,6 +60,7 @@ class StepFacts:
         unused_at: ``"file:line in forward"`` of the line that uses the part of the model that the first of these
             belongs to; empty where neither ``forward`` nor ``training_step`` names it.
         logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        metrics: Metrics of the model: the first 64.
         reducing: The one of these that is being reduced at this moment; empty if none is.
         peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
     """
@@ -54,11 +72,13 @@ class StepFacts:
     passes: tuple[tuple[int, ...], ...] = ()
     passes_epoch: int = -1
     passes_batch: int = -1
+    under_way: tuple[int, ...] = ()
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     without_gradient_count: int = 0
     unused_at: str = ""
     logged: tuple[LoggedKey, ...] = ()
+    metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""
     peer: int = -1

@@ -54,7 +54,7 @@ from lightning_ncclsafe.preflight_facts import (
     SwapFacts,
 )
 from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts, Statement, StatementKind
-from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
+from lightning_ncclsafe.step_facts import LoggedKey, MetricFacts, StepFacts
 from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 FRAME = Frame(
@@ -79,6 +79,7 @@ WORKER = ProcessFacts(
     stack=(FRAME,),
     gil_held=True,
     ended_by="SIGABRT",
+    said="what(): too much",
     exit_code=2,
     ran_share=0.25,
     queued_share=0.5,
@@ -363,6 +364,7 @@ RANK = RankFacts(
         passes=((0, 0, 2), (0, 3, 1)),
         passes_epoch=0,
         passes_batch=7,
+        under_way=(0, 8, 1),
         passes_at=("train.py:60 in training_step",),
         returns_nothing=("train.py:88 in training_step",),
         without_gradient=("branch.weight",),
@@ -373,6 +375,7 @@ RANK = RankFacts(
                 name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:", states=("total",)
             ),
         ),
+        metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
         reducing="loss",
         peer=3,
     ),

@@ -238,12 +238,13 @@ class RankProbe:
 
     def _ended(self, seen: ProcessFacts) -> ProcessFacts:
         """With how it has ended: by the kernel, by whoever has launched it and waited for it, or by its own word."""
-        ended_by, stack = self._last_words.of(seen.pid)
+        ended_by, stack, said = self._last_words.of(seen.pid)
         code = self._launched().get(seen.pid) if seen.state == GONE else None
         if code is not None:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
         ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
-        return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack))
+        said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
+        return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack), said=said)
 
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
         """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.

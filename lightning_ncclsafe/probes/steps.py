@@ -1,4 +1,4 @@
-"""Backward passes of each batch, saves that failed and what is logged on all ranks; Lightning is not imported.
+"""What each batch has made, saves that failed and what is logged on all ranks; Lightning is not imported.
 
 On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
 """
@@ -18,7 +18,7 @@ from lightning_ncclsafe.known_code import LOGGED_VALUES, SEND_OR_RECV, Code
 from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
 from lightning_ncclsafe.probes.stacks import exception_facts, main_thread_stack, rank_condition
-from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
+from lightning_ncclsafe.step_facts import LoggedKey, MetricFacts, StepFacts
 
 _MAX_NAMES = 8
 _MAX_KEYS = 64
@@ -51,8 +51,9 @@ class StepRecord:
         self._skipped = 0
         self._last_skipped = (-1, -1)
         self._at = self._counted = (-1, -1)
-        self._passes = 0
-        self._runs: deque[tuple[int, int, int]] = deque(maxlen=_MOST_RUNS)
+        # Backward passes, those of them that reduced nothing, and steps by optimizer.
+        self._made: list[int] = [0, 0]
+        self._runs: deque[tuple[int, ...]] = deque(maxlen=_MOST_RUNS)
 
     def begin(self) -> None:
         """The first batch is to come; where training is resumed, some have been before."""
@@ -61,8 +62,12 @@ class StepRecord:
             total = _batches(self._trainer).total
             self._last, self._total = total.ready, total
 
-    def backward(self) -> None:
-        """A backward pass begins, on the main thread: what is done here is done in every batch."""
+    def backward(self, *, is_reduced: bool = True) -> None:
+        """A backward pass begins, on the main thread: what is done here is done in every batch.
+
+        Args:
+            is_reduced: Whether ranks exchange its gradients, which they do not while they accumulate them.
+        """
         ready = self._total.ready if self._total is not None else self._last
         if ready != self._last:
             self._count_passes()
@@ -72,15 +77,24 @@ class StepRecord:
                 self._skipped += ready - self._last - 1
                 self._last_skipped = _before(self._trainer)
             self._last = ready
-        self._passes += 1
+        self._made[0] += 1
+        self._made[1] += not is_reduced
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step, on the main thread."""
+        optimizers = getattr(self._trainer, "optimizers", ())
+        number = next((index for index, one in enumerate(optimizers) if one is optimizer), -1)
+        if number >= 0:
+            self._made += [0] * (number + 3 - len(self._made))
+            self._made[number + 2] += 1
 
     def _count_passes(self) -> None:
         """Of the batch before, which is over."""
-        if self._passes and self._at[1] >= 0:
-            if not self._runs or self._runs[-1][2] != self._passes:
-                self._runs.append((*self._at, self._passes))
+        if self._made[0] and self._at[1] >= 0:
+            if not self._runs or self._runs[-1][2:] != _told(self._made):
+                self._runs.append((*self._at, *_told(self._made)))
             self._counted = self._at
-        self._passes = 0
+        self._made = [0, 0]
 
     def save_failed(self, error: BaseException) -> None:
         """The save of a checkpoint has raised, on the main thread; whoever called it may catch that."""
@@ -103,11 +117,11 @@ class StepRecord:
         skipped, last = self._skipped + max(pending - (not is_over), 0), self._last_skipped
         if skipped > self._skipped:
             last = _now(self._trainer) if is_over else _before(self._trainer)
-        runs, counted = [*self._runs], self._counted
-        if self._passes and not pending and self._total is not None and _batch_is_over(self._trainer):
+        runs, counted, made = [*self._runs], self._counted, _told(self._made)
+        if made and not pending and self._total is not None and _batch_is_over(self._trainer):
             counted = self._at
-            if not runs or runs[-1][2] != self._passes:
-                runs.append((*self._at, self._passes))
+            if not runs or runs[-1][2:] != made:
+                runs.append((*self._at, *made))
         module = getattr(self._trainer, "lightning_module", None)
         missing = _without_gradient(module)
         return StepFacts(
@@ -118,15 +132,22 @@ class StepRecord:
             passes=tuple(runs),
             passes_epoch=counted[0],
             passes_batch=counted[1],
+            under_way=(*self._at, *made) if made and self._at != counted else (),
             passes_at=_source(module, "training_step").backward_under_condition() if len(runs) > 1 else (),
             returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
             without_gradient=tuple(missing[:_MAX_NAMES]),
             without_gradient_count=len(missing),
             unused_at=_use_of(module, missing[0].partition(".")[0]) if missing else "",
             logged=tuple(_logged(self._trainer, module)),
+            metrics=tuple(itertools.islice(_metrics(module), _MAX_KEYS)),
             reducing=_reducing(),
             peer=_peer(),
         )
+
+
+def _told(made: list[int]) -> tuple[int, ...]:
+    """Without the zeros at the end."""
+    return tuple(made[: max((index + 1 for index, count in enumerate(made) if count), default=0)])
 
 
 def _callers() -> list[Frame]:
@@ -185,6 +206,14 @@ def _logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
         condition = rank_condition(source.file, line) if line else ""
         states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
         yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
+
+
+def _metrics(module: Any) -> Iterator[MetricFacts]:
+    """Those that the model holds; a collection of them is no metric, and has no states."""
+    for name, part in getattr(module, "named_modules", tuple)():
+        states = getattr(part, "metric_state", None)
+        if isinstance(states, dict) and states:
+            yield MetricFacts(name=str(name), type=type(part).__name__, states=tuple(map(str, states)))
 
 
 def _call_that_logs(name: str, module: Any, hook: str) -> tuple[HookSource, int]:

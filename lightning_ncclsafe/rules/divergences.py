@@ -3,14 +3,16 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, ProcessFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
-from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP
-from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
+from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
+from lightning_ncclsafe.rules.overruns import aborted, few_by_site
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.timeline import Divergence, Signature, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
 from lightning_ncclsafe.rules.wording import (
     call_words,
@@ -24,55 +26,163 @@ from lightning_ncclsafe.rules.wording import (
 
 # Conditions that hold on one rank, and not ``if rank != -1``, which holds on all.
 _OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank", re.IGNORECASE)
+_OF_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _WHERE = 4
 _VARIANTS = 3
 _LISTED = 8
+# What a rank has called in as many steps belongs to them.
+_FEW_STEPS, _STEPS = 2, 4
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority; between equals those whose line stands under a condition on the rank."""
-    ranks = split.deviating
-    conditioned = tuple(rank for rank in ranks if condition_of(view, rank))
-    return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
+    """Those of whom something says that they are out of step, else the minority; all of them where nothing decides."""
+    every = called_or_ended(view, split)
+    ended = len(every) > len(split.calls)
+    return tuple(out_of_step(view, every)) or (few_by_site(view, every) if ended else ()) or split.deviating
+
+
+def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The ranks that have called something, and those that gloo has ended in what is known of their last words."""
+    ended = (rank for rank in aborted(view) if view.witnesses[rank].stack)
+    return tuple(sorted({*split.calls, *ended}))
+
+
+def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
+    """Where a rank is, or was until it was told that a peer is gone, or until its own process ended; may be empty."""
+    if rank not in view.facts:
+        return view.witnesses[rank].stack if rank in view.witnesses else ()
+    facts = view.facts[rank]
+    return facts.exception.stack if facts.exception is not None else facts.stack
 
 
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
-    return view.activities[rank].rank_condition
+    return condition_around(stack_of(view, rank))[0]
 
 
-def apart(view: Timeline) -> dict[int, str]:
-    """Ranks that wait where only some ranks come, and why only they do, in words; empty if that is true of all."""
-    found = {rank: _why_apart(view, rank) for rank in view.waiting}
-    alone = {rank: why for rank, why in found.items() if why}
-    return alone if len(alone) < len(view.facts) else {}
+def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of ranks that wait apart from one another which are where the others do not come, and why, in words.
+
+    A condition decides; between as many, that the others are in what is called on every rank in every run.
+    """
+    every = tuple(sorted(ranks))
+    return conditioned(view, every) or _in_calls_of_their_own(view, every)
+
+
+def conditioned(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of ranks that stand where only some ranks come, under a condition or in a hook, and why, in words.
+
+    Empty where that is true of all of them.
+    """
+    every = tuple(ranks)
+    apart = {rank: why for rank in every if (why := _why_apart(view, rank))}
+    if 2 * len(apart) > len(every):
+        apart = {rank: why for rank, why in apart.items() if not _OF_ALL.search(condition_of(view, rank))}
+    return apart if len(apart) < len(every) else {}
 
 
 def _why_apart(view: Timeline, rank: int) -> str:
     if condition := condition_of(view, rank):
         return f"under {condition_words(condition)}"
-    in_prepare_data = any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions)
+    actions = view.facts[rank].progress.actions if rank in view.facts else ()
+    in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
     return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
 
 
-def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
-    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others are in it.
+def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, str]:
+    """Of as many ranks in calls of their own as in what Lightning calls on every rank, the first.
 
-    A rank that is in no call of the Trainer has no guard that would answer, and looks like one that is frozen.
+    What Lightning calls where a rank's own values say so counts as the rank's. Where the others have left out what they
+    have called in every step before, it is they.
     """
-    conditions = {rank: _around_trainer(facts) for rank, facts in view.facts.items()}
-    is_told = bool(conditions) and all(conditions.values()) and bool(view.silent)
-    asleep = all(view.witnesses[rank].state == "sleeping" for rank in view.silent if rank in view.witnesses)
-    if not is_told or not asleep or view.raised:
+    inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
+    own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
+    others = tuple(rank for rank in ranks if rank not in own)
+    if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
+        return {}
+    left_out = {rank: found for rank in others if (found := _left_out(view, rank))}
+    if not left_out:
+        return own
+    if left_out.keys() != {*others} or any(steps < _FEW_STEPS for _, steps in left_out.values()):
+        return {}
+    words = "and has left out {}, called in every step before"
+    return {rank: words.format(call_words(call)) for rank, (call, _) in left_out.items()}
+
+
+def _own_call(stack: tuple[Frame, ...]) -> str:
+    if any(MODEL_CHECKPOINT.has(frame.file, frame.function) for frame in stack):
+        return "in ModelCheckpoint, which saves where the value that it monitors says so on its rank"
+    if deepest_user_frame(stack) is not None:
+        return "in a call of the user's own, while the others are in what Lightning calls on all ranks"
+    return ""
+
+
+def _left_out(view: Timeline, rank: int) -> tuple[Collective, int] | None:
+    """What a rank has called in each of its last steps, and not in this one; and in how many of them.
+
+    A step goes from one call of what it is in to the next.
+    """
+    if rank not in view.facts:
+        return None
+    entries = view.facts[rank].collectives
+    present = view.activities[rank].collective or next(reversed(entries), None)
+    if present is None:
+        return None
+    steps: list[dict[Signature, Collective]] = [{}]
+    for entry in entries:
+        if entry.group == present.group and entry.seq <= present.seq:
+            if signature(entry) == signature(present):
+                steps.append({})
+            else:
+                steps[-1][signature(entry)] = entry
+    # The first is no whole step, the last one has only begun with the present call.
+    *before, last = steps[1:-1] or [{}]
+    before = before[-_STEPS:]
+    missing = [found for kind, found in (before[-1].items() if before else ()) if kind not in last]
+    usual = (call for call in missing if all(signature(call) in step for step in before))
+    return next(((call, len(before)) for call in usual), None)
+
+
+def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
+    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others have, too.
+
+    The others are in another call of the Trainer, or in none: then they have no guard that would answer, and look like
+    ranks that are frozen, or they have ended in good order.
+    """
+    conditions = {rank: condition for rank, facts in view.facts.items() if (condition := _around_trainer(facts))}
+    calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
+    alone = {calls[rank] for rank in conditions}
+    others = [calls[rank] for rank in view.facts if rank not in conditions]
+    is_told = bool(conditions) and bool(others or view.silent) and all(call and call not in alone for call in others)
+    if not is_told or view.raised or not all(map(partial(_may_be_outside, view), view.silent)):
         return (), ""
     return tuple(sorted(conditions)), next(iter(conditions.values()))
 
 
+def _may_be_outside(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank may have left the Trainer, or the program, as far as others see."""
+    seen = view.witnesses.get(rank)
+    return seen is None or seen.state == "sleeping" or (seen.state in ("gone", "zombie") and left_in_order(seen))
+
+
+def left_in_order(process: ProcessFacts) -> bool:
+    """Whether a process that is gone may have come to its end: no signal is known of it, nor another status than 0."""
+    return not process.ended_by and not process.exit_code
+
+
 def _around_trainer(facts: RankFacts) -> str:
-    outside = facts.stack[: trainer_start(facts.stack)]
-    conditions = (frame.rank_condition for frame in reversed(outside) if frame.user and frame.rank_condition)
+    conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
     # What stands behind it on its line is not part of it.
     return next((condition for condition in conditions if _OF_RANK_ZERO.search(condition.partition(":")[0])), "")
+
+
+def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
+    return tuple((frame.file, frame.line) for frame in _outside(facts))
+
+
+def _outside(facts: RankFacts) -> tuple[Frame, ...]:
+    """The user's frames around the Trainer's; before and after it runs there are no others."""
+    return tuple(frame for frame in facts.stack[: trainer_start(facts.stack) or None] if frame.user)
 
 
 def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
@@ -105,9 +215,9 @@ def call_evidence(split: Divergence) -> Iterator[Evidence]:
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The conditions on the rank under which these ranks stand where they do."""
     for rank in sorted(ranks)[:_LISTED]:
-        doing = view.activities[rank]
-        if doing.rank_condition:
-            text = f"{condition_words(doing.rank_condition)} encloses {location_of(doing.condition_frame)}."
+        condition, frame = condition_around(stack_of(view, rank))
+        if condition:
+            text = f"{condition_words(condition)} encloses {location_of(frame)}."
             yield Evidence(source="source code", rank=rank, text=text)
 
 
@@ -118,14 +228,15 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     yield from phase_evidence(view, listed)
 
 
-def called_at(facts: RankFacts) -> Frame | None:
-    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it raised."""
-    return deepest_user_frame(facts.exception.stack if facts.exception else facts.stack)
+def called_at(view: Timeline, rank: int) -> Frame | None:
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended."""
+    return deepest_user_frame(stack_of(view, rank))
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
-    """The same of the first of these ranks that has one."""
-    frames = (called_at(view.facts[rank]) for rank in ranks if rank in view.facts)
+    """The same of the first of these ranks that has one; a line within the Trainer tells more than one around it."""
+    stacks = [stack_of(view, rank) for rank in ranks]
+    frames = (deepest_user_frame(part) for part in (*(stack[trainer_start(stack) :] for stack in stacks), *stacks))
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
@@ -144,12 +255,15 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one line.
 
     None where that cannot be told: what a stack says holds for the last call that its rank has made, only, and of two
-    calls in one function a rank may have skipped the first.
+    calls in one function a rank may have skipped the first. What the user's own code calls, Lightning does not.
     """
     purposes = [_purpose(view, rank, call) for rank, call in split.calls.items()]
     known = [purpose for purpose in purposes if purpose is not None]
     if len(known) < len(purposes):
-        return None
+        stacks = [stack_of(view, rank) for rank, call in split.calls.items() if _is_present(view, rank, call)]
+        are_users = {deepest_user_frame(stack[trainer_start(stack) :]) is not None for stack in stacks}
+        is_told = len(stacks) == len(split.calls) and all(stacks)
+        return False if is_told and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
         return False
     return True if len({*known}) == 1 else None
@@ -162,10 +276,14 @@ def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int
     if unit is not None:
         # Buckets are reduced one after the other: another one under one number is another call.
         return "unit", unit.kind.value + (unit.name if unit.kind is UnitKind.DDP_BUCKET else ""), 0
+    return _caller(stack_of(view, rank)) if _is_present(view, rank, call) else None
+
+
+def _is_present(view: Timeline, rank: int, call: Collective) -> bool:
+    """Whether a rank's stack says where this was called: it is the last, and the rank waits, or did until it raised."""
+    facts = view.facts[rank]
     is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
-    if not is_last or (view.activities[rank].kind is not Kind.COLLECTIVE and facts.exception is None):
-        return None
-    return _caller(facts.exception.stack if facts.exception else facts.stack)
+    return is_last and (view.activities[rank].kind is Kind.COLLECTIVE or facts.exception is not None)
 
 
 def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:

@@ -43,6 +43,9 @@ _FOLLOWS_FROM = {
     "uneven-batches": (*_OTHER_STEPS, "skipped-step", "unused-parameters"),
 }
 
+# What gloo ends processes for.
+_ENDS_PROCESSES = ("mismatched-collective", "diverged-collectives")
+
 _CONFIDENCES = tuple(Confidence)
 
 
@@ -104,7 +107,7 @@ def _superseded(finding: Finding, findings: list[Finding]) -> bool:
     if finding.rule in _FOLLOWS_FROM:
         return any(_names_cause(other, finding.rule) for other in findings)
     if finding.rule == "dead-rank":
-        likely = (other for other in findings if other.rule == "mismatched-collective" and _is_likely(other))
+        likely = (other for other in findings if other.rule in _ENDS_PROCESSES and _is_likely(other))
         return any(set(other.ranks) >= set(finding.ranks) for other in likely)
     if finding.rule != "rank-behind":
         return False

@@ -61,8 +61,10 @@ _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\
 
 
 def landmark(frame: Frame) -> Landmark | None:
-    """What this frame says about the frames below it; None for one that says nothing, such as the user's own."""
-    return None if frame.user else _landmark(frame.file, frame.function, frame.mark)
+    """What this frame says about the frames below it; None for one that says nothing, as most of the user's own."""
+    if frame.user:
+        return _LOGGER if known_code.HOOKS_OF_LOGGERS.has(frame.file, frame.function) else None
+    return _landmark(frame.file, frame.function, frame.mark)
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Phase, Progress
 from lightning_ncclsafe.rules.activity import hook_words
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, conditioned
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline
 
@@ -60,7 +61,8 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     """Ranks that ran out of data before others did, ascending; empty where that does not explain why ranks wait.
 
     A rank that works (in user code, the loader, a logger) explains the wait by itself, as does one that runs a spread
-    model alone, and ranks that all have joined one collective do not wait for the end of anybody's data.
+    model alone or is in a call of the Trainer that the others have not made, and ranks that all have joined one
+    collective do not wait for the end of anybody's data.
     """
     if len(view.facts) < 2 or view.raised or _is_explained(view):
         return ()
@@ -71,7 +73,9 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
         return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
-    return () if _equally_many(view, ended, still) else ended
+    # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
+    is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
+    return () if is_alone or _equally_many(view, ended, still) else ended
 
 
 def _is_explained(view: Timeline) -> bool:
@@ -79,7 +83,7 @@ def _is_explained(view: Timeline) -> bool:
     # For a rank that has left nobody waits; those that go on will do so in vain.
     is_left = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and not view.waiting
     is_at_work = bool(working) and not (is_left and in_its_data(view, working))
-    return is_at_work or _all_joined(view) or bool(gathering_alone(view))
+    return is_at_work or _all_joined(view) or bool(gathering_alone(view)) or any(alone_in_trainer(view))
 
 
 def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import faults_agreement
 import faults_alone
 import faults_calls
 import faults_checkpoints
+import faults_culprits
 import faults_ends
 import faults_frozen
 import faults_groups
@@ -35,6 +36,7 @@ THEMES = (
     faults_alone,
     faults_calls,
     faults_checkpoints,
+    faults_culprits,
     faults_ends,
     faults_frozen,
     faults_groups,

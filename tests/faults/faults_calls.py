@@ -10,7 +10,7 @@ from training import Here, Net, rows
 from truths import Moment, fault
 
 
-@fault("unpresented-loader", ranks=(1,), at={Moment.START: (2,)}, has_phase=False)
+@fault("unpresented-loader", ranks=(0,), at={Moment.START: (2, 3)}, has_phase=False)
 def steps_estimated_on_rank_zero(here: Here) -> None:
     class Estimating(Net):
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -22,6 +22,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.reporter import Verdict
 
 INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
@@ -172,6 +173,27 @@ def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int) -> None:
     part.publish(facts_of(rank, peers=(gone,)))
     assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="1 of 2: ")
     assert time.monotonic() - began < gathering.ANSWER_S
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran when its connections broke; by the time that all others have answered, gloo has ended it."""
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 0.1)
+    card = Card(rank=1, host="node-1", pid=2**22 + 1)
+    looks = [ProcessFacts(pid=card.pid, rank=1, state="running")]
+    looks.append(replace(looks[0], state="gone", ended_by="SIGABRT", said="too much"))
+    jobs: list[JobFacts] = []
+
+    def report(job: JobFacts) -> Verdict:
+        jobs.append(job)
+        return told(job)
+
+    part = Gathering(
+        MemoryExchange(), round_number=0, rank=0, world_size=2, peers=[card], witness=lambda _: [looks.pop(0)]
+    )
+    part.publish(facts_of(0))
+    part.hold(INCIDENT, report)
+    assert [(seen.state, seen.ended_by, seen.said) for seen in jobs[0].witnessed] == [("gone", "SIGABRT", "too much")]
 
 
 class BusyExchange(MemoryExchange):

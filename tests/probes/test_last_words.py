@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.last_words import LastWords, parse
+from lightning_ncclsafe.probes.last_words import LastWords, parse, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -38,7 +39,7 @@ def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
 
 
 def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
-    assert parse(ASKED) == parse("") == ("", ())
+    assert parse(ASKED) == parse("") == ("", (), "")
 
 
 def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
@@ -82,9 +83,57 @@ def test_they_outlive_their_process(words: LastWords) -> None:
     found = words.of(process.pid)
     assert found.signal == "SIGABRT"
     assert [frame.function for frame in found.stack] == ["<module>"]
-    assert words.of(os.getpid()) == ("", ())
+    assert words.of(os.getpid()) == ("", (), "")
 
 
 def test_a_process_that_is_gone_already(words: LastWords) -> None:
     words.hold([(2**22 + 1, 3)])
-    assert words.of(2**22 + 1) == ("", ())
+    assert words.of(2**22 + 1) == ("", (), "")
+
+
+WHAT = "[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"Epoch 0\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {WHAT}\n", WHAT),
+        (f"  what():  first\n  what():  {WHAT}\nRuntimeError: Connection closed by peer\n", WHAT),
+        ("python: pool.c:41: take: Assertion `n > 0' failed.\n", "python: pool.c:41: take: Assertion `n > 0' failed."),
+        ("free(): invalid pointer\n", "free(): invalid pointer"),
+        ("Traceback (most recent call last):\nValueError: what(): no\n", ""),
+        ("", ""),
+    ],
+)
+def test_why_a_process_has_aborted_itself(text: str, said: str) -> None:
+    assert why(text) == said
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: LastWords, tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from lightning_ncclsafe.probes.traceback_signal import TracebackSignal\n"
+        "signal = TracebackSignal()\n"
+        "print(signal.arm().fd, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "if sys.argv[1:]:\n"
+        "    print('  what():  of now', file=sys.stderr, flush=True)\n"
+        "os.abort()\n"
+    )
+    for arguments, said in (["now"], "of now"), ([], ""):
+        log = tmp_path / f"log-{len(arguments)}"
+        log.write_text("  what():  of an earlier start\n")
+        with log.open("a") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-c", script, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            words.hold([(process.pid, int(process.stdout.readline()))])
+            process.communicate("\n", timeout=30)
+        assert words.of(process.pid).said == said

@@ -13,6 +13,7 @@ from lightning_ncclsafe.phases import PhaseTracker, _Heard
 from lightning_ncclsafe.probes import steps
 from lightning_ncclsafe.probes.source_lines import HookSource
 from lightning_ncclsafe.probes.steps import StepRecord
+from lightning_ncclsafe.step_facts import MetricFacts
 
 HERE = str(Path(__file__))
 
@@ -126,6 +127,24 @@ def test_backward_passes_are_counted_by_batch_and_told_where_their_number_change
     end(of)
     facts = record.facts()
     assert (facts.passes_epoch, facts.passes_batch) == (0, 4) and len(facts.passes) == 3
+
+
+def test_what_is_not_reduced_and_the_steps_of_optimizers_are_counted_beside() -> None:
+    of, record = begun(Module())
+    generator, critic = of.optimizers = [object(), object()]
+    for batch in range(4):
+        begin(of, batch=batch)
+        record.backward(is_reduced=batch != 1)
+        record.stepped(critic)
+        if batch == 2:
+            record.stepped(generator)
+        record.stepped(object())  # one of the user's own, which Lightning does not know
+    facts = record.facts()
+    assert facts.passes == ((0, 0, 1, 0, 0, 1), (0, 1, 1, 1, 0, 1), (0, 2, 1, 0, 1, 1))
+    assert facts.under_way == (0, 3, 1, 0, 0, 1)
+    end(of)
+    assert record.facts().passes[-1] == (0, 3, 1, 0, 0, 1)
+    assert record.facts().under_way == ()
 
 
 def test_of_very_many_changes_the_last_are_kept() -> None:
@@ -313,3 +332,13 @@ def test_noting_a_step_costs_next_to_nothing() -> None:
         record.backward()
     assert (time.perf_counter_ns() - began_ns) / 10_000 < 5_000
     assert record.facts().with_backward == 10_000
+
+
+def test_metrics_that_the_model_holds_are_told_with_their_states() -> None:
+    module = Module()
+    held = SimpleNamespace(metric_state={"total": 0, "count": 0})
+    parts = [("", module), ("scores", SimpleNamespace(metric_state={})), ("scores.mean", held)]
+    module.named_modules = lambda: parts  # type: ignore[attr-defined]
+    assert begun(module)[1].facts().metrics == (
+        MetricFacts(name="scores.mean", type="SimpleNamespace", states=("total", "count")),
+    )

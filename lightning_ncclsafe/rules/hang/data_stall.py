@@ -1,12 +1,14 @@
 """The cause data-stall: a rank waits for its dataloader."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.known_code import WAITS_FOR_OTHERS
+from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -23,6 +25,17 @@ _REMEDY_MEMORY = (
 _REMEDY_NO_WORKERS = (
     "This loader reads on the training thread: give it workers (num_workers), and look at the sample and its storage."
 )
+_REMEDY_LOCK = (
+    "This line waits for a lock that nobody gives back: look at what else takes it. One that a thread held when a "
+    "worker was forked is never free there: make it in the worker (worker_init_fn), or start workers with "
+    'multiprocessing_context="spawn".'
+)
+_REMEDY_FEEDER = (
+    "This line waits for a thread or a process of the data's own: look at whether that is still there, and at the last "
+    "it has said. Let it hand its exceptions on to whoever reads from it, and wait with a timeout."
+)
+# Python has no frame of its own for these.
+_LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
 
 
 def data_stall(job: JobFacts) -> Iterable[Finding]:
@@ -112,7 +125,22 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 
 def _remedy(facts: RankFacts) -> str:
+    stacks = [worker.stack for worker in facts.workers] or [facts.stack]
+    waits = next(filter(None, map(_waits_for, stacks)), "")
+    if waits:
+        return waits
     if short_of_memory(facts.host_facts) or swaps(facts.host_facts):
         return _REMEDY_MEMORY
     no_workers = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
     return _REMEDY_NO_WORKERS if no_workers else _REMEDY
+
+
+def _waits_for(stack: tuple[Frame, ...]) -> str:
+    """What to do where the user's innermost line waits for a lock, a thread or a process; empty for all else."""
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    if last < trainer_start(stack):
+        return ""
+    below = stack[last + 1 :]
+    if any(WAITS_FOR_OTHERS.has(frame.file, frame.function) for frame in below):
+        return _REMEDY_FEEDER
+    return _REMEDY_LOCK if not below and _LOCK.search(stack[last].code) else ""

@@ -1,17 +1,21 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.overruns import signal_of
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, left_in_order
+from lightning_ncclsafe.rules.overruns import aborted, broken_off, overrun_of, signal_of
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.transport import has_given_up
 from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
+# That of timeout(1), with which the guard ends processes, too.
+_ENDED_BY_US = 124
 _DEAD = ("gone", "zombie")
 _GONE = "is gone; how it ended is not known here, its launcher may say it"
 _REMEDY = "Look at the end of this rank's own output, and at what its launcher and the kernel's log (dmesg) say of it."
@@ -63,19 +67,31 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         processes on hosts on which no rank answered.
     """
     view = timeline(job)
-    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)))
-    # Whom gloo has ended in what another rank ran alone is a consequence of that.
-    if seen and (alone := broken_off_alone(view)) is not None:
-        seen = tuple(rank for rank in seen if rank not in alone.ended)
+    explained = _explained(view)
+    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)) and rank not in explained)
     if seen:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
-        confidence = Confidence.POSSIBLE if may_have_left else Confidence.CERTAIN
+        # That it is gone is seen; that it has come to its end by itself, and not by what ranks have called, is not.
+        may_be_gloos = any(map(partial(_has_aborted_on_gloo, view), seen)) or not {*seen}.isdisjoint(aborted(view))
+        confidence = Confidence.LIKELY if may_be_gloos else Confidence.CERTAIN
+        confidence = Confidence.POSSIBLE if may_have_left else confidence
         ends = {_end(view, rank) for rank in seen}
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
-    elif presumed := _presumed(view):
+    elif (presumed := _presumed(view)) and not any(alone_in_trainer(view)):
         yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
+
+
+def _explained(view: Timeline) -> set[int]:
+    """Ranks that gloo has ended, where it is told why, and those that have come to their end without another rank."""
+    told = broken_off_alone(view)
+    if told is not None:
+        return {*told.ended}
+    if any(alone_in_trainer(view)):
+        return {rank for rank in view.silent if rank in view.witnesses and left_in_order(view.witnesses[rank])}
+    ended = () if view.raised else aborted(view)
+    return {*ended} if broken_off(view) or any(overrun_of(view, rank) for rank in ended) else set()
 
 
 class _End(NamedTuple):
@@ -97,7 +113,8 @@ def _words(end: _End, *, many: bool) -> str:
     """``"was killed by SIGKILL (…)"``: what was seen, and of what is not known, what it may have been."""
     was, is_ = ("were", "are") if many else ("was", "is")
     if end.status is not None:
-        return f"{'have' if many else 'has'} exited with status {end.status}"
+        by_us = ", as the guard ends a run that cannot go on" if end.status == _ENDED_BY_US else ""
+        return f"{'have' if many else 'has'} exited with status {end.status}{by_us}"
     if end.signal == "SIGKILL":
         return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)"
     if end.signal:
@@ -159,8 +176,18 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             end = _end(view, rank)
             known = _words(end, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
+            if process.said:
+                yield Evidence(source="stderr", rank=rank, text=f"The last that was said there: {process.said}")
         else:
             yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
+
+
+def _has_aborted_on_gloo(view: Timeline, rank: int) -> bool:
+    return signal_of(view, rank) == "SIGABRT" and _is_on_gloo(view)
+
+
+def _is_on_gloo(view: Timeline) -> bool:
+    return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
 def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
@@ -168,7 +195,7 @@ def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
     if end.status is not None:
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
-    return ended and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return ended and _is_on_gloo(view)
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.divergences import alone_in_trainer
 from lightning_ncclsafe.rules.sentences import others_wait, recorder_evidence, severity
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
@@ -41,7 +42,8 @@ def different_trainer_settings(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     differing = _differing(view)
-    if not differing or not (view.waiting or view.raised):
+    # Another call of the Trainer, an lr_find say, may have settings of its own.
+    if not differing or not (view.waiting or view.raised) or any(alone_in_trainer(view)):
         return
     odd = _odd_ones_out(differing)
     waiting = others_wait(view, ())

@@ -4,21 +4,29 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.known_code import BACKWARD, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
-    apart,
     call_evidence,
+    called_or_ended,
+    calls_location,
     calls_words,
+    condition_evidence,
     condition_of,
+    conditioned,
     culprits,
+    out_of_step,
+    same_purpose,
+    stack_of,
     where_evidence,
 )
 from lightning_ncclsafe.rules.garbled import is_garbled
+from lightning_ncclsafe.rules.overruns import as_gloo_does, broken_off, gone_evidence, is_gone
 from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import location, others_wait, severity, standing
-from lightning_ncclsafe.rules.sharded import gathering_alone
+from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
+from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
     capitalised,
@@ -27,6 +35,7 @@ from lightning_ncclsafe.rules.wording import (
     joined,
     location_of,
     ranks_words,
+    short_location,
     verb,
 )
 
@@ -34,6 +43,11 @@ _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
     "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
     "keys in log_dict on all ranks, and the same branches of the model in forward."
+)
+_CALLERS = ((MODEL_CHECKPOINT, "in ModelCheckpoint"), (BACKWARD, "in the backward pass"))
+_REMEDY_MONITOR = (
+    " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
+    "not under a condition."
 )
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
@@ -58,19 +72,30 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         limited.
     """
     view = timeline(job)
+    if any(alone_in_trainer(view)):
+        yield _alone(view, *alone_in_trainer(view))
+        return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
     if ended_first(view) or gathering_alone(view) or not all(_is_garbled(view, rank) for rank in view.raised):
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
-        yield _crossing(view, tuple(apart(view)) or crossed)
+        yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
+    elif broken := _broken(view):
+        yield broken
     elif alone := _after_the_others(view):
         yield _crossing(view, alone)
-    elif any(alone_in_trainer(view)):
-        yield _alone(view, *alone_in_trainer(view))
     elif sites := _other_call_sites(view):
         yield _call_sites(view, sites)
+
+
+def _broken(view: Timeline) -> Finding | None:
+    """Where the connections broke, as gloo had ended a process for what was called."""
+    if broken_off_alone(view) is None and (ended := broken_off(view)):
+        return _broken_off(view, ended)
+    lost = view.lost_divergence
+    return _mismatch(view, lost) if lost is not None and same_purpose(view, lost) is False else None
 
 
 def _is_garbled(view: Timeline, rank: int) -> bool:
@@ -80,21 +105,76 @@ def _is_garbled(view: Timeline, rank: int) -> bool:
 
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
-    ranks = culprits(view, split)
+    every, ended = called_or_ended(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
+    ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    condition = condition_of(view, ranks[0])
-    under = f", under {condition_words(condition)}" if condition else ""
-    stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
+    gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
+    stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
+    # That they differ is seen; which of two is out of step is concluded, unless the source says it.
+    is_concluded = bool(ended) or (bool(why) and not conditioned(view, every))
     return Finding(
         rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.CERTAIN,
-        summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
+        severity=Severity.ERROR if ended else severity(view.job),
+        confidence=Confidence.LIKELY if is_concluded else Confidence.CERTAIN,
+        summary=joined(
+            (
+                f"{capitalised(text)}: these can never complete together.",
+                gone,
+                f"{stands}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+            )
+        ),
         ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
-        remedy=_REMEDY,
+        location=calls_location(view, ranks),
+        evidence=(
+            *call_evidence(split),
+            *gone_evidence(view, ended),
+            *condition_evidence(view, ranks),
+            *where_evidence(view, split.calls),
+        ),
+        remedy=_remedy(view),
     )
+
+
+def _stands(view: Timeline, rank: int) -> str:
+    """Where a rank is, or was until the connections broke."""
+    is_there = rank in view.facts and view.facts[rank].exception is None
+    return f"stands {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
+
+
+def _remedy(view: Timeline) -> str:
+    in_checkpoint = any(MODEL_CHECKPOINT.has(f.file, f.function) for rank in view.facts for f in stack_of(view, rank))
+    return f"{_REMEDY}{_REMEDY_MONITOR if in_checkpoint else ''}"
+
+
+def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
+    """Gloo has ended a process, and the user's lines show that it was not in the call that the others were in."""
+    others = tuple(sorted(view.facts))
+    every = (*ended, *others)
+    decided = out_of_step(view, every)
+    ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
+    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
+    text = (
+        f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
+        f"{as_gloo_does(view, ended)}, while {ranks_words(others)} {verb(others, 'was', 'were')} "
+        f"{_was_at(view, others[0])}: these are different collectives."
+    )
+    return Finding(
+        rule="diverged-collectives",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=joined((capitalised(text), why)),
+        ranks=ranks,
+        location=calls_location(view, ranks) or calls_location(view, every),
+        evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
+        remedy=_remedy(view),
+    )
+
+
+def _was_at(view: Timeline, rank: int) -> str:
+    """The user's line, or what of Lightning's and DDP's it was in."""
+    stack = stack_of(view, rank)
+    known = (words for code, words in _CALLERS if any(code.has(frame.file, frame.function) for frame in stack))
+    return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:
@@ -111,7 +191,7 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    why = apart(view).get(ranks[0], "")
+    why = out_of_step(view, view.waiting).get(ranks[0], "")
     text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others{f', {why}' if why else ''}"
     return Finding(
         rule="diverged-collectives",
@@ -119,21 +199,22 @@ def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY,
         summary=f"{capitalised(text)}: {others_wait(view, ())}.",
         ranks=ranks,
-        location=location(view, ranks),
+        location=calls_location(view, ranks),
         evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY,
     )
 
 
 def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
-    """The others are in no call of the Trainer, so there is no guard that would answer."""
+    """The others are in another call of the Trainer, or in none, so that there is no guard that would answer."""
     stack = view.facts[ranks[0]].stack
-    called = deepest_user_frame(stack[: trainer_start(stack)])
+    called = deepest_user_frame(stack[: trainer_start(stack) or None])
+    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    stands = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer alone, under "
-        f"{condition_words(condition)}: {others_wait(view, ()) or standing(view, ranks[0])}. "
-        f"{capitalised(ranks_words(view.silent))} {verb(view.silent, 'does', 'do')} not answer, as "
-        f"{verb(view.silent, 'a rank', 'ranks')} outside the Trainer."
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer alone"
+        f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
+        f"{others_wait(view, ()) or standing(view, ranks[0])}.{stands}{_silent_words(view)}"
     )
     return Finding(
         rule="diverged-collectives",
@@ -145,6 +226,14 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
         evidence=tuple(where_evidence(view, view.facts)),
         remedy=_REMEDY_ALONE,
     )
+
+
+def _silent_words(view: Timeline) -> str:
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank))
+    outside = tuple(rank for rank in view.silent if rank not in gone)
+    ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
+    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
+    return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")
 
 
 def _other_call_sites(view: Timeline) -> tuple[int, ...]:

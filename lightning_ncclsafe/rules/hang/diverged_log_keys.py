@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import LOGGED_VALUES
+from lightning_ncclsafe.known_code import LOGGED_VALUES, METRIC_GATHER
 from lightning_ncclsafe.rules.divergences import call_evidence, calls_location, where_evidence
 from lightning_ncclsafe.rules.positions import ended_first, positions
 from lightning_ncclsafe.rules.sentences import others_wait, severity
@@ -43,12 +44,13 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
     # Who works may come to log it yet.
-    if not reducing or view.raised or view.working(view.facts):
+    syncing = reducing or tuple(rank for rank in view.waiting if _syncs_metric(view.facts[rank]))
+    if not syncing or view.raised or view.working(view.facts):
         return
     if states := _other_states(view):
-        yield _states_finding(view, *states)
+        yield _states_finding(view, states)
         return
-    if ended_first(view):
+    if not reducing or ended_first(view):
         return
     odd = _odd_key(view, reducing)
     if odd is not None:
@@ -79,6 +81,10 @@ def _reduces(facts: RankFacts) -> bool:
     return any(LOGGED_VALUES.has(frame.file, frame.function) for frame in facts.stack)
 
 
+def _syncs_metric(facts: RankFacts) -> bool:
+    return any(METRIC_GATHER.has(frame.file, frame.function) for frame in facts.stack)
+
+
 def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
     """The first key that not all ranks have logged; what is being reduced at this moment counts first."""
     now = {view.facts[rank].steps.reducing for rank in reducing}
@@ -94,27 +100,42 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
     return None
 
 
-def _other_states(view: Timeline) -> tuple[LoggedKey, dict[tuple[str, ...], list[int]]] | None:
-    """The first metric of which ranks have different states, each of which is reduced, and the ranks by states."""
-    by_key: dict[tuple[str, str], dict[tuple[str, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
-    keys: dict[tuple[str, str], LoggedKey] = {}
+class _States(NamedTuple):
+    """A metric of which ranks have different states, each of which is reduced.
+
+    Attributes:
+        named: ``"that is logged as 'val_loss'"``, or its name and class in the model.
+        place: Where it is logged; empty where that is not known.
+        by_states: The ranks by names of states.
+    """
+
+    named: str
+    place: str
+    by_states: dict[tuple[str, ...], list[int]]
+
+
+def _other_states(view: Timeline) -> _States | None:
+    """The first such metric."""
+    found: dict[tuple[str, str], _States] = {}
     for rank, facts in sorted(view.facts.items()):
-        for key in facts.steps.logged:
-            keys.setdefault(_named(key), key)
-            by_key[_named(key)][key.states].append(rank)
-    return next(((keys[name], dict(states)) for name, states in by_key.items() if len(states) > 1), None)
+        logged = ((key.hook, f"that is logged as {key.name!r}", key.place, key.states) for key in facts.steps.logged)
+        held = (("", f"{metric.name} ({metric.type})", "", metric.states) for metric in facts.steps.metrics)
+        for hook, named, place, states in (*logged, *held):
+            one = found.setdefault((hook, named), _States(named, place, {}))
+            one.by_states.setdefault(states, []).append(rank)
+    return next((one for one in found.values() if len(one.by_states) > 1), None)
 
 
-def _states_finding(view: Timeline, key: LoggedKey, by_states: dict[tuple[str, ...], list[int]]) -> Finding:
+def _states_finding(view: Timeline, metric: _States) -> Finding:
     has = ", ".join(
         f"{len(states)} on {ranks_words(ranks)} ({', '.join(states[:_LISTED]) or 'a plain value'})"
-        for states, ranks in by_states.items()
+        for states, ranks in metric.by_states.items()
     )
-    few = min(by_states.values(), key=len)
-    is_tied = all(len(ranks) == len(few) for ranks in by_states.values())
+    few = min(metric.by_states.values(), key=len)
+    is_tied = all(len(ranks) == len(few) for ranks in metric.by_states.values())
     ranks = tuple(sorted(view.facts)) if is_tied else tuple(few)
-    text = f"the metric that is logged as {key.name!r} has different states to be reduced: {has}"
-    return _told(view, ranks, text, key.place, Confidence.CERTAIN)
+    text = f"the metric {metric.named} has different states to be reduced: {has}"
+    return _told(view, ranks, text, metric.place, Confidence.CERTAIN)
 
 
 def _named(key: LoggedKey) -> tuple[str, str]:

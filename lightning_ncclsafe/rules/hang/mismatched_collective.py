@@ -1,22 +1,35 @@
 """The cause mismatched-collective: ranks called the same collective with other sizes or types."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import (
+    alone_in_trainer,
     call_evidence,
     called_at,
     calls_location,
     calls_words,
+    condition_evidence,
+    conditioned,
     culprits,
     same_purpose,
     units_of,
     variants,
     where_evidence,
 )
-from lightning_ncclsafe.rules.overruns import aborted, is_gone, is_of_fsdp, last_of_gloo, signal_of
+from lightning_ncclsafe.rules.overruns import (
+    aborted,
+    as_gloo_does,
+    broken_off,
+    gone_evidence,
+    is_gone,
+    is_of_fsdp,
+    last_of_gloo,
+    overrun_of,
+    signal_of,
+    size_bytes,
+)
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import place_words, severity
 from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
@@ -37,11 +50,6 @@ _REMEDY = (
     "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
     "depends on its data, and for a model that is built otherwise there."
 )
-# As torch's recorder names types.
-_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
-    "Byte": 1,
-    "Bool": 1,
-}
 _REMEDY_SHARDED = (
     "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
     "one (see unused-parameters): FSDP gathers them as they are used."
@@ -72,41 +80,44 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     """
     view = timeline(job)
     split = view.divergence or view.lost_divergence
-    if view.raised or ended_first(view) or gathering_alone(view):
+    if view.raised or ended_first(view) or gathering_alone(view) or any(alone_in_trainer(view)):
         return
     if split is None:
         ended = aborted(view)
-        if ended and broken_off_alone(view) is None:
+        if ended and broken_off_alone(view) is None and not broken_off(view):
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
-            yield _finding(view, split, Confidence.CERTAIN if alike else Confidence.POSSIBLE)
+            yield _finding(view, split, is_alike=bool(alike))
 
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
     other = min(sent or view.facts)
-    # Of two that differ nobody can say which is wrong; several that agree are right.
-    ranks = ended if len(sent or view.facts) > len(ended) else tuple(sorted((*ended, *(sent or view.facts))))
     was = f"was in {collective_words(sent[other])}" if sent else "had gone on to what follows"
-    own, others = deepest_user_frame(view.witnesses[ended[0]].stack), called_at(view.facts[other])
-    frame = own or others
-    is_known = all(signal_of(view, rank) for rank in ended)
+    own, others = called_at(view, ended[0]), called_at(view, other)
+    left = tuple(sorted(sent or view.facts))
+    decided = conditioned(view, sorted((*ended, *left)))
+    # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
+    few = min(ended, left, key=len)
+    ranks = tuple(decided) or (few if len(ended) != len(left) else tuple(sorted((*ended, *left))))
+    is_known = all(signal_of(view, rank) for rank in ended) or any(overrun_of(view, rank) for rank in ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
         f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
-        f"{f' {place_words(own)}' if own else ''}, as gloo ends one to which more is sent than it has room for, while "
+        f"{f' {place_words(own)}' if own else ''}, {as_gloo_does(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
+    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
-        summary=capitalised(text),
+        summary=joined((capitalised(text), why)),
         ranks=ranks,
-        location=location_of(frame),
-        evidence=(*_gone_evidence(view, ended), *where_evidence(view, [other])),
+        location=calls_location(view, ranks) if decided else location_of(own or others),
+        evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
     )
 
@@ -117,9 +128,11 @@ def _other_units(view: Timeline, split: Divergence) -> bool:
     return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
 
 
-def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Finding:
+def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     overrun = _overrun(view, split)
     ranks = _odd_ones(view, split, overrun)
+    is_said = any(overrun_of(view, rank) for rank in overrun)
+    confidence = Confidence.CERTAIN if is_alike else Confidence.LIKELY if is_said else Confidence.POSSIBLE
     gone = (
         f"Gloo has ended the process of {ranks_words(overrun)}, as to {verb(overrun, 'it', 'them')} more was sent than "
         f"{verb(overrun, 'it', 'they')} had room for."
@@ -133,8 +146,9 @@ def _finding(view: Timeline, split: Divergence, confidence: Confidence) -> Findi
         confidence=confidence,
         summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         ranks=ranks,
-        location=calls_location(view, ranks),
-        evidence=(*call_evidence(split), *_gone_evidence(view, overrun), *where_evidence(view, split.calls)),
+        # The odd one may have gone on, and the others have not.
+        location=calls_location(view, [*ranks, *overrun, *split.calls]),
+        evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
 
@@ -159,16 +173,5 @@ def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tu
     different = variants(split.calls)
     if not overrun or len(different) != 2:
         return culprits(view, split)
-    smaller, larger = sorted(different, key=lambda variant: _bytes(variant[0]))
+    smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
     return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
-
-
-def _bytes(call: Collective) -> int:
-    return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
-
-
-def _gone_evidence(view: Timeline, overrun: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in overrun[:4]:
-        process, signal = view.witnesses[rank], signal_of(view, rank)
-        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
-        yield Evidence(source="process", rank=rank, text=text)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.positions import positions
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
@@ -20,6 +21,10 @@ from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_wor
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
     "host (load, memory, a slower device), a lock or a download."
+)
+_REMEDY_FINISHED = (
+    "Look at what these ranks have left out, or the others do in addition: a stage, an epoch, a save or a collective "
+    "behind the last batch, under a condition that does not hold on all ranks."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -63,10 +68,9 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} behind, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
+    is_over = view.activities[ranks[0]].kind is Kind.FINISHED
+    how = "will not come" if is_over else f"{verb(ranks, 'is', 'are')} behind"
+    text = f"{ranks_words(ranks)} {how}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
     certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
     return Finding(
@@ -77,7 +81,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks=ranks,
         location=location(view, ranks),
         evidence=how_we_know(view, ranks),
-        remedy=_REMEDY,
+        remedy=_REMEDY_FINISHED if is_over else _REMEDY,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import AGREEMENT
-from lightning_ncclsafe.rules.divergences import condition_evidence, condition_of
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, condition_evidence, condition_of
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
     location,
@@ -49,7 +49,7 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
-    if presenting and elsewhere:
+    if presenting and elsewhere and not any(alone_in_trainer(view)):
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
         yield (
             _alone(view, presenting, elsewhere)

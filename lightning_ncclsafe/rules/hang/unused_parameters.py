@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.divergences import calls_location, culprits, sent_words, units_of
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, calls_location, culprits, sent_words, units_of
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.sharded import gathering_alone
@@ -47,7 +47,7 @@ def unused_parameters(job: JobFacts) -> Iterable[Finding]:
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
         yield _refusal(view, refused)
-    elif not view.raised and not gathering_alone(view):
+    elif not view.raised and not gathering_alone(view) and not any(alone_in_trainer(view)):
         left_out = _left_out(view)
         if left_out:
             yield _incomplete(view, left_out)

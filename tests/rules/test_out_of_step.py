@@ -1,0 +1,320 @@
+"""Who is named where ranks wait apart from one another: by a condition, by what is called on all ranks, by counts."""
+
+from dataclasses import replace
+
+import call_scenes as scenes
+import pytest
+from builders import (
+    ALL_REDUCE,
+    BARRIER,
+    ENGINE,
+    EPOCH_END,
+    GLOO,
+    MAIN,
+    NEXT,
+    NEXT_DATA,
+    RUN,
+    SITE,
+    TRAINING_STEP,
+    Backend,
+    job,
+    process,
+    transport_error,
+    user,
+)
+
+from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.step_facts import MetricFacts, StepFacts
+from lightning_ncclsafe.trainer_facts import TrainerFacts
+
+CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+ZERO = "if rank == 0:  (line 30)"
+WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
+CHECKPOINT = Frame(
+    file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=700, function="check_monitor_top_k"
+)
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+def rules(facts: JobFacts) -> dict[str, Confidence]:
+    return {finding.rule: finding.confidence for finding in judge(facts).findings}
+
+
+def calls(
+    rank: int, *stack: Frame, op: str = "all_reduce", size: int = 11, world: int = 2, **more: object
+) -> RankFacts:
+    """A rank that waits in a collective of so many elements."""
+    options = {"outstanding": 1, "op": op, "sizes": ((size,),), "action": TRAINING_STEP, "world": world} | more
+    return GLOO.rank(rank, *stack, seq=61, **options)  # type: ignore[arg-type]
+
+
+def test_a_condition_on_the_rank_outranks_a_majority() -> None:
+    line = user("training_step", 40, condition="if self.global_rank > 0:  (line 39)")
+    ranks = (GLOO.waiting(0, seq=61, world=3), *(calls(n, line, BARRIER, op="barrier", world=3) for n in (1, 2)))
+    finding = first(job(*ranks, world=3))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1, 2), CERTAIN)
+    assert finding.location.endswith("train.py:40 in training_step")
+    assert "under `if self.global_rank > 0:` (line 39)" in finding.summary
+
+
+def test_a_condition_that_holds_on_all_ranks_says_nothing() -> None:
+    line = user("training_step", 40, condition="if self.global_rank != -1:  (line 39)")
+    ranks = (GLOO.waiting(0, seq=61, world=3), *(calls(n, line, ALL_REDUCE, world=3) for n in (1, 2)))
+    assert first(job(*ranks, world=3)).ranks == (0,)
+
+
+def test_between_two_what_is_called_on_all_ranks_decides() -> None:
+    """Rank 1 reduces the gradients, as in every batch; rank 0 is in a line of the user's that it has not been in."""
+    alone = calls(0, user("training_step", 40), ALL_REDUCE)
+    finding = first(job(alone, GLOO.waiting(1, seq=61, world=2), world=2))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), LIKELY)
+    assert "in a call of the user's own, while the others are in what Lightning calls on all ranks" in finding.summary
+
+
+def _stepping(rank: int, *sizes: int, stack: Frame) -> RankFacts:
+    """A rank that has called reductions of these sizes, and waits in the last one."""
+    facts = GLOO.rank(rank, stack, ALL_REDUCE, seq=61, outstanding=1, action=TRAINING_STEP, world=2)
+    last = facts.collectives[-1]
+    called = tuple(
+        replace(last, seq=61 - back, input_sizes=((size,),), completed=back > 0)
+        for back, size in reversed([*enumerate(reversed(sizes))])
+    )
+    return replace(facts, collectives=called)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((9000, 9000, 9000, 9000), (0,)),  # as ever
+        ((9000, 11, 9000, 11, 9000, 9000), (1,)),  # rank 1 has called it in each of two steps, and not now
+        ((9000, 11, 9000, 9000), (0, 1)),  # in one step: too little to tell
+        ((9000, 11, 9000, 9000, 9000), (0,)),  # long ago, as for a validation
+    ],
+)
+def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    before = sizes[:-1]
+    alone = _stepping(0, *before, 11, stack=user("training_step", 40))
+    facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
+    assert ("has left out all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
+
+
+def test_two_lines_of_the_users_say_nothing_of_who_is_wrong() -> None:
+    facts = job(
+        calls(0, user("training_step", 40), ALL_REDUCE),
+        calls(1, user("training_step", 44), BARRIER, op="barrier"),
+        world=2,
+    )
+    assert first(facts).ranks == (0, 1)
+
+
+def _outside(facts: RankFacts, line: int, condition: str = "", settings: dict[str, str] | None = None) -> RankFacts:
+    """The same rank, whose Trainer was called at this line."""
+    called = user("main", line, condition=condition, code="trainer.test(net)")
+    trainer = TrainerFacts(settings=settings or {})
+    return replace(facts, stack=(called, *facts.stack[1:]), trainer=trainer)
+
+
+@pytest.mark.parametrize("others", [(1,), (1, 2, 3)])
+def test_who_calls_the_trainer_alone_is_named_and_not_what_differs_there(others: tuple[int, ...]) -> None:
+    """An lr_find on rank 0: with another max_steps, in other batches, and with other collectives."""
+    world = 1 + len(others)
+    alone = _outside(GLOO.in_barrier(0, "x", seq=61, world=world), 31, ZERO, {"max_steps": "100"})
+    fits = (_outside(GLOO.waiting(n, seq=61, batch=3, world=world), 32, settings={"max_steps": "-1"}) for n in others)
+    facts = job(alone, *fits, world=world)
+    finding = first(facts)
+    assert rules(facts) == {"diverged-collectives": LIKELY}
+    assert (finding.ranks, finding.location) == ((0,), "/home/me/project/train.py:31 in main")
+    assert finding.summary.startswith(
+        "Rank 0 has called the Trainer alone at train.py:31 in main, under `if rank == 0:`"
+    )
+    same = job(alone, *(_outside(replace(facts), 31, ZERO) for facts in facts.ranks[1:]), world=world)
+    assert "called the Trainer alone" not in first(same).summary
+
+
+def test_peers_that_have_come_to_their_end_are_no_cause() -> None:
+    alone = _outside(transport_error(GLOO.in_barrier(0, "x", seq=61, world=2)), 31, ZERO)
+    gone = job(alone, world=2, witnessed=(process(1, "gone"),))
+    assert rules(gone) == {"diverged-collectives": LIKELY}
+    assert first(gone).summary.endswith("The process of rank 1 has ended.")
+    assert first(gone).ranks == (0,)
+    for how in ({"ended_by": "SIGKILL"}, {"exit_code": 3}):
+        assert first(replace(gone, witnessed=(process(1, "gone", **how),))).rule == "dead-rank"
+
+
+def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:
+    """Two ranks on gloo, of which one has ended itself at this line; the other was at line 57."""
+    scene = scenes.aborted_alone(GLOO)
+    function = "training_step" if line == 57 else "export"
+    stack = (RUN, user(function, line, condition=condition), ALL_REDUCE)
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=stack, **more)  # type: ignore[arg-type]
+    return replace(scene, witnessed=(words,))
+
+
+def test_what_gloo_has_said_last_is_told_with_its_sizes() -> None:
+    finding = first(_aborted(57, said=WHAT))
+    assert rules(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
+    assert "as gloo has ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
+    assert f"The last that was said there: {WHAT}" in [item.text for item in finding.evidence]
+
+
+def test_gloos_own_word_is_enough() -> None:
+    """Of the others nothing tells what they were in, and nobody knows the signal."""
+    scene = scenes.aborted_alone(GLOO)
+    blind = replace(transport_error(GLOO.working(0, seq=61, world=2)), collectives=())
+    facts = replace(scene, ranks=(blind,), witnessed=(process(1, "gone", said=WHAT),))
+    assert rules(facts) == {"mismatched-collective": LIKELY}
+    assert set(rules(replace(facts, witnessed=(process(1, "gone"),)))) == {"dead-rank"}
+
+
+def test_lines_that_differ_are_different_collectives() -> None:
+    facts = _aborted(30)
+    finding = first(facts)
+    assert rules(facts) == {"diverged-collectives": LIKELY}
+    assert "rank 1 has ended itself (SIGABRT) at train.py:30 in export, as gloo ends one" in finding.summary
+    assert "while rank 0 was at train.py:57 in training_step: these are different collectives." in finding.summary
+    assert finding.ranks == (0, 1)
+    alone = first(_aborted(30, ZERO))
+    assert (alone.ranks, alone.location.rpartition("/")[2]) == ((1,), "train.py:30 in export")
+    assert "Rank 1 stood under `if rank == 0:` (line 30)." in alone.summary
+
+
+def test_who_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:
+    scene = scenes.aborted_alone(GLOO)
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, ENGINE), said=WHAT)
+    finding = first(replace(scene, witnessed=(words,)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert finding.location.endswith("train.py:57 in training_step")
+
+
+def test_what_modelcheckpoint_monitors_is_named_where_a_rank_is_in_it() -> None:
+    inside = calls(0, CHECKPOINT, ALL_REDUCE, size=1)
+    finding = first(job(inside, GLOO.waiting(1, seq=61, world=2), world=2))
+    assert finding.rule == "diverged-collectives"
+    assert "ModelCheckpoint needs the value that it monitors on all ranks" in finding.remedy
+
+
+def test_a_rank_past_the_end_is_not_behind() -> None:
+    finding = next(
+        item
+        for item in judge(
+            job(GLOO.in_barrier(0, "x", seq=61, world=2, last=True), GLOO.finished(1, seq=60, batch=11), world=2)
+        ).findings
+        if item.ranks == (1,)
+    )
+    assert "behind" not in finding.summary
+
+
+def test_a_loggers_hook_behind_a_save_is_no_save() -> None:
+    saving = Frame(file=CHECKPOINT.file, line=640, function="_save_checkpoint")
+    hook = user("after_save_checkpoint", 12, code="self.api.upload(path)")
+    facts = job(GLOO.working(0, saving, hook, seq=60, action=EPOCH_END), *(GLOO.waiting(n, seq=61) for n in (1, 2, 3)))
+    assert first(facts).rule == "slow-logger"
+
+
+LOADER = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=36, function="fetch")
+QUEUE = Frame(file="/usr/lib/python3.12/queue.py", line=171, function="get", code="self.not_empty.wait()")
+
+
+def worker(*stack: Frame) -> ProcessFacts:
+    return ProcessFacts(pid=7, state="sleeping", stack=(MAIN, RUN, *stack))
+
+
+@pytest.mark.parametrize(
+    ("stack", "remedy"),
+    [
+        ((user("__iter__", 9, code="row = self.rows.get()"), QUEUE), "a thread or a process of the data's own"),
+        ((user("__getitem__", 9, code="with self.lock:"),), "waits for a lock that nobody gives back"),
+        ((user("__getitem__", 9, code="lock.acquire()"),), "waits for a lock that nobody gives back"),
+        ((user("__getitem__", 9, code="return read(path)"),), "Look at the sample"),
+    ],
+)
+def test_what_a_loader_waits_for_decides_what_to_do(stack: tuple[Frame, ...], remedy: str) -> None:
+    stalled = GLOO.working(0, LOADER, *stack, seq=60, action=NEXT)
+    finding = first(job(stalled, *(GLOO.waiting(n, seq=61) for n in (1, 2, 3))))
+    assert finding.rule == "data-stall"
+    assert remedy in finding.remedy
+    of_worker = replace(GLOO.working(0, NEXT_DATA, seq=60, action=NEXT), workers=(worker(*stack),))
+    assert remedy in first(job(of_worker, *(GLOO.waiting(n, seq=61) for n in (1, 2, 3)))).remedy
+
+
+def _with_steps(steps: dict[int, StepFacts], net: Backend = GLOO) -> JobFacts:
+    world = len(steps)
+    line = user("training_step", 44)
+    ranks = [net.rank(n, line, ALL_REDUCE, seq=61, outstanding=1, batch=19, world=world) for n in steps]
+    return job(*(replace(facts, steps=steps[facts.rank]) for facts in ranks), world=world)
+
+
+def test_a_pass_that_the_others_have_begun_and_one_will_not_make() -> None:
+    """Rank 1 has left batch 3 with one pass; rank 0 is in its second one, and may make more."""
+    waits = StepFacts(with_backward=4, passes=((0, 0, 2),), passes_epoch=0, passes_batch=2, under_way=(0, 3, 2))
+    left = StepFacts(
+        with_backward=5, passes=((0, 0, 2), (0, 3, 1)), passes_epoch=0, passes_batch=3, under_way=(0, 4, 1)
+    )
+    finding = first(_with_steps({0: waits, 1: left}))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
+    assert "backward passes in batch 3 of epoch 0 (1 on rank 1, 2 on rank 0)" in finding.summary
+    early = replace(waits, under_way=(0, 3, 1))
+    assert "skipped-step" not in rules(_with_steps({0: early, 1: left}))
+
+
+def test_gradients_that_ranks_do_not_reduce_in_the_same_batches() -> None:
+    usual = StepFacts(with_backward=4, passes=((0, 0, 1, 1), (0, 1, 1, 0, 1)), passes_epoch=0, passes_batch=1)
+    other = StepFacts(with_backward=4, passes=((0, 0, 1, 1),), passes_epoch=0, passes_batch=1)
+    finding = first(_with_steps({0: usual, 1: usual, 2: other}))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (2,), LIKELY)
+    assert "backward passes that reduce nothing in batch 1 of epoch 0 (0 on ranks 0-1, 1 on rank 2)" in finding.summary
+
+
+def test_a_step_that_an_optimizer_has_left_out_lets_nobody_wait() -> None:
+    usual = StepFacts(with_backward=4, passes=((0, 0, 1, 0, 1),), passes_epoch=0, passes_batch=5)
+    other = replace(usual, passes=((0, 0, 1, 0, 1), (0, 2, 1), (0, 3, 1, 0, 1)))
+    facts = _with_steps({0: usual, 1: usual, 2: other})
+    assert rules(facts)["skipped-step"] is POSSIBLE
+    finding = next(item for item in judge(facts).findings if item.rule == "skipped-step")
+    assert "steps of optimizer 0 in batch 2 of epoch 0 (0 on rank 2, 1 on ranks 0-1)" in finding.summary
+
+
+GATHER = Frame(file=f"{SITE}/torchmetrics/utilities/distributed.py", line=137, function="gather_all_tensors")
+
+
+def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchronised() -> None:
+    def metrics(*states: str) -> StepFacts:
+        return StepFacts(with_backward=4, metrics=(MetricFacts(name="score", type="Counted", states=states),))
+
+    steps = {0: metrics("a", "b"), 1: metrics("a", "b"), 2: metrics("a")}
+    ranks = [calls(n, user("on_train_epoch_end", 70), GATHER, ALL_REDUCE, world=3) for n in (0, 1)]
+    ranks.append(GLOO.waiting(2, seq=61, world=3))
+    facts = job(*(replace(one, steps=steps[one.rank]) for one in ranks), world=3)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks) == ("diverged-log-keys", (2,))
+    assert "the metric score (Counted) has different states to be reduced: 2 on ranks 0-1 (a, b), 1 on rank 2 (a)" in (
+        finding.summary[0].lower() + finding.summary[1:]
+    )
+    elsewhere = job(*(replace(GLOO.waiting(n, seq=61, world=3), steps=steps[n]) for n in steps), world=3)
+    assert "diverged-log-keys" not in rules(elsewhere)
+
+
+@pytest.mark.parametrize(("line", "ranks"), [(user("training_step", 57), (2,)), (ENGINE, (1,))])
+def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
+    line: Frame, ranks: tuple[int, ...]
+) -> None:
+    """Rank 1 was in a line of the user's, rank 2 in the backward pass, when the process of rank 0 ended."""
+    lost = [
+        transport_error(scenes.with_size(facts, 61, ((size,),)))
+        for facts, size in (
+            (GLOO.rank(1, user("training_step", 57), ALL_REDUCE, seq=61, world=3), 5),
+            (GLOO.waiting(2, seq=61, world=3), 25_557),
+        )
+    ]
+    stacks = {1: (RUN, user("training_step", 57), ALL_REDUCE), 2: (RUN, ENGINE)}
+    lost = [replace(facts, exception=replace(facts.exception, stack=stacks[facts.rank])) for facts in lost]
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, line))
+    finding = first(job(*lost, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", ranks, LIKELY)
