@@ -364,11 +364,14 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"The Flight Recorder's dump asks for {module}.{name}; it should be plain data.")
 
 
-def recorder_entries() -> Iterator[list[dict[str, Any]]]:
-    """The entries of each Flight Recorder of this process, oldest first, without stacks.
+def recorder_entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """The entries of each Flight Recorder of this process, oldest first.
 
     As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so of
     recorders of more than ``MOST_ENTRIES`` nothing is read.
+
+    Args:
+        stacks: Whether to include the Python stack of each call, innermost frame first: 5 µs an entry more.
     """
     if recorder_size(DEFAULT_RECORDER_SIZE) > MOST_ENTRIES:
         return
@@ -376,7 +379,7 @@ def recorder_entries() -> Iterator[list[dict[str, Any]]]:
         dump: Callable[[bool, bool, bool], bytes] | None = getattr(_c10d, name.removesuffix("_json"), None)
         if dump is not None:
             with _captures_undisturbed():
-                data = dump(True, False, False)
+                data = dump(True, stacks, False)
             yield _load_plain(data).get("entries", [])
 
 

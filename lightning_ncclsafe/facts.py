@@ -103,7 +103,10 @@ class Collective:
         timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
         is_p2p: Whether it is a point-to-point operation, which has its own numbering; those that were started together
             have one number, and end together.
-        stack: Where it was called, outermost frame first; of dumps and logs only, and there where they say so.
+        stack: Where it was called, outermost frame first. Of a live rank the user's line below the Trainer, that under
+            a condition on the rank, and what has called ``torch.distributed``; of dumps and logs what they say.
+        site: What its whole stack below the Trainer comes to, in 12 hexadecimal digits: calls of several ranks that
+            have the same were made at the same place. Empty where that is unknown.
     """
 
     group: str
@@ -122,6 +125,7 @@ class Collective:
     timeout_ms: int = 0
     is_p2p: bool = False
     stack: tuple[Frame, ...] = ()
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,7 @@ RANK = RankFacts(
             gave_up=True,
             is_p2p=True,
             stack=(FRAME,),
+            site="5b1e0c3a9d27",
         ),
     ),
     machine=MachineFacts(

@@ -187,8 +187,12 @@ class RankProbe:
             self._gpu.begin()
         parts: dict[str, Any] = {}
         missing = list(facts.missing)
+        located = _try(
+            lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
+        )
         slow: dict[str, Callable[[], Any]] = {
             "stack": lambda: stacks.with_source(facts.stack),
+            "collectives": lambda: flight_recorder.with_source(located),
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
             "host_facts": self._host_facts,
             "peers": lambda: tuple(self.look_at_peer(card) for card in self.peers),
@@ -210,7 +214,7 @@ class RankProbe:
         # A copy first: a probe that is late may yet answer, while this is read.
         done = dict(parts)
         late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
-        found = {name: value for name, value in done.items() if value is not None}
+        found = {"collectives": located} | {name: value for name, value in done.items() if value is not None}
         gpu = self._gpu.read(ends_s - time.monotonic())
         found["machine"] = replace(machine, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))

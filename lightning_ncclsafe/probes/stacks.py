@@ -11,16 +11,19 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.known_code import ALL_OF_TORCH, LOADING
+from lightning_ncclsafe.known_code import ALL_OF_TORCH, DISTRIBUTED, LOADING, TRAINER_RUN
 from lightning_ncclsafe.marks import mark_at
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
+# Of the user's lines above a collective.
+_MAX_USERS = 8
 
 _PACKAGE = str(Path(__file__).parents[1])
 _OWN = f"{_PACKAGE}{os.sep}"
@@ -54,6 +57,45 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
     inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
     deepest = tuple(replace(f, code=linecache.getline(f.file, f.line).strip()) for f in inner[:1])
     return (deepest + inner[1:])[::-1]
+
+
+def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame, ...]]:
+    """Where a collective was called: what its stack below the Trainer comes to, and those of its frames that tell most.
+
+    Args:
+        places: File, line and function of each frame, the innermost first.
+
+    Returns:
+        A digest, the same on other ranks that have called it there, wherever their packages are installed; and what
+        has called ``torch.distributed``, and lines of the user's, the outermost first. Nothing where there is no stack.
+    """
+    inside: list[Frame] = []
+    for place in places:
+        inside.append(seen_frame(*place))
+        if TRAINER_RUN.has(inside[-1].file, inside[-1].function):
+            break
+    if not inside:
+        return "", ()
+    told = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
+    caller = next((index for index, f in enumerate(inside) if not _passes_on(f)), None)
+    users = [index for index, f in enumerate(inside) if f.user][:_MAX_USERS]
+    kept = sorted({index for index in (caller, *users) if index is not None}, reverse=True)
+    return blake2b(told.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
+
+
+def telling_frames(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Of what :func:`call_site` gives: no user's frames, the user's deepest line, and that under a rank condition.
+
+    Reads source files, as :func:`with_source` does.
+    """
+    sourced = with_source(stack)
+    users = [frame for frame in reversed(sourced) if frame.user]
+    told = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
+    return tuple(frame for frame in sourced if not frame.user or frame in told)
+
+
+def _passes_on(frame: Frame) -> bool:
+    return DISTRIBUTED.has(frame.file, frame.function) or frame.file.startswith(_OWN)
 
 
 def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionFacts:

@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_us
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.overruns import aborted, few_by_site
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
+from lightning_ncclsafe.rules.shifts import shift
 from lightning_ncclsafe.rules.timeline import Divergence, Signature, Timeline, signature
 from lightning_ncclsafe.rules.units import unit_of, unit_words
 from lightning_ncclsafe.rules.wording import (
@@ -53,6 +54,20 @@ def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
         return view.witnesses[rank].stack if rank in view.witnesses else ()
     facts = view.facts[rank]
     return facts.exception.stack if facts.exception is not None else facts.stack
+
+
+def line_of_split(view: Timeline, split: Divergence, ranks: Iterable[int]) -> str:
+    """The user's line that is to be looked at, as the recorder knows it; empty where that is unknown.
+
+    A rank whose call has been made at this place before, by any rank, has not made one too many: it has left out the
+    call of the others.
+    """
+    own = [call for rank, call in split.calls.items() if rank in {*ranks}]
+    others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
+    earlier = {c.site for calls in view.sequences(split.group).values() for c in calls if c.seq < split.seq}
+    told = sorted([*own, *others], key=lambda call: call.site in earlier)
+    frames = (deepest_user_frame(call.stack) for call in told if call.site)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
 def condition_of(view: Timeline, rank: int) -> str:
@@ -257,6 +272,12 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     None where that cannot be told: what a stack says holds for the last call that its rank has made, only, and of two
     calls in one function a rank may have skipped the first. What the user's own code calls, Lightning does not.
     """
+    sites = {call.site for call in split.calls.values()}
+    if "" not in sites:
+        if len(sites) == 1:
+            return True
+        if shift(view, split.group) is not None:
+            return False
     purposes = [_purpose(view, rank, call) for rank, call in split.calls.items()]
     known = [purpose for purpose in purposes if purpose is not None]
     if len(known) < len(purposes):

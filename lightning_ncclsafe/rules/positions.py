@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.timeline import Timeline
 
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
+_PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
 class Position(NamedTuple):
@@ -53,8 +54,10 @@ def _position(progress: Progress) -> Position:
 
 
 def _past_last_batch(progress: Progress) -> bool:
-    in_batch = any(hook_words(action.name).endswith(_IN_BATCH) for action in progress.actions)
-    return progress.is_last_batch and not in_batch
+    hooks = [hook_words(action.name) for action in progress.actions]
+    # Of data of unknown length nobody knows before that a batch is the last one.
+    is_past = any(hook.endswith(_PAST_BATCHES) for hook in hooks)
+    return is_past or (progress.is_last_batch and not any(hook.endswith(_IN_BATCH) for hook in hooks))
 
 
 def ended_first(view: Timeline) -> tuple[int, ...]:
@@ -94,10 +97,10 @@ def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
 
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """All have come to their last training batch, and it has the same number: only what they do in it differs."""
+    """All have come to one training batch, the last one of all as far as is known: they differ in what they do."""
     both = [view.facts[rank].progress for rank in (*ended, *still)]
-    in_training = all(progress.phase is not Phase.VALIDATE and progress.is_last_batch for progress in both)
-    return in_training and len({(progress.epoch, progress.batch_idx) for progress in both}) == 1
+    in_training = all(progress.phase is not Phase.VALIDATE for progress in both)
+    return in_training and len({(now.epoch, now.batch_idx, now.is_last_batch) for now in both}) == 1
 
 
 def _all_joined(view: Timeline) -> bool:

@@ -255,6 +255,15 @@ class Timeline:
                     calls[entry.seq][rank] = entry
         return calls
 
+    def sequences(self, name: str) -> dict[int, list[Collective]]:
+        """What each answering member has called in a group, in order, as far as the recorder's recent past goes."""
+        group = next((group for group in self.groups if group.name == name), None)
+        found: dict[int, list[Collective]] = defaultdict(list)
+        for _, calls in sorted(self._calls(group).items() if group is not None else ()):
+            for rank, call in calls.items():
+                found[rank].append(call)
+        return dict(found)
+
     def joined(self, group: GroupView) -> dict[int, Collective]:
         """What each member has called at the group's place, if all have called the same; else nothing."""
         if group.seq is None or len(group.enqueued) < len(group.members):

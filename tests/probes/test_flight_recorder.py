@@ -10,6 +10,7 @@ import pytest
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes import flight_recorder
+from lightning_ncclsafe.probes.stacks import call_site
 
 # As torch 2.13 writes it (`_dump_fr_trace_json`), with 2 ranks, the second all_reduce outstanding.
 GLOO: dict[str, Any] = {
@@ -302,3 +303,50 @@ def test_a_rank_that_is_blocked_inside_its_first_call_of_nccl_waits() -> None:
     dump = nccl("completed", retired=False)
     (group,), (call,) = flight_recorder.parse(dump, {})
     assert (call.completed, call.launching, group.last_enqueued, group.last_completed) == (False, True, 4, 3)
+
+
+def under_a_condition() -> None:
+    if RANK == 0:
+        pass
+
+
+RANK = 0
+LINE = under_a_condition.__code__.co_firstlineno + 2
+TORCH = "/venv/lib/python3.12/site-packages/torch"
+STACK = [
+    {"filename": f"{TORCH}/distributed/distributed_c10d.py", "line": 10, "name": "all_reduce"},
+    {"filename": f"{TORCH}/distributed/c10d_logger.py", "line": 83, "name": "wrapper"},
+    {"filename": "/venv/lib/python3.12/site-packages/torchmetrics/metric.py", "line": 5, "name": "sync"},
+    {"filename": "/home/me/metrics.py", "line": 7, "name": "compute"},
+    {"filename": __file__, "line": LINE, "name": "under_a_condition"},
+    {"filename": "/venv/lib/python3.12/site-packages/lightning/pytorch/trainer/trainer.py", "line": 9, "name": "_run"},
+    {"filename": "/home/me/train.py", "line": 3, "name": "main"},
+]
+
+
+def test_collectives_are_given_where_they_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [Collective(group="0", seq=seq, op="all_reduce", created_ns=1_000 + seq) for seq in range(4)]
+    elsewhere = [STACK[0], {**STACK[3], "line": 8}, *STACK[4:]]
+    frames = {1_000: STACK, 1_001: elsewhere, 1_002: STACK}
+    entries = [{"time_created_ns": at, "frames": stack} for at, stack in frames.items()]
+    monkeypatch.setattr(_torch, "recorder_entries", lambda *, stacks: [entries] if stacks else [])
+    first, second, again, unknown = flight_recorder.with_source(flight_recorder.with_call_sites(calls))
+    assert first.site == again.site != second.site
+    # The user's line, that under a condition, and what has called torch: nothing beyond the Trainer.
+    assert [(frame.function, frame.line) for frame in first.stack] == [
+        ("under_a_condition", LINE),
+        ("compute", 7),
+        ("sync", 5),
+    ]
+    assert first.stack[0].rank_condition == f"if RANK == 0:  (line {LINE - 1})"
+    assert (unknown.site, unknown.stack) == ("", ())
+
+
+def test_a_call_site_is_the_same_wherever_packages_are_installed() -> None:
+    places = [(str(frame["filename"]), int(str(frame["line"])), str(frame["name"])) for frame in STACK]
+    site, _ = call_site(places)
+    moved = [(file.replace("/venv", "/opt/env"), line, name) for file, line, name in places]
+    assert call_site(moved)[0] == site
+    assert call_site([*places[:3], ("/home/me/metrics.py", 8, "compute"), *places[4:]])[0] != site
+    # How the Trainer itself was called says nothing.
+    assert call_site(places[:-1])[0] == site

@@ -47,6 +47,21 @@ def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> Non
     assert ranks.said.count("the run cannot go on") == 1
 
 
+def test_a_call_that_one_rank_made_long_before_it_waits_is_named_with_its_line(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 0:
+            dist.barrier()  # <- one too many
+        dist.barrier()
+        all_reduce()
+
+    (diagnosis, *_) = run_ranks(3, body, tmp_path).diagnoses
+    finding = diagnosis.findings[0]
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,)), finding
+    assert f"{HERE}:{line_of('one too many')} in body" in finding.location
+    assert "which ranks 1-2 have not: since then they are one call apart" in finding.summary
+
+
 def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         dist.new_group([0, 1])

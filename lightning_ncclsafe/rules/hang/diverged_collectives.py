@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.divergences import (
     condition_of,
     conditioned,
     culprits,
+    line_of_split,
     out_of_step,
     same_purpose,
     stack_of,
@@ -27,6 +28,7 @@ from lightning_ncclsafe.rules.overruns import as_gloo_does, broken_off, gone_evi
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
 from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
+from lightning_ncclsafe.rules.shifts import Shift, shift
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
     capitalised,
@@ -68,8 +70,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        Where older collectives were called: only the present line of each rank is known, and the recorder's past is
-        limited.
+        Calls that the recorder has overwritten, or of which it keeps no stack; then only the present line of each rank
+        is known. Why a rank has left out a call: its condition may stand anywhere before it.
     """
     view = timeline(job)
     if any(alone_in_trainer(view)):
@@ -106,6 +108,8 @@ def _is_garbled(view: Timeline, rank: int) -> bool:
 
 def _mismatch(view: Timeline, split: Divergence) -> Finding:
     every, ended = called_or_ended(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
+    if not ended and (apart := shift(view, split.group)) is not None:
+        return _shifted(view, split, apart)
     ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
@@ -124,13 +128,28 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
             )
         ),
         ranks=ranks,
-        location=calls_location(view, ranks),
+        location=line_of_split(view, split, ranks) or calls_location(view, ranks),
         evidence=(
             *call_evidence(split),
             *gone_evidence(view, ended),
             *condition_evidence(view, ranks),
             *where_evidence(view, split.calls),
         ),
+        remedy=_remedy(view),
+    )
+
+
+def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
+    """The recorder still knows the call that only some ranks have made."""
+    later = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    return Finding(
+        rule="diverged-collectives",
+        severity=severity(view.job),
+        confidence=Confidence.CERTAIN if apart.is_decided else Confidence.LIKELY,
+        summary=joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
+        ranks=apart.ranks,
+        location=location_of(apart.frame) or calls_location(view, apart.ranks),
+        evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=_remedy(view),
     )
 

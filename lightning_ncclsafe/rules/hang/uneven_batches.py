@@ -83,7 +83,9 @@ def _ended(view: Timeline, rank: int) -> str:
     progress = view.facts[rank].progress
     if progress.phase not in _TRAINING:
         return f"it is at {batch_words(progress)}"
-    count = _lengths(view).get(rank, progress.batch_idx + 1)
+    # A loader may give fewer than it has said.
+    is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
+    count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
     return f"after {count} batches of epoch {progress.epoch}" if count > 0 else batch_words(progress)
 
 

@@ -1,0 +1,143 @@
+"""Calls that only some ranks have made, as the recorder's past knows them: who, which call, at which line."""
+
+from dataclasses import replace
+
+import pytest
+from builders import BARRIER, GLOO, MAIN, RUN, job, user
+
+from lightning_ncclsafe.facts import Action, Collective, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.shifts import shift
+from lightning_ncclsafe.rules.timeline import timeline
+
+# Each letter is a call site: its operation, its elements, and the user's line, if it has one.
+SITES = {
+    "r": ("all_reduce", 9000, 0),  # the gradients
+    "b": ("barrier", 0, 0),  # Lightning's
+    "g": ("all_gather", 8, 40),
+    "h": ("all_gather", 8, 44),
+    "s": ("all_reduce", 8, 50),
+    "z": ("barrier", 0, 60),
+}
+ZERO = "if rank == 0:  (line 59)"
+
+
+def rank(number: int, letters: str, *, world: int = 2, condition: str = "") -> RankFacts:
+    """A rank that has called all this, and waits in the last."""
+    calls = tuple(_call(letter, seq, condition) for seq, letter in enumerate(letters, 1))
+    last = replace(calls[-1], completed=False)
+    frame = replace(BARRIER, function=last.op)
+    facts = GLOO.rank(number, MAIN, RUN, frame, seq=len(calls), outstanding=1, world=world)
+    hook = Action(name="[LightningModule]Net.on_train_batch_end", for_s=23)
+    progress = replace(facts.progress, actions=(*facts.progress.actions, hook))
+    return replace(facts, collectives=(*calls[:-1], last), progress=progress)
+
+
+def _call(letter: str, seq: int, condition: str) -> Collective:
+    op, size, line = SITES[letter]
+    line_of_users = user("step", line, condition=condition if letter == "z" else "")
+    return Collective(
+        group="0",
+        seq=seq,
+        op=op,
+        backend="gloo",
+        completed=True,
+        input_sizes=((size,),) if size else (),
+        dtypes=("Float",),
+        created_ns=1_000_000 * seq,
+        site=letter,
+        stack=(line_of_users,) if line else (),
+    )
+
+
+def of(*letters: str, condition: str = "") -> JobFacts:
+    world = len(letters)
+    ranks = (rank(number, text, world=world, condition=condition) for number, text in enumerate(letters))
+    return job(*ranks, world=world)
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("letters", "ranks", "line"),
+    [
+        pytest.param(("rrzb", "rrbr", "rrbr"), (0,), 60, id="one call more"),
+        pytest.param(("rgrgrb", "rgrrb", "rgrgrb"), (1,), 40, id="one call fewer"),
+        pytest.param(("rggrb", "rggrb", "rrb"), (2,), 40, id="two calls fewer"),
+        pytest.param(("rgrgrgr", "rgrgrr", "rgrgrgr"), (1,), 40, id="fewer, and the same follows"),
+        pytest.param(("rgrgrg", "rgrgrr", "rgrgrg"), (1,), 40, id="waits where others have gone another way"),
+        pytest.param(("rgrgrg", "rgrgrz", "rgrgrg"), (1,), 60, id="waits in what nobody has ever called"),
+    ],
+)
+def test_the_rank_that_is_out_of_step_is_named_with_the_call(
+    letters: tuple[str, ...], ranks: tuple[int, ...], line: int
+) -> None:
+    finding = first(of(*letters))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
+    assert finding.location.endswith(f"train.py:{line} in step"), finding
+
+
+def test_it_is_told_in_words() -> None:
+    more, fewer = first(of("rrzb", "rrbr", "rrbr", condition=ZERO)), first(of("rgrgrb", "rgrrb", "rgrgrb"))
+    assert more.summary.startswith(
+        "Rank 0 has called barrier at train.py:60 in step, under `if rank == 0:` (line 59), which ranks 1-2 have not: "
+        "since then they are one call apart. "
+    )
+    assert fewer.summary.startswith(
+        "Rank 1 has left out all_gather (8 elements of Float) at train.py:40 in step, which ranks 0, 2 have called: "
+        "since then they are one call apart. "
+    )
+
+
+def test_of_two_ranks_a_condition_or_what_all_have_called_before_decides() -> None:
+    assert first(of("rrzb", "rrbr", condition=ZERO)).ranks == (0,)
+    assert first(of("rgrgrb", "rgrrb")).ranks == (1,)
+    assert first(of("rgrgrg", "rgrgrr")).ranks == (1,)
+
+
+def test_of_two_ranks_both_are_named_where_nothing_decides() -> None:
+    finding = first(of("rrzb", "rrbr"))
+    assert (finding.ranks, finding.confidence) == ((0, 1), Confidence.LIKELY)
+    assert finding.location.endswith("train.py:60 in step")
+
+
+def test_the_same_call_in_two_branches_is_no_difference() -> None:
+    view = timeline(of("rgrzb", "rhrbr", "rhrbr"))
+    found = shift(view, "0")
+    assert found is not None and (found.ranks, found.call.site) == ((0,), "z")
+    assert shift(timeline(of("rgrb", "rhrb", "rgrb")), "0") is None
+
+
+def test_what_fits_both_ways_decides_nothing() -> None:
+    assert shift(timeline(of("grgr", "rgrg")), "0") is None
+
+
+def test_calls_of_unknown_sites_are_not_compared() -> None:
+    known, unknown = rank(0, "rgrgrg"), rank(1, "rgrgrr")
+    assert shift(timeline(job(known, unknown, world=2)), "0") is not None
+    blind = replace(unknown, collectives=(*unknown.collectives[:-1], replace(unknown.collectives[-1], site="")))
+    assert shift(timeline(job(known, blind, world=2)), "0") is None
+
+
+def test_only_what_all_recorders_still_have_is_compared() -> None:
+    whole, overwritten = rank(0, "gbrrzb"), rank(1, "gbrrbr")
+    kept = replace(overwritten, collectives=overwritten.collectives[3:])
+    found = shift(timeline(job(whole, kept, world=2)), "0")
+    assert found is not None and found.call.site == "z"
+
+
+def test_one_operation_with_other_sizes_is_of_one_purpose_if_it_was_called_at_one_place() -> None:
+    own = rank(0, "rrs")
+    larger = replace(own.collectives[-1], input_sizes=((9,),))
+    other = replace(rank(1, "rrs"), collectives=(*own.collectives[:-1], larger))
+    finding = first(job(own, other, world=2))
+    assert (finding.rule, finding.confidence) == ("mismatched-collective", Confidence.CERTAIN)
+
+
+def test_one_operation_with_other_sizes_is_no_mismatch_after_a_call_that_was_left_out() -> None:
+    finding = first(of("rgrgrsr", "rgrgrr", "rgrgrsr"))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.location.endswith("train.py:50 in step")
