@@ -198,6 +198,8 @@ def test_what_modelcheckpoint_monitors_is_named_where_a_rank_is_in_it() -> None:
     finding = first(job(inside, GLOO.waiting(1, seq=61, world=2), world=2))
     assert finding.rule == "diverged-collectives"
     assert "ModelCheckpoint needs the value that it monitors on all ranks" in finding.remedy
+    assert (finding.ranks, finding.confidence) == ((0,), LIKELY)
+    assert "in ModelCheckpoint, which saves where the value that it monitors says so on its rank" in finding.summary
 
 
 def test_a_rank_past_the_end_is_not_behind() -> None:
@@ -350,3 +352,24 @@ def test_who_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
     plain = calls(0, replace(line, rank_condition=""), ALL_REDUCE, batch=1, **options)
     assert first(job(plain, other, world=2)).rule == "uneven-batches"
+
+
+@pytest.mark.parametrize(
+    ("sent", "rule", "ranks"),
+    [
+        (25_560, "diverged-collectives", (1,)),  # a segment of the ring in which 102,228 bytes are reduced by two
+        (102_228, "diverged-collectives", (1,)),
+        (9_612, "mismatched-collective", (0, 1)),
+    ],
+)
+def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
+    sent: int, rule: str, ranks: tuple[int, ...]
+) -> None:
+    """Rank 1 has ended in a line of the user's, and rank 0 was in the backward pass: it may have come from there."""
+    scene = scenes.aborted_alone(GLOO)
+    stack = (RUN, user("gather", 147), ALL_REDUCE)
+    said = f"what(): op.preamble.length <= op.nbytes. {sent} vs 12. Received data size"
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", said=said, stack=stack)
+    waited = transport_error(GLOO.waiting(0, seq=62, world=2))
+    finding = first(replace(scene, ranks=(replace(waited, stack=()),), witnessed=(words,)))
+    assert (finding.rule, finding.ranks) == (rule, ranks)
