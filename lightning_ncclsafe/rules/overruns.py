@@ -49,8 +49,11 @@ def aborted(view: Timeline) -> tuple[int, ...]:
     if any(overrun_of(view, rank) for rank in gone):
         return gone
     # The others may have gone on by the time that it is ended; what it was in itself is known by what it wrote.
-    sent = any(map(last_of_gloo, view.facts.values())) or any(_ended_in_collective(view, rank) for rank in gone)
-    return gone if sent and not any(facts.host_facts.oom_kills for facts in view.facts.values()) else ()
+    known = tuple(rank for rank in gone if view.witnesses[rank].stack)
+    in_collective = tuple(rank for rank in known if _ended_in_collective(view, rank))
+    is_sent = any(map(last_of_gloo, view.facts.values()))
+    may_be = tuple(rank for rank in gone if rank in in_collective or (is_sent and rank not in known))
+    return () if any(facts.host_facts.oom_kills for facts in view.facts.values()) else may_be
 
 
 def overrun_of(view: Timeline, rank: int) -> tuple[int, int] | None:
@@ -65,10 +68,11 @@ def _has_aborted(view: Timeline, rank: int) -> bool:
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
-    process = view.witnesses[rank]
-    called = any(_COLLECTIVES.has(frame.file, frame.function) for frame in process.stack[-_NEAR:])
-    on_gloo = any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
-    return process.ended_by == "SIGABRT" and on_gloo and called
+    """Whether its main thread was in a collective, below the last line of the user's own, on gloo."""
+    stack = view.witnesses[rank].stack
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    called = any(_COLLECTIVES.has(frame.file, frame.function) for frame in stack[last + 1 :][-_NEAR:])
+    return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
 def broken_off(view: Timeline) -> tuple[int, ...]:

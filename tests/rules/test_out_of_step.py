@@ -23,7 +23,7 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.step_facts import MetricFacts, StepFacts
@@ -198,6 +198,8 @@ def test_what_modelcheckpoint_monitors_is_named_where_a_rank_is_in_it() -> None:
     finding = first(job(inside, GLOO.waiting(1, seq=61, world=2), world=2))
     assert finding.rule == "diverged-collectives"
     assert "ModelCheckpoint needs the value that it monitors on all ranks" in finding.remedy
+    assert (finding.ranks, finding.confidence) == ((0,), LIKELY)
+    assert "in ModelCheckpoint, which saves where the value that it monitors says so on its rank" in finding.summary
 
 
 def test_a_rank_past_the_end_is_not_behind() -> None:
@@ -318,3 +320,56 @@ def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
     gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, line))
     finding = first(job(*lost, world=3, witnessed=(gone,)))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", ranks, LIKELY)
+
+
+def test_an_abort_of_a_rank_whose_peers_have_diverged_is_their_consequence() -> None:
+    """Gloo's word is not known, as its stderr is no file; the signal is."""
+    scene = scenes.overrun_rank(GLOO)
+    stack = (RUN, user("training_step", 57), ALL_REDUCE)
+    facts = replace(scene, witnessed=(process(0, "gone", ended_by="SIGABRT", stack=stack),))
+    assert set(rules(facts)) == {"mismatched-collective"}
+    assert set(rules(scene)) == {"mismatched-collective", "dead-rank"}
+
+
+def test_a_rank_that_has_aborted_itself_elsewhere_has_died_by_itself() -> None:
+    """In a line of the user's, below DDP's forward; nobody has seen that no collective has ended it."""
+    forward = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1500, function="forward")
+    gone = process(1, "gone", ended_by="SIGABRT", stack=(RUN, forward, user("training_step", 57)))
+    facts = job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(gone,))
+    assert rules(facts) == {"dead-rank": LIKELY}
+    inside = replace(gone, stack=(RUN, ENGINE))
+    assert "mismatched-collective" in rules(replace(facts, witnessed=(inside,)))
+    assert rules(replace(facts, witnessed=(replace(gone, ended_by="SIGSEGV"),))) == {"dead-rank": CERTAIN}
+
+
+def test_who_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None:
+    """Rank 1 goes through all batches of validation, in which nobody waits, and reduces what was logged."""
+    line = user("validation_step", 62, condition=ZERO)
+    options = {"phase": Phase.VALIDATE, "world": 2}
+    alone = calls(0, line, ALL_REDUCE, batch=1, **options)
+    other = GLOO.in_barrier(1, "x", seq=61, batch=5, last=True, **options)
+    finding = first(job(alone, other, world=2))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    plain = calls(0, replace(line, rank_condition=""), ALL_REDUCE, batch=1, **options)
+    assert first(job(plain, other, world=2)).rule == "uneven-batches"
+
+
+@pytest.mark.parametrize(
+    ("sent", "rule", "ranks"),
+    [
+        (25_560, "diverged-collectives", (1,)),  # a segment of the ring in which 102,228 bytes are reduced by two
+        (102_228, "diverged-collectives", (1,)),
+        (9_612, "mismatched-collective", (0, 1)),
+    ],
+)
+def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
+    sent: int, rule: str, ranks: tuple[int, ...]
+) -> None:
+    """Rank 1 has ended in a line of the user's, and rank 0 was in the backward pass: it may have come from there."""
+    scene = scenes.aborted_alone(GLOO)
+    stack = (RUN, user("gather", 147), ALL_REDUCE)
+    said = f"what(): op.preamble.length <= op.nbytes. {sent} vs 12. Received data size"
+    words = replace(scene.witnessed[0], ended_by="SIGABRT", said=said, stack=stack)
+    waited = transport_error(GLOO.waiting(0, seq=62, world=2))
+    finding = first(replace(scene, ranks=(replace(waited, stack=()),), witnessed=(words,)))
+    assert (finding.rule, finding.ranks) == (rule, ranks)

@@ -91,7 +91,11 @@ def _explained(view: Timeline) -> set[int]:
     if any(alone_in_trainer(view)):
         return {rank for rank in view.silent if rank in view.witnesses and left_in_order(view.witnesses[rank])}
     ended = () if view.raised else aborted(view)
-    return {*ended} if broken_off(view) or any(overrun_of(view, rank) for rank in ended) else set()
+    if broken_off(view) or any(overrun_of(view, rank) for rank in ended):
+        return {*ended}
+    # What the others had called was not the same either.
+    have_diverged = view.divergence is not None or view.lost_divergence is not None
+    return {rank for rank in ended if have_diverged and signal_of(view, rank) == "SIGABRT"}
 
 
 class _End(NamedTuple):

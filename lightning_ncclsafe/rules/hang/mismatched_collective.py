@@ -102,7 +102,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
     few = min(ended, left, key=len)
     ranks = tuple(decided) or (few if len(ended) != len(left) else tuple(sorted((*ended, *left))))
-    is_known = all(signal_of(view, rank) for rank in ended) or any(overrun_of(view, rank) for rank in ended)
+    is_known = _is_gloos(view, ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
         f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
@@ -122,6 +122,12 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     )
 
 
+def _is_gloos(view: Timeline, ended: tuple[int, ...]) -> bool:
+    """Whether processes that are gone are known to have ended themselves, or what gloo says then was said."""
+    have_aborted = bool(ended) and all(signal_of(view, rank) == "SIGABRT" for rank in ended)
+    return have_aborted or any(overrun_of(view, rank) for rank in ended)
+
+
 def _other_units(view: Timeline, split: Divergence) -> bool:
     """Ranks gather different parts of the model: it is not the sizes that differ, but what they compute."""
     units = units_of(view, split)
@@ -131,8 +137,9 @@ def _other_units(view: Timeline, split: Divergence) -> bool:
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     overrun = _overrun(view, split)
     ranks = _odd_ones(view, split, overrun)
-    is_said = any(overrun_of(view, rank) for rank in overrun)
-    confidence = Confidence.CERTAIN if is_alike else Confidence.LIKELY if is_said else Confidence.POSSIBLE
+    confidence = (
+        Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloos(view, overrun) else Confidence.POSSIBLE
+    )
     gone = (
         f"Gloo has ended the process of {ranks_words(overrun)}, as to {verb(overrun, 'it', 'them')} more was sent than "
         f"{verb(overrun, 'it', 'they')} had room for."
