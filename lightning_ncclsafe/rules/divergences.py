@@ -8,6 +8,7 @@ from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, Un
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.caught import has_gone_on, skips_handled
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature
@@ -30,10 +31,12 @@ _LISTED = 8
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority; between equals those whose line stands under a condition on the rank."""
+    """The minority; between equals those whose line stands under a condition on the rank, or that went on."""
     ranks = split.deviating
+    if len(ranks) < len(split.calls):
+        return ranks
     conditioned = tuple(rank for rank in ranks if condition_of(view, rank))
-    return conditioned if conditioned and len(ranks) == len(split.calls) else ranks
+    return conditioned or has_gone_on(view, ranks) or skips_handled(view, ranks)[0] or ranks
 
 
 def condition_of(view: Timeline, rank: int) -> str:

@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.caught import caught_by, raised_at, skipped_words, skips_handled
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     apart,
@@ -55,7 +56,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
     Cannot see:
         Where older collectives were called: only the present line of each rank is known, and the recorder's past is
-        limited.
+        limited. Before Python 3.12, an exception that the user's code has caught without logging it, and without its
+        having come out of a collective or a hook.
     """
     view = timeline(job)
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
@@ -85,16 +87,32 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     condition = condition_of(view, ranks[0])
     under = f", under {condition_words(condition)}" if condition else ""
     stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
+    went_on, skipped = _why_it_went_on(view, split, ranks)
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN,
-        summary=joined((f"{capitalised(text)}: these can never complete together.", stands)),
+        # That they do is certain; who of as many is to blame is not, where no condition on the rank says so.
+        confidence=Confidence.LIKELY if went_on is not None and 2 * len(ranks) >= len(split.calls) else Confidence.CERTAIN,
+        summary=joined((f"{capitalised(text)}: these can never complete together.", stands, skipped)),
         ranks=ranks,
-        location=location(view, ranks),
+        location=location_of(went_on) or location(view, ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=_REMEDY,
     )
+
+
+def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
+    """Where an exception took these ranks past what the others called, and what is said of it; None without one."""
+    if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
+        return None, ""
+    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
+    if caught is not None:
+        return raised_at(caught), ""
+    beyond, frame = skips_handled(view, split.calls)
+    if frame is None or not set(ranks) <= set(beyond):
+        return None, ""
+    others = [rank for rank in split.calls if rank not in beyond]
+    return frame, skipped_words(frame, f"{ranks_words(others)} {verb(others, 'waits', 'wait')}")
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:

@@ -1,0 +1,130 @@
+"""What a rank caught, or lost a thread to, before it stood still: said beside what the findings say of that rank."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Evidence, Finding
+from lightning_ncclsafe.rules.activity import deepest_user_frame, hook_words, trainer_start
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import condition_words, duration_words, joined, location_of, short_location
+
+# What came more often belongs to how the code works.
+_USUAL = 8
+# What is older has been lived with for a while.
+_BEFORE_S = 60.0
+_LISTED = 4
+
+
+def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
+    """What this rank has caught shortly before it stood still, or since, and most others have not; the last one first.
+
+    What has ended its other threads is among it.
+    """
+    facts = view.facts.get(rank)
+    found = [one for one in facts.caught if is_recent(one, facts) and _is_its_own(view, rank, one)] if facts else []
+    return tuple(sorted(found, key=lambda one: (not one.is_held, one.ago_s)))
+
+
+def ended_threads(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
+    """What has ended other threads of this rank, whenever that was; the last one first."""
+    ended = (one for one in view.facts[rank].caught if one.thread)
+    return tuple(sorted(ended, key=lambda one: one.ago_s))
+
+
+def has_gone_on(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those of these ranks that have caught an exception, so that they may have left something out."""
+    return tuple(rank for rank in ranks if any(not one.thread for one in caught_by(view, rank)))
+
+
+def skips_handled(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...], Frame | None]:
+    """Those of these ranks that stand beyond a line where others wait, in a ``try`` whose exceptions are caught.
+
+    Also gives that line. Nothing says that an exception was raised; but without one they would have come there, too.
+    """
+    asked = tuple(ranks)
+    inside = {rank: frame for rank in asked if (frame := _handled(view.facts[rank])) is not None}
+    beyond = tuple(rank for rank in asked if rank not in inside)
+    if not inside or not beyond or len({(frame.file, frame.handler) for frame in inside.values()}) > 1:
+        return (), None
+    return beyond, next(iter(inside.values()))
+
+
+def raised_at(one: CaughtException) -> Frame | None:
+    """The deepest line in the user's code at which it was raised."""
+    return deepest_user_frame(one.stack)
+
+
+def error_words(one: CaughtException) -> str:
+    """``"OSError: No space left on device"``."""
+    return f"{one.type}: {one.message.rstrip('.')}" if one.message else one.type
+
+
+def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+    """The same findings; those about ranks that have caught something say so, the first one in its summary, too."""
+    if job.incident.kind not in (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT):
+        return [*findings]
+    view, told = timeline(job), []
+    for index, finding in enumerate(findings):
+        found = [(rank, one) for rank in finding.ranks[:_LISTED] for one in caught_by(view, rank)[:_LISTED]]
+        news = [(rank, one) for rank, one in found if not (one.message and one.message.rstrip(".") in finding.summary)]
+        evidence = tuple(
+            Evidence(source="exception", rank=rank, text=_sentence(view, one, "It")) for rank, one in found[:_LISTED]
+        )
+        said = next((_sentence(view, one, f"Rank {rank}") for rank, one in news), "") if index == 0 else ""
+        told.append(
+            replace(finding, summary=joined((finding.summary, said)), evidence=(*finding.evidence, *evidence))
+        )
+    return told
+
+
+def _sentence(view: Timeline, one: CaughtException, who: str) -> str:
+    frame = raised_at(one)
+    at = f" at {short_location(frame)}" if frame is not None else ""
+    ago = f", {duration_words(one.ago_s)} before this was seen"
+    if one.thread:
+        whose = "its" if who == "It" else f"{who}'s"
+        return f"{whose[:1].upper()}{whose[1:]} thread {one.thread!r} has ended with {error_words(one)}{at}{ago}."
+    out_of = f" out of {hook_words(one.passed)}" if one.passed else ""
+    if one.is_held:
+        within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
+        return f"{who} is in the `except` block{within} that has caught {error_words(one)}{out_of}, raised{at}."
+    times = f" {one.count} times" if one.count > 1 else ""
+    return f"{who} has caught {error_words(one)}{out_of}{at}{times}{ago}, and gone on."
+
+
+def is_recent(one: CaughtException, facts: RankFacts) -> bool:
+    """Whether it came shortly before its rank stood still, or since, and not as often as what is usual."""
+    return one.is_held or (one.count < _USUAL and one.ago_s <= facts.progress.idle_s + _BEFORE_S)
+
+
+def _is_its_own(view: Timeline, rank: int, one: CaughtException) -> bool:
+    """Whether most others have nothing like it: what all ranks do alike lets none of them diverge."""
+    if view.caught_on is None:
+        view.caught_on = Counter(kind for facts in view.facts.values() for kind in {*map(_kind, facts.caught)})
+    others = len(view.facts) - 1
+    return one.is_held or not others or 2 * (view.caught_on[_kind(one)] - 1) < others
+
+
+def _kind(one: CaughtException) -> tuple[str, str]:
+    return one.type, location_of(raised_at(one))
+
+
+def _handled(facts: RankFacts) -> Frame | None:
+    """The innermost frame of the user's own, below the Trainer, within a ``try`` whose exceptions are caught."""
+    inside = facts.stack[trainer_start(facts.stack) :]
+    return next((frame for frame in reversed(inside) if frame.user and frame.handler), None)
+
+
+def skipped_words(frame: Frame, others: str) -> str:
+    """What an exception may have left out, as nothing has told of one.
+
+    Args:
+        frame: The line within the ``try``.
+        others: Who has come there, and what they do, ``"rank 0 waits"``.
+    """
+    return (
+        f"The line {short_location(frame)}, at which {others}, stands in a `try`: an exception in there is caught by "
+        f"{condition_words(frame.handler)}, and the rest of it left out."
+    )
