@@ -182,6 +182,8 @@ class WatchedCall:
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Tells the other ranks; returns the error to raise instead, if there is a better one."""
+        # If it is caught, and there is another call, those who were ended because of it will be missed there.
+        self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
 
     def finish(self) -> None:

@@ -91,7 +91,7 @@ class CaughtExceptions:
 
         Args:
             error: The exception.
-            passed: What it has left.
+            passed: What it has left; of several that, which it has left last, counts.
             callers: The innermost frame of those that it has not come to yet.
         """
         with suppress(Exception):  # a fact that cannot be had is none
@@ -139,7 +139,7 @@ class CaughtExceptions:
             seen.facts = replace(
                 seen.facts,
                 count=seen.facts.count + is_new,
-                passed=seen.facts.passed or passed,
+                passed=passed or seen.facts.passed,
                 caught_at=caught_at or seen.facts.caught_at,
             )
             return

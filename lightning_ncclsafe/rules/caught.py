@@ -1,7 +1,8 @@
 """What a rank caught, or lost a thread to, before it stood still: said beside what the findings say of that rank."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
@@ -10,7 +11,7 @@ from lightning_ncclsafe.rules.activity import deepest_user_frame, hook_words, tr
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import condition_words, duration_words, joined, location_of, short_location
 
-# What came more often belongs to how the code works.
+# What came as often belongs to how the code works: it is told, and explains nothing.
 _USUAL = 8
 # What is older has been lived with for a while.
 _BEFORE_S = 60.0
@@ -35,7 +36,7 @@ def ended_threads(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 
 def has_gone_on(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
     """Those of these ranks that have caught an exception, so that they may have left something out."""
-    return tuple(rank for rank in ranks if any(not one.thread for one in caught_by(view, rank)))
+    return tuple(rank for rank in ranks if any(not one.thread and _is_rare(one) for one in caught_by(view, rank)))
 
 
 def skips_handled(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...], Frame | None]:
@@ -67,19 +68,31 @@ def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
         return [*findings]
     view, told = timeline(job), []
     for index, finding in enumerate(findings):
-        found = [(rank, one) for rank in finding.ranks[:_LISTED] for one in caught_by(view, rank)[:_LISTED]]
-        news = [(rank, one) for rank, one in found if not (one.message and one.message.rstrip(".") in finding.summary)]
-        evidence = tuple(
-            Evidence(source="exception", rank=rank, text=_sentence(view, one, "It")) for rank, one in found[:_LISTED]
-        )
-        said = next((_sentence(view, one, f"Rank {rank}") for rank, one in news), "") if index == 0 else ""
-        told.append(
-            replace(finding, summary=joined((finding.summary, said)), evidence=(*finding.evidence, *evidence))
-        )
+        found = [(rank, one) for rank in _asked(view, finding) for one in caught_by(view, rank)][:_LISTED]
+        evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(one, "It")) for rank, one in found)
+        news = (_sentence(one, f"Rank {rank}") for rank, one in found if _is_rare(one) and not _is_told(one, finding))
+        summary = joined((finding.summary, next(news, ""))) if index == 0 else finding.summary
+        told.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence)))
     return told
 
 
-def _sentence(view: Timeline, one: CaughtException, who: str) -> str:
+def _asked(view: Timeline, finding: Finding) -> Iterator[int]:
+    """The first of those that it names; of ranks that are gone, those that have survived what may have ended them."""
+    yield from finding.ranks[:_LISTED]
+    if finding.ranks and set(finding.ranks) <= set(view.silent):
+        survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_is_of_call_before, facts.caught)))
+        yield from itertools.islice(survived, _LISTED)
+
+
+def _is_of_call_before(one: CaughtException) -> bool:
+    return one.passed.startswith("Trainer.")
+
+
+def _is_told(one: CaughtException, finding: Finding) -> bool:
+    return bool(one.message) and one.message.rstrip(".") in finding.summary
+
+
+def _sentence(one: CaughtException, who: str) -> str:
     frame = raised_at(one)
     at = f" at {short_location(frame)}" if frame is not None else ""
     ago = f", {duration_words(one.ago_s)} before this was seen"
@@ -95,8 +108,12 @@ def _sentence(view: Timeline, one: CaughtException, who: str) -> str:
 
 
 def is_recent(one: CaughtException, facts: RankFacts) -> bool:
-    """Whether it came shortly before its rank stood still, or since, and not as often as what is usual."""
-    return one.is_held or (one.count < _USUAL and one.ago_s <= facts.progress.idle_s + _BEFORE_S)
+    """Whether it came shortly before its rank stood still, or since."""
+    return one.is_held or _is_of_call_before(one) or one.ago_s <= facts.progress.idle_s + _BEFORE_S
+
+
+def _is_rare(one: CaughtException) -> bool:
+    return one.is_held or one.count < _USUAL
 
 
 def _is_its_own(view: Timeline, rank: int, one: CaughtException) -> bool:

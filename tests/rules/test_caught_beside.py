@@ -14,6 +14,7 @@ from builders import (
     USER_FILE,
     Backend,
     job,
+    process,
     raised,
     user,
 )
@@ -79,6 +80,13 @@ def test_without_either_both_are_named() -> None:
 def test_what_ranks_have_lived_with_explains_nothing(caught: CaughtException) -> None:
     finding = first(rank_that_skipped(GLOO, caught=(caught,)))
     assert finding.ranks == (0, 1) and "caught" not in finding.summary
+
+
+def test_what_is_usual_is_told_and_no_explanation() -> None:
+    often = replace(NO_FACES, count=300)
+    finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(often,))))
+    assert "caught" not in finding.summary
+    assert any("no faces in this image at train.py:31 in detect 300 times" in item.text for item in finding.evidence)
 
 
 def test_what_all_ranks_catch_explains_nothing() -> None:
@@ -164,3 +172,15 @@ def test_an_exception_that_has_ended_a_rank_is_told_first() -> None:
     finding = first(behind(replace(failed, caught=(NO_FACES,))))
     assert finding.rule == "failed-rank"
     assert finding.summary.index("IndexError") < finding.summary.index("ValueError")
+
+
+def test_who_has_survived_what_ended_the_others_says_so() -> None:
+    """A first call of the Trainer has failed on rank 0, which caught that; the others were ended, and are missed now."""
+    survived = replace(NO_FACES, passed="Trainer.fit", ago_s=400.0)
+    culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
+    finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))
+    assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
+    assert "Rank 0 has caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
+    other = replace(survived, passed="", ago_s=5.0)
+    facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))
+    assert "caught" not in first(facts).summary

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import caught_by, raised_at, skipped_words, skips_handled
+from lightning_ncclsafe.rules.caught import caught_by, has_gone_on, raised_at, skipped_words, skips_handled
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     apart,
@@ -106,7 +106,7 @@ def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -
     if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
         return None, ""
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
-    if caught is not None:
+    if caught is not None and has_gone_on(view, ranks[:1]):
         return raised_at(caught), ""
     beyond, frame = skips_handled(view, split.calls)
     if frame is None or not set(ranks) <= set(beyond):
