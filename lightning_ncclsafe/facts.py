@@ -72,7 +72,8 @@ class Frame:
         mark: What code of this package says of itself, see :class:`~lightning_ncclsafe.marks.Mark`; empty for that of
             others, and where the frame was not taken by a probe.
         handler: What goes on after an exception that is raised within the ``try`` that encloses this line, with its
-            line number, e.g. ``"except RuntimeError:  (line 47)"``; empty if there is none.
+            line number, e.g. ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line also stands
+            under a condition.
     """
 
     file: str

@@ -174,21 +174,37 @@ def _around(file: str) -> _Around:
     for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             _mark_block(getattr(node, field, None), file, found.conditions)
-        if (line := _goes_on_at(node)) and isinstance(node, (ast.Try, ast.With)):
-            text = f"{linecache.getline(file, line).strip()}  (line {line})"
-            for inner in node.body:
-                found.handlers.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), text))
+    _mark_handled(tree.body, "", file, found.handlers)
     return found
 
 
-def _goes_on_at(node: ast.AST) -> int:
+def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, found: dict[int, str]) -> None:
+    """Marks the lines that are come to unless an exception is raised; under a condition (None) there are other ways."""
+    for node in block:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            _mark_handled(node.body, "", file, found)
+            continue
+        body, orelse, finalbody = (getattr(node, field, []) for field in ("body", "orelse", "finalbody"))
+        if handler:
+            last = body[0].lineno if body else (node.end_lineno or node.lineno)
+            found.update(dict.fromkeys(range(node.lineno, last + 1), handler))
+        is_condition = isinstance(node, (ast.If, ast.While))
+        inner = None if is_condition else handler
+        if handler is not None and isinstance(node, (ast.Try, ast.With)) and (line := _goes_on_at(node)):
+            inner = f"{linecache.getline(file, line).strip()}  (line {line})"
+        _mark_handled(body, inner, file, found)
+        _mark_handled((*orelse, *finalbody), None if is_condition else handler, file, found)
+        for clause in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            _mark_handled(clause.body, None, file, found)
+
+
+def _goes_on_at(node: ast.Try | ast.With) -> int:
     """The line of the first ``except`` clause that does not end by raising, or of a ``with suppress()``; else 0."""
     if isinstance(node, ast.With):
         calls = (item.context_expr for item in node.items)
         is_suppress = any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls)
         return node.lineno if is_suppress else 0
-    handlers = node.handlers if isinstance(node, ast.Try) else []
-    kept = (one for one in handlers if not isinstance(one.body[-1], ast.Raise) and not _ends_iteration(one))
+    kept = (one for one in node.handlers if not isinstance(one.body[-1], ast.Raise) and not _ends_iteration(one))
     return next((one.lineno for one in kept), 0)
 
 

@@ -70,7 +70,7 @@ def average(values):
     try:
         check(values)
         for value in values:
-            reduce(value)              # line 5
+            reduce(value)              # line 5, on every way but one
     except ValueError:
         log()                          # line 7
     except KeyError as error:
@@ -93,6 +93,23 @@ def average(values):
             close()
     except Exception:
         return None
+    try:
+        if values:
+            reduce(values)             # line 30
+        else:
+            pause()                    # line 32
+        reduce(values)                 # line 33
+
+        def later():
+            reduce(values)             # line 36
+
+    except Exception:
+        reduce(values)                 # line 39
+    if values:
+        try:
+            reduce(values)             # line 42
+        except Exception:
+            pass
 """
 
 
@@ -106,6 +123,12 @@ def average(values):
         (13, ""),
         (18, ""),
         (23, "except Exception:  (line 26)"),
+        (30, ""),
+        (32, ""),
+        (33, "except Exception:  (line 38)"),
+        (36, ""),
+        (39, ""),
+        (42, ""),
     ],
 )
 def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, line: int, handler: str) -> None:
