@@ -22,7 +22,7 @@ from lightning_ncclsafe.probes.handlers import HandlerWatch
 from lightning_ncclsafe.probes.stacks import is_user_code, seen_frame, with_source
 
 _KEPT = 16
-_MOST_FRAMES = 6
+_MOST_FRAMES = 3
 _MESSAGE = 200
 # What ends an iteration is no error.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)

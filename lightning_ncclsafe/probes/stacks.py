@@ -186,7 +186,7 @@ def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, fou
             continue
         body, orelse, finalbody = (getattr(node, field, []) for field in ("body", "orelse", "finalbody"))
         if handler:
-            last = body[0].lineno if body else (node.end_lineno or node.lineno)
+            last = max(node.lineno, body[0].lineno - 1) if body else (node.end_lineno or node.lineno)
             found.update(dict.fromkeys(range(node.lineno, last + 1), handler))
         is_condition = isinstance(node, (ast.If, ast.While))
         inner = None if is_condition else handler

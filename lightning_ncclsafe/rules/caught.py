@@ -66,7 +66,8 @@ def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; those about ranks that have caught something say so, the first one in its summary, too."""
     if job.incident.kind not in (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT):
         return [*findings]
-    view, told = timeline(job), []
+    view = timeline(job)
+    told: list[Finding] = []
     for index, finding in enumerate(findings):
         found = [(rank, one) for rank in _asked(view, finding) for one in caught_by(view, rank)][:_LISTED]
         evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(one, "It")) for rank, one in found)

@@ -19,7 +19,9 @@ LOG = logging.getLogger("a users")
 
 
 @pytest.fixture
-def watch() -> Iterator[CaughtExceptions]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[CaughtExceptions]:
+    # What is seen in every version of Python.
+    monkeypatch.setattr(handlers, "_MONITORING", None)
     watch = CaughtExceptions(lambda error: "gloo/" in str(error))
     before = threading.excepthook, logging.getLogRecordFactory()
     watch.start()
@@ -71,8 +73,7 @@ def test_what_is_not_logged_or_no_error_leaves_nothing(watch: CaughtExceptions) 
     except StopIteration:
         LOG.warning("at the end")
     LOG.warning("all is well")
-    if sys.version_info < (3, 12):
-        assert watch.facts(0.0) == ()
+    assert watch.facts(0.0) == ()
 
 
 def test_those_that_are_alike_are_one_and_the_ring_is_bounded(watch: CaughtExceptions) -> None:
@@ -141,9 +142,11 @@ def test_one_that_leaves_several_actions_is_one(watch: CaughtExceptions) -> None
     assert (only(watch).passed, only(watch).count) == ("run_training_batch", 1)
 
 
-def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions) -> None:
+def test_what_ends_a_thread_is_seen_and_still_printed(
+    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed: list[Any] = []
-    watch._hook = printed.append
+    monkeypatch.setattr(watch, "_hook", printed.append)
 
     def feed() -> None:
         raise KeyError("label")  # <- feed
@@ -157,7 +160,10 @@ def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions) -
     assert [told.exc_type for told in printed] == [KeyError]
 
 
-def test_a_thread_that_leaves_by_sys_exit_has_ended_too(watch: CaughtExceptions) -> None:
+def test_a_thread_that_leaves_by_sys_exit_has_ended_too(
+    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_hook", lambda told: None)
     feeder = threading.Thread(target=sys.exit, name="feeder")
     feeder.start()
     feeder.join()
@@ -183,7 +189,8 @@ def test_what_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
     assert watch.facts(0.0, besides=ExceptionFacts(type="ValueError", message="no faces")) == ()
 
 
-def test_whoever_took_a_hook_over_keeps_it() -> None:
+def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MONITORING", None)
     watch, before = CaughtExceptions(), (threading.excepthook, logging.getLogRecordFactory())
     watch.start()
     ours = threading.excepthook
@@ -198,7 +205,8 @@ def test_whoever_took_a_hook_over_keeps_it() -> None:
     assert logging.getLogRecordFactory() is before[1]
 
 
-def test_a_call_within_a_call_listens_once() -> None:
+def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MONITORING", None)
     watch, before = CaughtExceptions(), threading.excepthook
     watch.start()
     watch.start()

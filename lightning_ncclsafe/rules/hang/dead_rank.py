@@ -19,6 +19,10 @@ _REMEDY_EXITED = (
     "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception, and "
     "sys.exit, would have been told."
 )
+_REMEDY_DONE = (
+    "It has ended as one that is done: its script is over, it has called sys.exit between two calls of the Trainer, or "
+    "os._exit(0). Make the same calls of the Trainer on all ranks."
+)
 _REMEDY_KILLED = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if its out-of-memory killer has sent it; "
     "else look at the scheduler, the launcher, or whoever may end processes there."
@@ -144,7 +148,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
 
 def _remedy(end: _End) -> str:
     if end.status is not None:
-        return _REMEDY_EXITED
+        return _REMEDY_EXITED if end.status else _REMEDY_DONE
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal in _FAULTS:
