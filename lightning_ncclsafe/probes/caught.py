@@ -38,6 +38,7 @@ class _Seen:
     facts: CaughtException
     at_s: float
     number: int
+    depth: int
     raised_at: tuple[str, int]
 
 
@@ -105,7 +106,7 @@ class CaughtExceptions:
             besides: What has ended the Trainer; that is no longer caught.
         """
         held = _held()
-        if held is not None:
+        if held is not None and not any(seen.number == id(held) for seen in [*self._ring]):
             self._note(held, at_s=self._clock() - idle_s)
         now_s, found = self._clock(), []
         for seen in [*self._ring]:
@@ -132,8 +133,11 @@ class CaughtExceptions:
         trace, at_s = error.__traceback__, self._clock() if at_s is None else at_s
         seen = next((seen for seen in reversed(self._ring) if _is_same(seen, error, trace, thread)), None)
         caught_at = None if passed or thread else _handles(trace)
+        depth = sum(1 for _ in traceback.walk_tb(trace))
         if seen is not None:
-            is_new, seen.number = seen.number != id(error), id(error)
+            # One that has come further by now, or another: Python gives the next one the place of one that is gone.
+            is_new = seen.number != id(error) or depth <= seen.depth
+            seen.number, seen.depth = id(error), depth
             if is_new or caught_at is not None:
                 seen.at_s = at_s
             seen.facts = replace(
@@ -155,7 +159,7 @@ class CaughtExceptions:
             thread=thread,
             is_consequence=self._is_consequence(error),
         )
-        self._ring.append(_Seen(facts, at_s, id(error), _raised_at(trace)))
+        self._ring.append(_Seen(facts, at_s, id(error), depth, _raised_at(trace)))
 
     def _thread_ended(self, told: Any) -> None:
         """Called by Python on the thread that ends, also for what :func:`sys.exit` raises there."""
@@ -171,8 +175,9 @@ class CaughtExceptions:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
         if error is not None and self._calls:
             with suppress(Exception):
-                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(record.msg, dict)
-                passed = str(record.msg.get("func_name", "")) if is_of_torch else ""  # type: ignore[attr-defined]
+                said: Any = record.msg
+                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(said, dict)
+                passed = str(said.get("func_name", "")) if is_of_torch else ""
                 self._note(error, passed=passed, callers=sys._getframe() if passed else None)
         return record
 
@@ -189,9 +194,9 @@ def _held() -> Exception | None:
 
 
 def _is_same(seen: _Seen, error: BaseException, trace: TracebackType | None, thread: str) -> bool:
-    """Whether this is the very one, which has come further by now, or another of the same kind from the same line."""
+    """Whether this one, or another of the same kind from the same line, has been seen before."""
     is_alike = seen.facts.type == type(error).__name__ and seen.facts.thread == thread
-    return is_alike and (seen.number == id(error) or seen.raised_at == _raised_at(trace))
+    return is_alike and seen.raised_at == _raised_at(trace)
 
 
 def _raised_at(trace: TracebackType | None) -> tuple[str, int]:

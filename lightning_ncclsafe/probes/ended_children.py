@@ -36,7 +36,7 @@ class ChildWatch:
         self._next_s = -math.inf
         self._fds: dict[int, int] = {}
         self._known: set[int] = set()
-        self._poll: "select.epoll | None" = None
+        self._poll: select.epoll | None = None
         self._wake = -1, -1
         self._thread: threading.Thread | None = None
         self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)

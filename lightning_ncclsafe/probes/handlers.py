@@ -25,7 +25,8 @@ class HandlerWatch:
     """Is told of each line of the user's code that begins what an ``except`` clause does.
 
     Only code with such a clause is looked at, and all other lines of it leave after their first time: what raises
-    nothing runs as fast as ever. So does a clause that has been entered eight times. Before Python 3.12 nothing happens.
+    nothing runs as fast as ever. So does a clause that has been entered eight times. Before Python 3.12 nothing
+    happens.
 
     Args:
         note: Called with what is handled, on whichever thread.

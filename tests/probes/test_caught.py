@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,7 @@ def only(watch: CaughtExceptions) -> CaughtException:
 
 
 def line_of(mark: str) -> int:
-    lines = open(__file__).read().splitlines()
+    lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
 
 
@@ -108,10 +109,8 @@ def test_what_comes_out_of_a_collective_is_known_by_its_name(watch: CaughtExcept
     )
     logger = logging.getLogger("c10d-NullHandler-test")
     logger.setLevel(logging.DEBUG)
-    try:
+    with suppress(RuntimeError):
         collective["all_reduce"](logger)  # <- collective
-    except RuntimeError:
-        pass
     found = only(watch)
     assert (found.type, found.passed, found.is_consequence) == ("RuntimeError", "all_reduce", True)
     assert [frame.line for frame in found.stack if frame.user][-1] == line_of("collective")
@@ -136,24 +135,34 @@ def test_what_a_library_does_with_its_own_is_nobodys_business(watch: CaughtExcep
 
 
 def test_one_that_leaves_several_actions_is_one(watch: CaughtExceptions) -> None:
-    error = raised(ValueError("no faces"))
-    for name in ("[Strategy]SafeDDP.training_step", "run_training_batch"):
-        watch.note(error, passed=name)
+    def step() -> None:
+        try:
+            raise ValueError("no faces")
+        except ValueError as error:
+            watch.note(error, passed="[Strategy]SafeDDP.training_step")
+            raise
+
+    try:
+        step()
+    except ValueError as error:
+        watch.note(error, passed="run_training_batch")
     assert (only(watch).passed, only(watch).count) == ("run_training_batch", 1)
 
 
-def test_what_ends_a_thread_is_seen_and_still_printed(
-    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def end(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Any] = []
-    monkeypatch.setattr(watch, "_hook", printed.append)
 
     def feed() -> None:
         raise KeyError("label")  # <- feed
 
-    feeder = threading.Thread(target=feed, name="feeder")
-    feeder.start()
-    feeder.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_hook", printed.append)
+        end(threading.Thread(target=feed, name="feeder"))
     found = only(watch)
     assert (found.type, found.message, found.thread) == ("KeyError", "'label'", "feeder")
     assert [frame.line for frame in found.stack if frame.user][-1] == line_of("feed")
@@ -163,10 +172,9 @@ def test_what_ends_a_thread_is_seen_and_still_printed(
 def test_a_thread_that_leaves_by_sys_exit_has_ended_too(
     watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_hook", lambda told: None)
-    feeder = threading.Thread(target=sys.exit, name="feeder")
-    feeder.start()
-    feeder.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_hook", lambda told: None)
+        end(threading.Thread(target=sys.exit, name="feeder"))
     assert only(watch).type == "SystemExit"
 
 
@@ -180,7 +188,7 @@ def test_what_is_handled_while_ranks_are_asked(watch: CaughtExceptions) -> None:
         asker.join()  # <- held
     (held,) = found[0]
     assert (held.type, held.is_held, held.ago_s) == ("OSError", True, 30.0)
-    assert held.caught_at is not None and held.caught_at.line == line_of("held")
+    assert held.caught_at is not None and held.caught_at.line in (line_of("held") - 1, line_of("held"))
     assert not only(watch).is_held
 
 

@@ -25,11 +25,12 @@ from lightning_ncclsafe.machine_facts import EndedProcess, MachineFacts
 from lightning_ncclsafe.rules.judging import judge
 
 NO_FACES = CaughtException(
-    type="ValueError", message="no faces in this image", stack=(user("detect", 31),), caught_at=user("average", 46), ago_s=24.0
+    type="ValueError",
+    message="no faces in this image",
+    stack=(user("detect", 31),),
+    ago_s=24.0,
 )
-FED = CaughtException(
-    type="KeyError", message="'label'", stack=(user("feed", 12),), thread="feeder", ago_s=30.0
-)
+FED = CaughtException(type="KeyError", message="'label'", stack=(user("feed", 12),), thread="feeder", ago_s=30.0)
 HANDLED = replace(user("average", 44), handler="except ValueError:  (line 45)")
 QUEUE_GET = Frame(file="/usr/lib/python3.12/queue.py", line=171, function="get")
 CONDITION = Frame(file="/usr/lib/python3.12/threading.py", line=355, function="wait")
@@ -121,7 +122,9 @@ def test_a_rank_in_an_except_block() -> None:
 def test_what_has_left_a_collective_or_a_hook_says_which() -> None:
     left = replace(NO_FACES, passed="all_reduce", count=2)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(left,))))
-    assert "out of all_reduce at train.py:31 in detect 2 times, 24 s before this was seen, and gone on." in finding.summary
+    assert (
+        "out of all_reduce at train.py:31 in detect 2 times, 24 s before this was seen, and gone on." in finding.summary
+    )
 
 
 def test_ranks_that_are_not_blamed_are_not_accused() -> None:
@@ -164,7 +167,9 @@ def test_a_pool_that_has_replaced_its_worker() -> None:
     culprit = GLOO.working(0, user("score", 20), POOL, CONDITION, CONDITION, seq=60)
     finding = first(behind(replace(culprit, machine=MachineFacts(ended=ended))))
     assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
-    assert any("25 s ago; its parent has asked for it, and perhaps replaced it" in item.text for item in finding.evidence)
+    assert any(
+        "25 s ago; its parent has asked for it, and perhaps replaced it" in item.text for item in finding.evidence
+    )
 
 
 def test_an_exception_that_has_ended_a_rank_is_told_first() -> None:
@@ -175,7 +180,7 @@ def test_an_exception_that_has_ended_a_rank_is_told_first() -> None:
 
 
 def test_who_has_survived_what_ended_the_others_says_so() -> None:
-    """A first call of the Trainer has failed on rank 0, which caught that; the others were ended, and are missed now."""
+    """A first call of the Trainer has failed on rank 0, which caught that; the other was ended, and is missed now."""
     survived = replace(NO_FACES, passed="Trainer.fit", ago_s=400.0)
     culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
     finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))

@@ -88,11 +88,12 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     under = f", under {condition_words(condition)}" if condition else ""
     stands = f"{capitalised(ranks_words(ranks[:1]))} stands {standing(view, ranks[0])}{under}."
     went_on, skipped = _why_it_went_on(view, split, ranks)
+    # That they called different ones is certain; who of as many is to blame is not, without a condition on the rank.
+    is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
-        # That they do is certain; who of as many is to blame is not, where no condition on the rank says so.
-        confidence=Confidence.LIKELY if went_on is not None and 2 * len(ranks) >= len(split.calls) else Confidence.CERTAIN,
+        confidence=Confidence.LIKELY if is_guess else Confidence.CERTAIN,
         summary=joined((f"{capitalised(text)}: these can never complete together.", stands, skipped)),
         ranks=ranks,
         location=location_of(went_on) or location(view, ranks),

@@ -24,6 +24,8 @@ _DIED = re.compile(
 )
 # Where a process waits for what another one sends it.
 _WAITS = WAITS_FOR_PROCESSES | DATALOADER
+# And for what another thread does.
+_WAITS_ASIDE = WAITS_FOR_PROCESSES | WAITS_FOR_THREADS
 # What a rank gets in place of a batch whose maker dies while it hands it over, and where.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
 _KILLS = ("SIGKILL", "Killed")
@@ -85,7 +87,7 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
             yield _waits_in_vain(view, rank)
-        elif (threads := ended_threads(view, rank)) and _is_in(WAITS_FOR_PROCESSES | WAITS_FOR_THREADS, facts.stack[-4:]):
+        elif (threads := ended_threads(view, rank)) and _is_in(_WAITS_ASIDE, facts.stack[-4:]):
             yield _waits_for_thread(view, rank, threads[0])
 
 
