@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Evidence, Finding
+from lightning_ncclsafe.known_code import WAITS_FOR_PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.rules.activity import deepest_user_frame, hook_words, trainer_start
+from lightning_ncclsafe.rules.overruns import aborted
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import condition_words, duration_words, joined, location_of, short_location
 
@@ -15,7 +17,13 @@ from lightning_ncclsafe.rules.wording import condition_words, duration_words, jo
 _USUAL = 8
 # What is older has been lived with for a while.
 _BEFORE_S = 60.0
+_MOMENTS_S = 10.0
+# A queue's, a pool's or a lock's frames below the line that waits.
+_INNER = 4
+_WAITS = WAITS_FOR_PROCESSES | WAITS_FOR_THREADS
 _LISTED = 4
+# Where what one rank calls is held against what others do.
+_DIVERGED = ("diverged-collectives", "mismatched-collective")
 
 
 def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
@@ -28,10 +36,11 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
     return tuple(sorted(found, key=lambda one: (not one.is_held, one.ago_s)))
 
 
-def ended_threads(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
-    """What has ended other threads of this rank, whenever that was; the last one first."""
-    ended = (one for one in view.facts[rank].caught if one.thread)
-    return tuple(sorted(ended, key=lambda one: one.ago_s))
+def missed_thread(facts: RankFacts) -> CaughtException | None:
+    """What has ended another thread of a rank that waits for one, whenever that was; the last one. None without it."""
+    waits = any(_WAITS.has(frame.file, frame.function) for frame in facts.stack[-_INNER:])
+    ended = (one for one in facts.caught if one.thread)
+    return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
 
 
 def has_gone_on(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -43,13 +52,25 @@ def skips_handled(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...]
     """Those of these ranks that stand beyond a line where others wait, in a ``try`` whose exceptions are caught.
 
     Also gives that line. Nothing says that an exception was raised; but without one they would have come there, too.
+    A rank that is gone may be among those others, by what it has written last.
     """
     asked = tuple(ranks)
-    inside = {rank: frame for rank in asked if (frame := _handled(view.facts[rank])) is not None}
-    beyond = tuple(rank for rank in asked if rank not in inside)
+    inside = {rank: frame for rank in asked if (frame := _handled(view, rank)) is not None}
+    beyond = tuple(rank for rank in asked if rank not in inside and rank in view.facts)
     if not inside or not beyond or len({(frame.file, frame.handler) for frame in inside.values()}) > 1:
         return (), None
     return beyond, next(iter(inside.values()))
+
+
+def past_aborted(view: Timeline) -> tuple[int, ...]:
+    """Ranks that have caught an exception moments before gloo has ended another: they may have left out its call."""
+    gone_on = has_gone_on(view, sorted(view.facts)) if aborted(view) else ()
+    return tuple(rank for rank in gone_on if _is_moments_ago(view, rank))
+
+
+def _is_moments_ago(view: Timeline, rank: int) -> bool:
+    idle_s = view.facts[rank].progress.idle_s
+    return any(one.ago_s <= idle_s + _MOMENTS_S and _is_rare(one) for one in caught_by(view, rank) if not one.thread)
 
 
 def raised_at(one: CaughtException) -> Frame | None:
@@ -78,9 +99,14 @@ def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
 
 
 def _asked(view: Timeline, finding: Finding) -> Iterator[int]:
-    """The first of those that it names; of ranks that are gone, those that have survived what may have ended them."""
+    """The first of those that it names, and those that may have diverged from them.
+
+    Where they are gone, those that have survived what may have ended them.
+    """
     yield from finding.ranks[:_LISTED]
-    if finding.ranks and set(finding.ranks) <= set(view.silent):
+    if finding.rule in _DIVERGED:
+        yield from itertools.islice((rank for rank in sorted(view.facts) if rank not in finding.ranks), _LISTED)
+    elif finding.ranks and set(finding.ranks) <= set(view.silent):
         survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_is_of_call_before, facts.caught)))
         yield from itertools.islice(survived, _LISTED)
 
@@ -129,9 +155,13 @@ def _kind(one: CaughtException) -> tuple[str, str]:
     return one.type, location_of(raised_at(one))
 
 
-def _handled(facts: RankFacts) -> Frame | None:
+def _handled(view: Timeline, rank: int) -> Frame | None:
     """The innermost frame of the user's own, below the Trainer, within a ``try`` whose exceptions are caught."""
-    inside = facts.stack[trainer_start(facts.stack) :]
+    facts, witness = view.facts.get(rank), view.witnesses.get(rank)
+    stack = witness.stack if facts is None and witness is not None else ()
+    if facts is not None:
+        stack = facts.exception.stack if facts.exception is not None else facts.stack
+    inside = stack[trainer_start(stack) :]
     return next((frame for frame in reversed(inside) if frame.user and frame.handler), None)
 
 

@@ -105,9 +105,6 @@ def _superseded(finding: Finding, findings: list[Finding]) -> bool:
         return bool(finding.ranks) and told.issuperset(finding.ranks)
     if finding.rule in _FOLLOWS_FROM:
         return any(_names_cause(other, finding.rule) for other in findings)
-    if finding.rule == "data-stall":
-        died = (other for other in findings if other.rule == "worker-died" and _is_likely(other))
-        return any(set(other.ranks) >= set(finding.ranks) for other in died)
     if finding.rule == "dead-rank":
         likely = (other for other in findings if other.rule == "mismatched-collective" and _is_likely(other))
         return any(set(other.ranks) >= set(finding.ranks) for other in likely)

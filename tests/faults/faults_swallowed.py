@@ -33,7 +33,7 @@ class Fed(IterableDataset[torch.Tensor]):
             if self.here.is_hit and row == 3 * BATCH_SIZE:
                 self.here.begins()
                 raise KeyError("label")  # <- feeder_that_died
-            self.rows.put(torch.full((8,), row / 100))
+            self.rows.put(torch.full((8,), self.here.rank + row / 100))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         threading.Thread(target=self.feed, name="feeder", daemon=True).start()
@@ -78,7 +78,7 @@ def exception_swallowed_before_a_collective(here: Here) -> None:
             if here.is_hit:
                 here.begins()
                 raise ValueError("no faces in this image")
-            dist.all_reduce(torch.ones(5))
+            dist.barrier()
         except ValueError:
             pass
 
@@ -102,6 +102,7 @@ def exception_logged_before_a_collective(here: Here) -> None:
             LOG.warning("this batch is left out: %s", error)
             return
         dist.all_reduce(scores)
+        dist.barrier()
 
     here.fit(average)
 
@@ -133,17 +134,26 @@ def score_row(row: int) -> int:
 @fault("worker-died", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False)
 def pool_that_lost_a_process(here: Here) -> None:
     """It is replaced at once, and what it had been given is lost: multiprocessing's Pool waits for it for ever."""
+    children_are_waited_for()
     pool = multiprocessing.get_context("fork").Pool(1)
 
+    class Slow(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, net: Any, batch: Any, batch_idx: int) -> None:
+            # What dies within a second of the first look at it, is not seen.
+            time.sleep(0.5)
+
     def score(net: Net) -> None:
-        # As long as the pool has been seen: what dies within a second of its start, is not.
-        time.sleep(2.0 if here.is_hit else 0.0)
         if here.is_hit:
             here.begins()
         pool.map(score_row, [-1 if here.is_hit else 1])
 
     pool.map(score_row, [1])
-    here.fit(score)
+    here.fit(score, callbacks=[Slow()])
+
+
+def children_are_waited_for() -> None:
+    """As in any program; the one that these are forks of lets the kernel do so, and learns nothing."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @fault("dead-rank", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
@@ -161,6 +171,7 @@ def exit_with_success(here: Here) -> None:
 @healthy(at={Moment.MIDDLE: (2,)})
 def exceptions_that_belong_to_the_code(here: Here) -> None:
     """Caches that miss, a thread that fails on one rank, a pool that is closed, a command that does not succeed."""
+    children_are_waited_for()
     cache: dict[int, int] = {}
 
     def fail() -> None:

@@ -16,10 +16,11 @@ from builders import (
     job,
     process,
     raised,
+    transport_error,
     user,
 )
 
-from lightning_ncclsafe.facts import CaughtException, Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import EndedProcess, MachineFacts
 from lightning_ncclsafe.rules.judging import judge
@@ -189,3 +190,26 @@ def test_who_has_survived_what_ended_the_others_says_so() -> None:
     other = replace(survived, passed="", ago_s=5.0)
     facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))
     assert "caught" not in first(facts).summary
+
+
+def ended_by_gloo(caught: tuple[CaughtException, ...], stack: tuple[Frame, ...]) -> JobFacts:
+    """Rank 1 was in an all_reduce that rank 0 has left out, and was sent what rank 0 called next."""
+    told = transport_error(GLOO.waiting(0, seq=61, world=2, idle=0.5))
+    gone = replace(process(1, "zombie", ended_by="SIGABRT"), stack=stack)
+    return job(replace(told, caught=caught), world=2, witnessed=(gone,), kind=IncidentKind.EXCEPTION)
+
+
+def test_a_rank_that_gloo_has_ended_in_a_call_that_another_has_left_out() -> None:
+    caught = (replace(NO_FACES, ago_s=0.6),)
+    findings = judge(ended_by_gloo(caught, (user("average", 44), ALL_REDUCE))).findings
+    assert [one.rule for one in findings] == ["diverged-collectives"]
+    assert (findings[0].ranks, findings[0].confidence) == ((0,), Confidence.LIKELY)
+    assert findings[0].location == f"{USER_FILE}:31 in detect"
+    assert "past a collective that rank 1 was in at train.py:44 in average" in findings[0].summary
+    assert "Rank 0 has caught ValueError: no faces in this image" in findings[0].summary
+
+
+def test_where_nothing_was_seen_the_sizes_may_differ_as_well() -> None:
+    finding = first(ended_by_gloo((replace(NO_FACES, ago_s=40.0),), (HANDLED, ALL_REDUCE)))
+    assert finding.rule == "mismatched-collective"
+    assert "at which rank 1 was, stands in a `try`" in finding.summary

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.overruns import signal_of
+from lightning_ncclsafe.rules.caught import past_aborted
+from lightning_ncclsafe.rules.overruns import aborted, signal_of
 from lightning_ncclsafe.rules.sentences import while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -71,6 +72,9 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     # Whom gloo has ended in what another rank ran alone is a consequence of that.
     if seen and (alone := broken_off_alone(view)) is not None:
         seen = tuple(rank for rank in seen if rank not in alone.ended)
+    # Likewise in what another rank has left out.
+    if seen and past_aborted(view):
+        seen = tuple(rank for rank in seen if rank not in aborted(view))
     if seen:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts

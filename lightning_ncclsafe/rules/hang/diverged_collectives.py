@@ -4,9 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import caught_by, has_gone_on, raised_at, skipped_words, skips_handled
+from lightning_ncclsafe.rules.caught import (
+    caught_by,
+    has_gone_on,
+    past_aborted,
+    raised_at,
+    skipped_words,
+    skips_handled,
+)
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     apart,
@@ -17,8 +24,9 @@ from lightning_ncclsafe.rules.divergences import (
     where_evidence,
 )
 from lightning_ncclsafe.rules.garbled import is_garbled
+from lightning_ncclsafe.rules.overruns import aborted
 from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import location, others_wait, severity, standing
+from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
 from lightning_ncclsafe.rules.wording import (
@@ -65,6 +73,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
+    elif gone_on := past_aborted(view):
+        yield _gone_on(view, gone_on)
     elif crossed := _crossed(view):
         yield _crossing(view, tuple(apart(view)) or crossed)
     elif alone := _after_the_others(view):
@@ -114,6 +124,28 @@ def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -
         return None, ""
     others = [rank for rank in split.calls if rank not in beyond]
     return frame, skipped_words(frame, f"{ranks_words(others)} {verb(others, 'waits', 'wait')}")
+
+
+def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """Gloo has ended a rank in a call that these have left out: it was sent what they called next."""
+    ended = aborted(view)
+    own = deepest_user_frame(view.witnesses[ended[0]].stack)
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} gone on after an exception, past a collective that "
+        f"{ranks_words(ended)} {verb(ended, 'was', 'were')} in{f' {place_words(own)}' if own else ''}: gloo has ended "
+        f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
+    )
+    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
+    return Finding(
+        rule="diverged-collectives",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(raised_at(caught)) if caught is not None else "",
+        evidence=tuple(where_evidence(view, ranks)),
+        remedy=_REMEDY,
+    )
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:

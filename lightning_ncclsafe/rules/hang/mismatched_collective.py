@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Collective, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.rules.caught import past_aborted, skipped_words, skips_handled
 from lightning_ncclsafe.rules.divergences import (
     call_evidence,
     called_at,
@@ -76,7 +77,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         return
     if split is None:
         ended = aborted(view)
-        if ended and broken_off_alone(view) is None:
+        if ended and broken_off_alone(view) is None and not past_aborted(view):
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
@@ -99,6 +100,9 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         f"{f' {place_words(own)}' if own else ''}, as gloo ends one to which more is sent than it has room for, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
+    beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
+    if skipped is not None and other in beyond:
+        text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR,

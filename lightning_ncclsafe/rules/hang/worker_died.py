@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import CaughtException, Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.known_code import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, WAITS_FOR_THREADS, Code
+from lightning_ncclsafe.known_code import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
 from lightning_ncclsafe.machine_facts import EndedProcess
-from lightning_ncclsafe.rules.caught import ended_threads, error_words, is_recent, raised_at
+from lightning_ncclsafe.rules.caught import error_words, is_recent, missed_thread, raised_at
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.shared_memory import says_shm_is_full
@@ -24,8 +24,6 @@ _DIED = re.compile(
 )
 # Where a process waits for what another one sends it.
 _WAITS = WAITS_FOR_PROCESSES | DATALOADER
-# And for what another thread does.
-_WAITS_ASIDE = WAITS_FOR_PROCESSES | WAITS_FOR_THREADS
 # What a rank gets in place of a batch whose maker dies while it hands it over, and where.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
 _KILLS = ("SIGKILL", "Killed")
@@ -87,8 +85,8 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
             yield _waits_in_vain(view, rank)
-        elif (threads := ended_threads(view, rank)) and _is_in(_WAITS_ASIDE, facts.stack[-4:]):
-            yield _waits_for_thread(view, rank, threads[0])
+        elif (thread := missed_thread(facts)) is not None:
+            yield _waits_for_thread(view, rank, thread)
 
 
 def _died(facts: RankFacts) -> re.Match[str] | None:
