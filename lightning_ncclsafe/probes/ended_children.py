@@ -8,7 +8,12 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import process as _multiprocessing
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from lightning_ncclsafe.machine_facts import EndedProcess
 from lightning_ncclsafe.probes.host import signal_name
@@ -23,6 +28,8 @@ _KEPT = 16
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 # Of what has been asked for, what ended this long before the rank stood still, and later.
 _RECENT_S = 60.0
+# To ask for them by active_children() would be to wait for those that have ended.
+_children_of_multiprocessing: Any = getattr(_multiprocessing, "_children", ())
 
 
 class ChildWatch:
@@ -36,6 +43,8 @@ class ChildWatch:
         self._next_s = -math.inf
         self._fds: dict[int, int] = {}
         self._known: set[int] = set()
+        self._processes: dict[int, BaseProcess] = {}
+        self._taken: deque[tuple[float, int, BaseProcess]] = deque(maxlen=_KEPT)
         self._poll: select.epoll | None = None
         self._wake = -1, -1
         self._thread: threading.Thread | None = None
@@ -56,6 +65,9 @@ class ChildWatch:
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
         """Those nobody has asked for yet, and those that ended after this rank stood still, or shortly before."""
         now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
+        for at_s, pid, process in [*self._taken]:
+            if (child := _known(pid, process)) is not None:
+                seen[pid] = at_s, child
         waiting = ended_children()
         found = [_aged(child, now_s - seen[child.pid][0] if child.pid in seen else None) for child in waiting]
         for pid in seen.keys() - {child.pid for child in waiting}:
@@ -82,6 +94,7 @@ class ChildWatch:
             self._thread.start()
         self._fds[fd] = pid
         self._known.add(pid)
+        self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid == pid}
         self._poll.register(fd, select.EPOLLIN)
 
     def _run(self) -> None:
@@ -100,12 +113,27 @@ class ChildWatch:
 
     def _take(self, poll: "select.epoll", fd: int) -> None:
         # Before it is closed, as another one may get its number.
-        self._fds.pop(fd)
+        pid = self._fds.pop(fd)
+        process = self._processes.pop(pid, None)
         if (child := _ended(fd, os.P_PIDFD)) is not None:
             self._ended.append((time.monotonic(), child))
+        elif process is not None:
+            # Its parent may have been faster, and knows.
+            self._taken.append((time.monotonic(), pid, process))
         # Likewise: a child that was forked meanwhile has it, too, and keeps it alive.
         poll.unregister(fd)
         os.close(fd)
+
+
+def _known(pid: int, process: BaseProcess) -> EndedProcess | None:
+    """What its parent has learnt of one that has ended, and that is no zombie any more: nothing is asked for here."""
+    with suppress(ValueError):
+        code = None if psutil.pid_exists(pid) else process.exitcode
+        if code:
+            return (
+                EndedProcess(pid=pid, signal=signal_name(-code)) if code < 0 else EndedProcess(pid=pid, exit_code=code)
+            )
+    return None
 
 
 def _aged(child: EndedProcess, ago_s: float | None) -> EndedProcess:

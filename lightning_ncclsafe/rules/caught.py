@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Evidence, Finding
-from lightning_ncclsafe.known_code import WAITS_FOR_PROCESSES, WAITS_FOR_THREADS
+from lightning_ncclsafe.known_code import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.rules.activity import deepest_user_frame, hook_words, trainer_start
 from lightning_ncclsafe.rules.overruns import aborted
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -20,7 +20,6 @@ _BEFORE_S = 60.0
 _MOMENTS_S = 10.0
 # A queue's, a pool's or a lock's frames below the line that waits.
 _INNER = 4
-_WAITS = WAITS_FOR_PROCESSES | WAITS_FOR_THREADS
 _LISTED = 4
 # Where what one rank calls is held against what others do.
 _DIVERGED = ("diverged-collectives", "mismatched-collective")
@@ -38,7 +37,10 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 
 def missed_thread(facts: RankFacts) -> CaughtException | None:
     """What has ended another thread of a rank that waits for one, whenever that was; the last one. None without it."""
-    waits = any(_WAITS.has(frame.file, frame.function) for frame in facts.stack[-_INNER:])
+    inner = facts.stack[-_INNER:]
+    waits = any(WAITS_FOR_THREADS.has(frame.file, frame.function) for frame in inner)
+    # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
+    waits = waits and not any(PROCESSES.has(frame.file, frame.function) for frame in inner)
     ended = (one for one in facts.caught if one.thread)
     return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
 

@@ -193,8 +193,10 @@ def exceptions_that_belong_to_the_code(here: Here) -> None:
                 thread.start()
                 thread.join()
                 subprocess.run(["false"], check=False)
-                with multiprocessing.get_context("fork").Pool(1) as pool:
-                    pool.map(score_row, [1])
+                pool = multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1)
+                pool.map(score_row, [1, 2, 3], chunksize=1)
+                pool.close()
+                pool.join()
             time.sleep(0.5)
 
     here.fit(data=rows(here), callbacks=[Odd()])
