@@ -11,7 +11,9 @@ SafeDDP:           slow-logger: rank 0 in TensorBoard's flush, at the line marke
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -48,11 +50,12 @@ class LoggerOnStallingStorage(TensorBoardLogger):
 
     def answer_late(self, event_file: Path, written: Path) -> None:
         time.sleep(self.stall)
-        with open(event_file, "rb") as pipe:
+        with open(event_file, "rb") as pipe, open(written, "ab") as file:
+            # Who opens the file now waits until this is closed: what is late comes before what is written next.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             written.rename(event_file)
-            late = pipe.read()
-        with open(event_file, "ab") as file:
-            file.write(late)
+            file.write(pipe.read())
 
 
 if __name__ == "__main__":

@@ -148,6 +148,8 @@ def _rank(
         say=lambda text: print(text, file=sys.stderr, flush=True),
         **made,
     )
+    # Else a rank may end, or close a group, while another still connects to it: gloo's failure, and no guard's affair.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     guard.start()
     say_guarded()
     before_joining(rank)
