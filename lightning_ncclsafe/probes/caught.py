@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
@@ -105,12 +105,16 @@ class CaughtExceptions:
             idle_s: Seconds since this rank last made progress.
             besides: What has ended the Trainer; that is no longer caught.
         """
-        held = _held()
+        current = _current()
+        held = current if current is not None and _handles(current.__traceback__) is not None else None
+        # What goes up through Lightning at this moment is not caught, so far.
+        under_way = {id(one) for one in _with_causes(current)} if held is None else set()
         if held is not None and not any(seen.number == id(held) for seen in [*self._ring]):
             self._note(held, at_s=self._clock() - idle_s)
         now_s, found = self._clock(), []
         for seen in [*self._ring]:
-            if besides is not None and _first_line(besides.message) == seen.facts.message:
+            is_the_end = besides is not None and _first_line(besides.message) == seen.facts.message
+            if is_the_end or seen.number in under_way:
                 continue
             stack = with_source(seen.facts.stack)
             caught_at = with_source((seen.facts.caught_at,))[0] if seen.facts.caught_at is not None else None
@@ -182,15 +186,21 @@ class CaughtExceptions:
         return record
 
 
-def _held() -> Exception | None:
-    """What an ``except`` block of the user's handles at this moment, on the main thread."""
+def _current() -> Exception | None:
+    """What is handled at this moment, on the main thread, by whomever."""
     with suppress(Exception):
         current = sys._current_exceptions().get(threading.main_thread().ident or 0)
         # A tuple before Python 3.12.
         error: Any = current[1] if isinstance(current, tuple) else current
-        if isinstance(error, Exception) and _handles(error.__traceback__) is not None:
-            return error
+        return error if isinstance(error, Exception) else None
     return None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(_KEPT):
+        if error is not None:
+            yield error
+            error = error.__cause__ or error.__context__
 
 
 def _is_same(seen: _Seen, error: BaseException, trace: TracebackType | None, thread: str) -> bool:

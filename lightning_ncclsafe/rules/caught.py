@@ -72,7 +72,9 @@ def past_aborted(view: Timeline) -> tuple[int, ...]:
 
 def _is_moments_ago(view: Timeline, rank: int) -> bool:
     idle_s = view.facts[rank].progress.idle_s
-    return any(one.ago_s <= idle_s + _MOMENTS_S and _is_rare(one) for one in caught_by(view, rank) if not one.thread)
+    # That a connection broke is what follows.
+    own = (one for one in caught_by(view, rank) if not (one.thread or one.is_consequence))
+    return any(one.ago_s <= idle_s + _MOMENTS_S and _is_rare(one) for one in own)
 
 
 def raised_at(one: CaughtException) -> Frame | None:

@@ -192,6 +192,35 @@ def test_what_is_handled_while_ranks_are_asked(watch: CaughtExceptions) -> None:
     assert not only(watch).is_held
 
 
+def test_what_goes_up_through_lightning_is_not_caught_so_far(watch: CaughtExceptions) -> None:
+    """Peers may ask at the very moment at which a rank fails."""
+    found: list[tuple[CaughtException, ...]] = []
+    lightning = foreign(
+        "def call(step, ask):\n"
+        "    try:\n"
+        "        step()\n"
+        "    except Exception as error:\n"
+        "        try:\n"
+        "            raise RuntimeError('stopped') from error\n"
+        "        except RuntimeError:\n"
+        "            ask()\n"
+    )
+
+    def step() -> None:
+        try:
+            raise ValueError("no faces")
+        except ValueError as error:
+            watch.note(error, passed="training_step")
+            raise
+
+    def ask() -> None:
+        end(threading.Thread(target=lambda: found.append(watch.facts(0.0))))
+
+    lightning["call"](step, ask)
+    assert found == [()]
+    assert only(watch).type == "ValueError"
+
+
 def test_what_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
     watch.note(raised(ValueError("no faces")), passed="training_step")
     assert watch.facts(0.0, besides=ExceptionFacts(type="ValueError", message="no faces")) == ()

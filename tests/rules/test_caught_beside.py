@@ -209,6 +209,11 @@ def test_a_rank_that_gloo_has_ended_in_a_call_that_another_has_left_out() -> Non
     assert "Rank 0 has caught ValueError: no faces in this image" in findings[0].summary
 
 
+def test_a_connection_that_broke_has_left_nothing_out() -> None:
+    broke = replace(NO_FACES, passed="all_reduce", ago_s=0.1, is_consequence=True)
+    assert first(ended_by_gloo((broke,), (user("average", 44), ALL_REDUCE))).rule == "mismatched-collective"
+
+
 def test_where_nothing_was_seen_the_sizes_may_differ_as_well() -> None:
     finding = first(ended_by_gloo((replace(NO_FACES, ago_s=40.0),), (HANDLED, ALL_REDUCE)))
     assert finding.rule == "mismatched-collective"
