@@ -73,6 +73,10 @@ def test_what_is_not_logged_or_no_error_leaves_nothing(watch: CaughtExceptions) 
         next(iter(()))
     except StopIteration:
         LOG.warning("at the end")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        LOG.warning("interrupted")
     LOG.warning("all is well")
     assert watch.facts(0.0) == ()
 
@@ -244,9 +248,11 @@ def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_MONITORING", None)
-    watch, before = CaughtExceptions(), threading.excepthook
+    watch, before, started = CaughtExceptions(), threading.excepthook, []
+    monkeypatch.setattr(watch._handlers, "start", lambda: started.append(True))
     watch.start()
     watch.start()
+    assert started == [True]
     watch.close()
     assert threading.excepthook == watch._thread_ended
     watch.close()
