@@ -135,7 +135,8 @@ def _sentence(one: CaughtException, who: str) -> str:
         within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
         return f"{who} is in the `except` block{within} that has caught {error_words(one)}{out_of}, raised{at}."
     times = f" {one.count} times" if one.count > 1 else ""
-    return f"{who} has caught {error_words(one)}{out_of}{at}{times}{ago}, and gone on."
+    though = ", though where one rank raises the others are ended" if _is_of_call_before(one) else ""
+    return f"{who} has caught {error_words(one)}{out_of}{at}{times}{ago}, and gone on{though}."
 
 
 def is_recent(one: CaughtException, facts: RankFacts) -> bool:
