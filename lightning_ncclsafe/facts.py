@@ -71,6 +71,9 @@ class Frame:
             ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
         mark: What code of this package says of itself, see :class:`~lightning_ncclsafe.marks.Mark`; empty for that of
             others, and where the frame was not taken by a probe.
+        handler: What goes on after an exception that is raised within the ``try`` that encloses this line, with its
+            line number, e.g. ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line also stands
+            under a condition.
     """
 
     file: str
@@ -80,6 +83,7 @@ class Frame:
     user: bool = False
     rank_condition: str = ""
     mark: str = ""
+    handler: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +386,36 @@ class ExceptionFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaughtException:
+    """An exception that has not ended a rank's Trainer: its code has caught it, or it has ended another thread.
+
+    Attributes:
+        type: Class name.
+        message: The first line of its text, cut to 200 characters.
+        stack: Where it was raised, outermost frame first: the last lines of the user's own, and the very last line.
+        caught_at: The user's line that handles it; None where that is not known.
+        passed: What it has left: a function of ``torch.distributed``, ``"all_reduce"``, or an action of Lightning's;
+            empty where it was seen in the user's code.
+        thread: Name of the thread that it has ended; empty where it was caught.
+        ago_s: Seconds since then; since the last one of several.
+        count: How many like this there have been.
+        is_held: Whether the main thread still is in the ``except`` block that has caught it.
+        is_consequence: Whether it only says that a collective failed, see :class:`ExceptionFacts`.
+    """
+
+    type: str
+    message: str = ""
+    stack: tuple[Frame, ...] = ()
+    caught_at: Frame | None = None
+    passed: str = ""
+    thread: str = ""
+    ago_s: float = 0.0
+    count: int = 1
+    is_held: bool = False
+    is_consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
     """A rank that keeps the others waiting again and again, by the times of its collectives.
 
@@ -437,6 +471,7 @@ class RankFacts:
         exception: The exception that this rank raised, if any.
         failed_save: What the last save of a checkpoint on this rank raised, also where that was caught; None where it
             went well, or has not ended.
+        caught: What its code has caught, and what has ended its other threads, as far as that was seen; oldest first.
         steps: What its training steps have left out, and what it logs on all ranks.
         trainer: What its Trainer has been told, and how its training loop has ended; None where it does not ``fit``.
         record: What was read of this rank; None where it answered itself.
@@ -467,6 +502,7 @@ class RankFacts:
     stragglers: tuple[Straggler, ...] = ()
     exception: ExceptionFacts | None = None
     failed_save: ExceptionFacts | None = None
+    caught: tuple[CaughtException, ...] = ()
     steps: StepFacts = field(default_factory=StepFacts)
     trainer: TrainerFacts | None = None
     record: RecordFacts | None = None

@@ -230,11 +230,18 @@ class GuardedStrategy(_ParallelStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
         self._ending.check()
-        if self._watched is not None:
-            # DDP's own word on it; strategies that shard the model have none.
-            is_reduced = getattr(self.model, "require_backward_grad_sync", True)
-            self._watched.steps.backward(is_reduced=is_reduced)
-        return super().backward(*args, **kwargs)
+        watched = self._watched
+        if watched is None:
+            return super().backward(*args, **kwargs)
+        # DDP's own word on it; strategies that shard the model have none.
+        is_reduced = getattr(self.model, "require_backward_grad_sync", True)
+        watched.steps.backward(is_reduced=is_reduced)
+        try:
+            return super().backward(*args, **kwargs)
+        except Exception as error:
+            # With manual optimization no action of Lightning's tells of it.
+            watched.raised(error, "backward")
+            raise
 
     def process_dataloader(self, dataloader: object) -> object:
         """Lightning's hook for each loader, before its workers start; here those of all ranks are compared."""

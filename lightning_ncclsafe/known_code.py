@@ -242,6 +242,7 @@ WAITS_FOR_PROCESSES = _in(
     "concurrent/futures/*",
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
+WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

@@ -87,17 +87,21 @@ class GarbageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedProcess:
-    """A child of a rank, a loader's worker mostly, that has ended and that nobody has asked for yet.
+    """A child of a rank, a loader's worker mostly, that was killed or has failed.
 
     Attributes:
         pid: Process id.
         signal: The signal that has killed it, ``"SIGKILL"``; empty where it has exited by itself.
         exit_code: Its exit code, where it has exited by itself.
+        ago_s: Seconds since it ended; None where nobody asked for it yet, and its end was not seen.
+        is_replaced: Whether its parent has asked for it meanwhile; a pool of processes has started another then.
     """
 
     pid: int
     signal: str = ""
     exit_code: int | None = None
+    ago_s: float | None = None
+    is_replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +171,7 @@ class MachineFacts:
         main_thread: Its main thread; None until it has been watched for a while.
         pressure: Its host and control groups; None likewise.
         garbage: Python's garbage collector.
-        ended: Children that have ended and wait to be asked for.
+        ended: Children that were killed or have failed, of late or with nobody having asked for them yet.
         shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
         shm_free_bytes: What is free of it.
         gpu: Its GPU; None where it uses none.

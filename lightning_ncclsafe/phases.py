@@ -38,8 +38,8 @@ class PhaseTracker:
         """Counts actions begun and ended: it moves as long as the Trainer does."""
         self.last_action = ""
         """Name of the action that ended last."""
-        self.on_failed_save: Callable[[BaseException], None] | None = None
-        """Called on the main thread with what the save of a checkpoint raises."""
+        self.on_failed: Callable[[str, BaseException], None] | None = None
+        """Called on the main thread with the name of an action and what it raises, which may yet be caught."""
         self.listeners: tuple[Callable[[str], None], ...] = ()
         """Called on the main thread, some 50 times a step, with the innermost action whenever that changes: its name,
         or an empty one between actions."""
@@ -72,9 +72,9 @@ class PhaseTracker:
                 break
 
     def failed(self, name: str, error: BaseException) -> None:
-        """An action has ended with an exception, which may yet be caught."""
-        if name == SAVE and self.on_failed_save is not None and get_ident() == self._thread:
-            self.on_failed_save(error)
+        """An action has ended with an exception."""
+        if self.on_failed is not None and get_ident() == self._thread:
+            self.on_failed(name, error)
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -39,9 +40,10 @@ from lightning_ncclsafe.loggers.live import drain_all, live_facts
 from lightning_ncclsafe.moments import Moment
 from lightning_ncclsafe.neighbours import Place
 from lightning_ncclsafe.patience import limits_words
-from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.phases import SAVE, PhaseTracker
 from lightning_ncclsafe.preflight import Preflight
 from lightning_ncclsafe.probes.capacity import capacity
+from lightning_ncclsafe.probes.caught import CaughtExceptions
 from lightning_ncclsafe.probes.load import loaders_load, model_load
 from lightning_ncclsafe.probes.preflight import preflight_facts
 from lightning_ncclsafe.probes.rank import RankProbe
@@ -79,6 +81,8 @@ _start: str | None = None
 _said_watch = ""
 # Of all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
+# Likewise: what ended one call, and was caught, may be why this rank stands elsewhere in the next.
+_caught = CaughtExceptions(_torch.is_communication_error)
 
 
 class WatchedCall:
@@ -114,7 +118,7 @@ class WatchedCall:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = PhaseTracker()
         self.steps = StepRecord(trainer, _torch.is_communication_error)
-        self.tracker.on_failed_save = lambda error: self._unharmed(lambda: self.steps.save_failed(error))
+        self.tracker.on_failed = self._action_failed
         self._trainer = trainer
         self._limits = limits
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
@@ -130,10 +134,12 @@ class WatchedCall:
         self.timer: AttachedTimer | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
+        self._listens = False
         self._own_keys: set[str] = set()
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
+        self._unharmed(self._listen)
         # Before the guard looks: to look at a recorder makes it, and fixes its size.
         self._unharmed(lambda: _torch.make_recorders(self._recorder_size()))
         self._unharmed(lambda: self._begin(strategy))
@@ -176,6 +182,8 @@ class WatchedCall:
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Tells the other ranks; returns the error to raise instead, if there is a better one."""
+        # If it is caught, and there is another call, those who were ended because of it will be missed there.
+        self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
 
     def finish(self) -> None:
@@ -195,6 +203,8 @@ class WatchedCall:
         if tuner is not None:
             self._unharmed(tuner.close)
         self._unharmed(self.tracker.detach)
+        if self._listens:
+            self._unharmed(_caught.close)
         self._group_timeouts.restore()
         timer, self.timer = self.timer, None
         if timer is not None:
@@ -203,6 +213,19 @@ class WatchedCall:
         # Not before: another Trainer may run within this call.
         if self._own_keys:
             _published.append(self._own_keys)
+
+    def raised(self, error: BaseException, passed: str) -> None:
+        """An exception has left something on the main thread, and may yet be caught."""
+        _caught.note(error, passed=passed, callers=sys._getframe())
+
+    def _listen(self) -> None:
+        _caught.start()
+        self._listens = True
+
+    def _action_failed(self, name: str, error: BaseException) -> None:
+        if name == SAVE:
+            self._unharmed(lambda: self.steps.save_failed(error))
+        self.raised(error, name)
 
     def _recorder_size(self) -> int:
         timed = _settings_of(self._trainer, TimerSettings) is not None
@@ -228,6 +251,7 @@ class WatchedCall:
                 loggers=live_facts,
                 stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
                 steps=self.steps,
+                caught=_caught,
                 launched=lambda: _exit_codes(strategy.launcher),
             ),
             ending=self._ending,

@@ -14,6 +14,7 @@ from lightning_ncclsafe.codec import DecodeError, decode, encode
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, RandomState, SamplerFacts
 from lightning_ncclsafe.facts import (
     Action,
+    CaughtException,
     Collective,
     ExceptionFacts,
     Frame,
@@ -65,6 +66,7 @@ FRAME = Frame(
     user=True,
     rank_condition="if rank == 0",
     mark="own",
+    handler="except ValueError:",
 )
 WORKER = ProcessFacts(
     pid=7,
@@ -285,7 +287,7 @@ RANK = RankFacts(
             io_stalled=0.125,
         ),
         garbage=GarbageFacts(running_s=1.5, longest_s=2.5, ended_ago_s=30.0, total_s=4.0, count=2, blocks=7_000_000),
-        ended=(EndedProcess(pid=77, signal="SIGKILL", exit_code=1),),
+        ended=(EndedProcess(pid=77, signal="SIGKILL", exit_code=1, ago_s=3.5, is_replaced=True),),
         shm_total_bytes=64_000_000,
         shm_free_bytes=4096,
         gpu=GpuStateFacts(gpu=GPU, utilization=0.99, power_w=71.5, no_answer_s=0.5),
@@ -356,6 +358,20 @@ RANK = RankFacts(
         ),
     ),
     exception=ExceptionFacts(type="ValueError", message="bad\nbatch “ü”", stack=(FRAME,), is_consequence=True),
+    caught=(
+        CaughtException(
+            type="KeyError",
+            message="'lr'",
+            stack=(FRAME,),
+            caught_at=FRAME,
+            passed="all_reduce",
+            thread="feeder",
+            ago_s=2.5,
+            count=3,
+            is_held=True,
+            is_consequence=True,
+        ),
+    ),
     failed_save=ExceptionFacts(type="OSError", message="disk full", stack=(FRAME,), is_consequence=True),
     steps=StepFacts(
         with_backward=12,

@@ -279,6 +279,7 @@ NOT_FOR_RANKS = {
     "preflight.Preflight.wait": ITSELF,
     "preflight.Preflight.compare": ITSELF,
     "probes.deadline._outputs": ITSELF,
+    "probes.ended_children.ChildWatch.close": ITSELF,
     "probes.deadline._end": ITSELF,
     "probes.gpu_state.GpuWatch.read": ITSELF,
     "probes.preflight.run_parts": ITSELF,

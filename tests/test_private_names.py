@@ -177,6 +177,7 @@ OF_OTHERS: dict[str, Callable[[], object]] = {
 }
 # Of Python's multiprocessing.
 OF_MULTIPROCESSING: dict[str, Callable[[], object]] = {
+    "_children": said_in("multiprocessing.process", "_children"),
     "_flag": lambda: multiprocessing.Event()._flag.release,  # type: ignore[attr-defined]
     "_popen": said_in("multiprocessing.process", "_popen"),
     "_reader": lambda: multiprocessing.Queue()._reader.fileno(),  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ OF_MULTIPROCESSING: dict[str, Callable[[], object]] = {
 }
 ALL = OF_TORCH | OF_LIGHTNING | OF_OTHERS | OF_MULTIPROCESSING
 # Python's own that are documented.
-_OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_closed", "_fields", "_replace"}
+_OF_PYTHON = {"_exit", "_getframe", "_current_exceptions", "_current_frames", "_closed", "_fields", "_replace"}
 
 
 def options_of_backends() -> Iterator[Callable[[], Any]]:

@@ -12,7 +12,7 @@ from functools import partial
 from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts, MainThreadFacts, PressureFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.cgroups import ControlGroups
-from lightning_ncclsafe.probes.ended_children import ended_children
+from lightning_ncclsafe.probes.ended_children import ChildWatch
 from lightning_ncclsafe.probes.garbage import GarbageWatch
 from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.pressure import PressureLook, look_at_pressure, pressure_between
@@ -59,10 +59,12 @@ class MachineProbe:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._next_s = -math.inf
         self._garbage = GarbageWatch()
+        self._children = ChildWatch()
 
     def close(self) -> None:
         """Leaves nothing behind, but for a thread that may wait for an answer about the host's name."""
         self._garbage.close()
+        self._children.close()
 
     def note(self) -> None:
         """Looks, at most once a second; cheap enough for every tick of the guard."""
@@ -71,6 +73,7 @@ class MachineProbe:
             # Now, as it may be down when it is asked for; the host's name is looked up meanwhile.
             self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
             self._seeks.start()
+        self._children.note()
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + _EVERY_S
             self._looks.append(self._look())
@@ -89,7 +92,7 @@ class MachineProbe:
             main_thread=_main_thread([*recent, now]) if recent else None,
             pressure=_pressure(recent[0], now) if recent else None,
             garbage=self._garbage.read(),
-            ended=ended_children(),
+            ended=self._children.read(idle_s),
             shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
             shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
             interface=self._interface,

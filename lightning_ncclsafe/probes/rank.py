@@ -17,6 +17,7 @@ from lightning_ncclsafe.logger_facts import LoggerFacts
 from lightning_ncclsafe.machine_facts import MachineFacts
 from lightning_ncclsafe.phases import PhaseTracker
 from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
+from lightning_ncclsafe.probes.caught import CaughtExceptions
 from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.gpu_state import GpuWatch
@@ -74,6 +75,7 @@ class RankProbe:
         loggers: Asks the loggers of this process that are off the training thread.
         stragglers: Which ranks have kept others waiting before, as far as this rank knows.
         steps: What its training steps leave out; None where nobody notes that.
+        caught: What its code has caught; None likewise.
         launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
             a signal.
 
@@ -92,6 +94,7 @@ class RankProbe:
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
         stragglers: Callable[[], tuple[Straggler, ...]] = tuple,
         steps: StepRecord | None = None,
+        caught: CaughtExceptions | None = None,
         launched: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._rank = rank
@@ -101,6 +104,7 @@ class RankProbe:
         self._loggers = loggers
         self._stragglers = stragglers
         self._steps = steps
+        self._caught = caught
         self._launched = launched
         self._host = HostProbe()
         self._recorder = FlightRecorder()
@@ -202,6 +206,7 @@ class RankProbe:
             "loggers": self._loggers,
             "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
+            "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "storage": self._trainer.storage,
             "versions": _torch.versions,
         }

@@ -14,6 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
 from lightning_ncclsafe.known_code import ALL_OF_TORCH, DISTRIBUTED, LOADING, TRAINER_RUN
@@ -155,7 +156,7 @@ def _serves_ours(file: str, function: str) -> bool:
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same stack with source lines, and with the rank condition around each line of the user's.
+    """The same stack with source lines; around each line of the user's, with the rank condition and the handler.
 
     Reads source files, so it can be slow where they lie on storage that is.
     """
@@ -164,6 +165,7 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
             frame,
             code=linecache.getline(frame.file, frame.line).strip(),
             rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
+            handler=_around(frame.file).handlers.get(frame.line, "") if frame.user else "",
         )
         for frame in stack
     )
@@ -193,24 +195,67 @@ def rank_condition(file: str, line: int) -> str:
     Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
     function. Empty where there is none or the source cannot be read.
     """
-    return dict(_rank_conditions(file)).get(line, "")
+    return _around(file).conditions.get(line, "")
+
+
+class _Around(NamedTuple):
+    """What encloses the lines of a source file, by line."""
+
+    conditions: dict[int, str]
+    handlers: dict[int, str]
 
 
 @lru_cache(maxsize=64)
-def _rank_conditions(file: str) -> tuple[tuple[int, str], ...]:
+def _around(file: str) -> _Around:
+    found = _Around({}, {})
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
-        return ()
-    found: dict[int, str] = {}
+        return found
+    # Outside in, so the innermost wins.
     for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
-            _mark_block(getattr(node, field, None), file, found)
-    return tuple(found.items())
+            _mark_block(getattr(node, field, None), file, found.conditions)
+    _mark_handled(tree.body, "", file, found.handlers)
+    return found
+
+
+def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, found: dict[int, str]) -> None:
+    """Marks the lines that are come to unless an exception is raised; under a condition (None) there are other ways."""
+    for node in block:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            _mark_handled(node.body, "", file, found)
+            continue
+        body, orelse, finalbody = (getattr(node, field, []) for field in ("body", "orelse", "finalbody"))
+        if handler:
+            last = max(node.lineno, body[0].lineno - 1) if body else (node.end_lineno or node.lineno)
+            found.update(dict.fromkeys(range(node.lineno, last + 1), handler))
+        is_condition = isinstance(node, (ast.If, ast.While))
+        inner = None if is_condition else handler
+        if handler is not None and isinstance(node, (ast.Try, ast.With)) and (line := _goes_on_at(node)):
+            inner = f"{linecache.getline(file, line).strip()}  (line {line})"
+        _mark_handled(body, inner, file, found)
+        _mark_handled((*orelse, *finalbody), None if is_condition else handler, file, found)
+        for clause in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            _mark_handled(clause.body, None, file, found)
+
+
+def _goes_on_at(node: ast.Try | ast.With) -> int:
+    """The line of the first ``except`` clause that does not end by raising, or of a ``with suppress()``; else 0."""
+    if isinstance(node, ast.With):
+        calls = (item.context_expr for item in node.items)
+        is_suppress = any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls)
+        return node.lineno if is_suppress else 0
+    kept = (one for one in node.handlers if not isinstance(one.body[-1], ast.Raise) and not _ends_iteration(one))
+    return next((one.lineno for one in kept), 0)
+
+
+def _ends_iteration(handler: ast.ExceptHandler) -> bool:
+    return handler.type is not None and ast.unparse(handler.type) in ("StopIteration", "StopAsyncIteration")
 
 
 def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
-    """Marks the lines of a block that run only on some ranks; ``ast.walk`` goes outside in, so the innermost wins."""
+    """Marks the lines of a block that run only on some ranks."""
     if not isinstance(block, list):
         return
     for index, statement in enumerate(block):

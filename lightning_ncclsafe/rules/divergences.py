@@ -9,6 +9,7 @@ from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, ProcessFacts,
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.caught import has_gone_on, skips_handled
 from lightning_ncclsafe.rules.landmarks import landmark, starts_trainer
 from lightning_ncclsafe.rules.overruns import aborted, few_by_site
 from lightning_ncclsafe.rules.sentences import phase_evidence, stack_evidence
@@ -36,10 +37,16 @@ _FEW_STEPS, _STEPS = 2, 4
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """Those of whom something says that they are out of step, else the minority; all of them where nothing decides."""
+    """Those of whom something says that they are out of step, else the minority; all of them where nothing decides.
+
+    A condition on the rank comes first. Of as many on both sides, those are next that went on after an exception.
+    """
     every = called_or_ended(view, split)
     ended = len(every) > len(split.calls)
-    return tuple(out_of_step(view, every)) or (few_by_site(view, every) if ended else ()) or split.deviating
+    ranks = split.deviating
+    gone_on = has_gone_on(view, ranks) or skips_handled(view, ranks)[0] if len(ranks) == len(split.calls) else ()
+    by_site = few_by_site(view, every) if ended else ()
+    return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
 
 
 def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.rules.caught import with_caught
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
 from lightning_ncclsafe.rules.places import with_places
@@ -66,8 +67,9 @@ def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
         except Exception as error:  # a report with one cause less is better than none
             failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
+    told = with_caught(_ordered(_as_recorded(findings, job)), job)
     forget()
-    told = with_places(with_past_lateness(_ordered(_as_recorded(findings, job)), job), job)
+    told = with_places(with_past_lateness(told, job), job)
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
 
 

@@ -92,6 +92,8 @@ class Timeline:
         """What is said of those that wait, by the ranks that are left out of it."""
         self.roots: tuple[Any, ...] | None = None
         """Where waiting ends by dumps, once that has been asked for."""
+        self.caught_on: Counter[tuple[str, str]] | None = None
+        """On how many ranks each kind of exception was caught, by its class and line, once that has been asked for."""
         self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
 
     @cached_property

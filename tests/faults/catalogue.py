@@ -14,6 +14,7 @@ import faults_loggers
 import faults_network
 import faults_start
 import faults_steps
+import faults_swallowed
 import faults_unseen
 import healthy_loops
 import healthy_starts
@@ -46,6 +47,7 @@ THEMES = (
     faults_network,
     faults_start,
     faults_steps,
+    faults_swallowed,
     faults_unseen,
     healthy_loops,
     healthy_starts,

@@ -19,6 +19,7 @@ FAULTS = [
     "stopped_by_a_signal-middle-2",
     "storage_that_stops_without_workers-first-step-2",
     "barrier_on_rank_zero-epoch-end-2",
+    "feeder_that_died-middle-2",
     "link_that_drops_packets-middle-2",
     "split_without_a_seed-start-3",
     "sums_of_unequal_length-first-step-2",

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lightning_ncclsafe.machine_facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
 from lightning_ncclsafe.probes.cgroups import ControlGroups, Throttling
-from lightning_ncclsafe.probes.ended_children import ended_children
+from lightning_ncclsafe.probes.ended_children import ChildWatch, ended_children
 from lightning_ncclsafe.probes.garbage import GarbageWatch
 from lightning_ncclsafe.probes.gpu_state import GpuWatch
 from lightning_ncclsafe.probes.machine_state import MachineProbe
@@ -201,6 +201,53 @@ def test_children_that_were_killed_or_failed_are_seen_and_left_to_their_parent()
         alive.kill()
         codes = [process.wait() for process in (killed, failed, fine, alive)]
     assert codes[:3] == [-signal.SIGKILL, 3, 0]
+
+
+def exit_badly(number: int) -> int:
+    return os._exit(number) if number else 0  # type: ignore[func-returns-value]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + AMPLE_S
+    while not is_so() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert is_so()
+
+
+def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
+    watch = ChildWatch()
+    threads = threading.active_count()
+    try:
+        with FORK.Pool(1) as pool:
+            pid = pool.apply(os.getpid)
+            watch.note()
+            pool.apply_async(exit_badly, (7,))
+            until(lambda: pool.apply_async(os.getpid).get(AMPLE_S) != pid)
+            until(lambda: any(child.pid == pid for child in watch.read(0.0)))
+            found = next(child for child in watch.read(0.0) if child.pid == pid)
+            assert (found.exit_code, found.signal, found.is_replaced) == (7, "", True)
+            assert found.ago_s is not None
+            watch._next_s = 0.0
+            watch.note()
+            last = pool.apply(os.getpid)
+        # Told to end by the pool, as it was closed.
+        pool.join()
+        assert [child.pid for child in watch.read(0.0) if child.pid == last] == []
+    finally:
+        watch.close()
+    assert threading.active_count() == threads
+
+
+def test_a_child_that_nobody_has_asked_for_is_told_once() -> None:
+    watch, child = ChildWatch(), subprocess.Popen(["sleep", "60"])
+    try:
+        watch.note()
+        child.kill()
+        until(lambda: any(seen.pid == child.pid and seen.ago_s is not None for seen in watch.read(0.0)))
+        assert [seen.is_replaced for seen in watch.read(0.0) if seen.pid == child.pid] == [False]
+    finally:
+        child.wait()
+        watch.close()
 
 
 def test_without_a_list_of_children_there_are_none(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning_ncclsafe.probes.trainer import TrainerProbe
 AMPLE_S = 20.0
 AFTER_HOST_FACTS = [
     *("peers", "workers", "loaders", "trainer", "loggers"),
-    *("steps", "failed_save", "storage", "versions"),
+    *("steps", "failed_save", "caught", "storage", "versions"),
 ]
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,80 @@ def source(tmp_path: Path) -> str:
 )
 def test_the_condition_on_the_rank_around_a_line_is_found(source: str, line: int, condition: str) -> None:
     assert stacks.rank_condition(source, line) == condition
+
+
+CAUGHT = """\
+def average(values):
+    try:
+        check(values)
+        for value in values:
+            reduce(value)              # line 5, on every way but one
+    except ValueError:
+        log()                          # line 7
+    except KeyError as error:
+        raise
+    with suppress(OSError), lock:
+        upload()                       # line 11
+    try:
+        reduce(values)                 # line 13
+    except RuntimeError:
+        log()
+        raise
+    try:
+        return next(values)            # line 18
+    except StopIteration:
+        return None
+    try:
+        try:
+            reduce(values)             # line 23
+        finally:
+            close()
+    except Exception:
+        return None
+    try:
+        if values:
+            reduce(values)             # line 30
+        else:
+            pause()                    # line 32
+        reduce(values)                 # line 33
+
+        def later():
+            reduce(values)             # line 36
+
+    except Exception:
+        reduce(values)                 # line 39
+    if values:
+        try:
+            reduce(values)             # line 42
+        except Exception:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "handler"),
+    [
+        (3, "except ValueError:  (line 6)"),
+        (5, "except ValueError:  (line 6)"),
+        (7, ""),
+        (11, "with suppress(OSError), lock:  (line 10)"),
+        (13, ""),
+        (18, ""),
+        (23, "except Exception:  (line 26)"),
+        (30, ""),
+        (32, ""),
+        (33, "except Exception:  (line 38)"),
+        (36, ""),
+        (39, ""),
+        (42, ""),
+    ],
+)
+def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, line: int, handler: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(CAUGHT)
+    frame = stacks.seen_frame(str(path), line, "average")
+    assert stacks.with_source([frame])[0].handler == handler
+    assert stacks.with_source([replace(frame, user=False)])[0].handler == ""
 
 
 def test_source_that_cannot_be_read_or_parsed_has_no_condition(tmp_path: Path) -> None:

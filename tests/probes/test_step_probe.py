@@ -258,7 +258,7 @@ def test_a_source_that_is_gone(tmp_path: Path) -> None:
 
 def test_a_save_that_failed_and_was_caught() -> None:
     record, tracker = StepRecord(trainer()), PhaseTracker()
-    tracker.on_failed_save = record.save_failed
+    tracker.on_failed = lambda name, error: record.save_failed(error)
     with pytest.raises(OSError, match="No space"), _Heard(tracker, "save_checkpoint"):
         raise OSError("No space")  # <- raise
     failed = record.failed_save

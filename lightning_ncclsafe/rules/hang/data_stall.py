@@ -9,6 +9,7 @@ from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.known_code import WAITS_FOR_OTHERS
 from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.caught import is_recent, missed_thread
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -60,8 +61,13 @@ def data_stall(job: JobFacts) -> Iterable[Finding]:
 
 
 def _is_stalled(view: Timeline, rank: int) -> bool:
-    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training."""
-    doing = view.activities[rank]
+    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training.
+
+    One whose thread has just ended is not slow.
+    """
+    doing, thread = view.activities[rank], missed_thread(view.facts[rank])
+    if thread is not None and is_recent(thread, view.facts[rank]):
+        return False
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.caught import past_aborted
 from lightning_ncclsafe.rules.divergences import alone_in_trainer, left_in_order
 from lightning_ncclsafe.rules.overruns import aborted, broken_off, overrun_of, signal_of
 from lightning_ncclsafe.rules.sentences import while_others_wait
@@ -22,6 +23,10 @@ _REMEDY = "Look at the end of this rank's own output, and at what its launcher a
 _REMEDY_EXITED = (
     "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception, and "
     "sys.exit, would have been told."
+)
+_REMEDY_DONE = (
+    "It has ended as one that is done: its script is over, it has called sys.exit between two calls of the Trainer, or "
+    "os._exit(0). Make the same calls of the Trainer on all ranks."
 )
 _REMEDY_KILLED = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if its out-of-memory killer has sent it; "
@@ -69,6 +74,9 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
     view = timeline(job)
     explained = _explained(view)
     seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)) and rank not in explained)
+    # Whom gloo has ended in what another rank has left out is a consequence of that.
+    if seen and past_aborted(view):
+        seen = tuple(rank for rank in seen if rank not in aborted(view))
     if seen:
         # Where the others have finished, it may have done so before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
@@ -165,7 +173,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
 
 def _remedy(end: _End) -> str:
     if end.status is not None:
-        return _REMEDY_EXITED
+        return _REMEDY_EXITED if end.status else _REMEDY_DONE
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal in _FAULTS:

@@ -3,10 +3,18 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.known_code import BACKWARD, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.caught import (
+    caught_by,
+    has_gone_on,
+    past_aborted,
+    raised_at,
+    skipped_words,
+    skips_handled,
+)
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     call_evidence,
@@ -24,7 +32,7 @@ from lightning_ncclsafe.rules.divergences import (
     where_evidence,
 )
 from lightning_ncclsafe.rules.garbled import is_garbled
-from lightning_ncclsafe.rules.overruns import as_gloo_does, broken_off, gone_evidence, is_gone
+from lightning_ncclsafe.rules.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
 from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
@@ -71,7 +79,9 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
     Cannot see:
         Calls that the recorder has overwritten, or of which it keeps no stack; then only the present line of each rank
-        is known. Why a rank has left out a call: its condition may stand anywhere before it.
+        is known. Why a rank has left out a call: its condition may stand anywhere before it. Before
+        Python 3.12, an exception that the user's code has caught without logging it, and without its having come out
+        of a collective or a hook.
     """
     view = timeline(job)
     if any(alone_in_trainer(view)):
@@ -94,6 +104,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
 def _broken(view: Timeline) -> Finding | None:
     """Where the connections broke, as gloo had ended a process for what was called."""
+    if gone_on := past_aborted(view):
+        return _gone_on(view, gone_on)
     if broken_off_alone(view) is None and (ended := broken_off(view)):
         return _broken_off(view, ended)
     lost = view.lost_divergence
@@ -116,19 +128,22 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
     # That they differ is seen; which of two is out of step is concluded, unless the source says it.
     is_concluded = bool(ended) or (bool(why) and not conditioned(view, every))
+    went_on, skipped = _why_it_went_on(view, split, ranks)
+    is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
     return Finding(
         rule="diverged-collectives",
         severity=Severity.ERROR if ended else severity(view.job),
-        confidence=Confidence.LIKELY if is_concluded else Confidence.CERTAIN,
+        confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
         summary=joined(
             (
                 f"{capitalised(text)}: these can never complete together.",
                 gone,
                 f"{stands}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+                skipped,
             )
         ),
         ranks=ranks,
-        location=line_of_split(view, split, ranks) or calls_location(view, ranks),
+        location=location_of(went_on) or line_of_split(view, split, ranks) or calls_location(view, ranks),
         evidence=(
             *call_evidence(split),
             *gone_evidence(view, ended),
@@ -194,6 +209,42 @@ def _was_at(view: Timeline, rank: int) -> str:
     stack = stack_of(view, rank)
     known = (words for code, words in _CALLERS if any(code.has(frame.file, frame.function) for frame in stack))
     return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
+
+
+def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
+    """Where an exception took these ranks past what the others called, and what is said of it; None without one."""
+    if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
+        return None, ""
+    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
+    if caught is not None and has_gone_on(view, ranks[:1]):
+        return raised_at(caught), ""
+    beyond, frame = skips_handled(view, split.calls)
+    if frame is None or not set(ranks) <= set(beyond):
+        return None, ""
+    others = [rank for rank in split.calls if rank not in beyond]
+    return frame, skipped_words(frame, f"{ranks_words(others)} {verb(others, 'waits', 'wait')}")
+
+
+def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """Gloo has ended a rank in a call that these have left out: it was sent what they called next."""
+    ended = aborted(view)
+    own = deepest_user_frame(view.witnesses[ended[0]].stack)
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} gone on after an exception, past a collective that "
+        f"{ranks_words(ended)} {verb(ended, 'was', 'were')} in{f' {place_words(own)}' if own else ''}: gloo has ended "
+        f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
+    )
+    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
+    return Finding(
+        rule="diverged-collectives",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location_of(raised_at(caught)) if caught is not None else "",
+        evidence=tuple(where_evidence(view, ranks)),
+        remedy=_REMEDY,
+    )
 
 
 def _crossed(view: Timeline) -> tuple[int, ...]:

@@ -41,7 +41,8 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         Correct the error at the line given. The messages of the other ranks are its consequence.
 
     Cannot see:
-        An exception that the user's own code catches and swallows; after the first 16 that differ, the others.
+        An exception that the user's own code catches and swallows, which is said beside other causes as far as it was
+        seen; after the first 16 that differ, the others.
     """
     view = timeline(job)
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)

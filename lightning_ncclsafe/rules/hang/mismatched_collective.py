@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.caught import past_aborted, skipped_words, skips_handled
 from lightning_ncclsafe.rules.divergences import (
     alone_in_trainer,
     call_evidence,
@@ -84,7 +85,8 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         return
     if split is None:
         ended = aborted(view)
-        if ended and broken_off_alone(view) is None and not broken_off(view):
+        is_told = broken_off_alone(view) is not None or broken_off(view) or past_aborted(view)
+        if ended and not is_told:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
@@ -110,6 +112,9 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
+    beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
+    if skipped is not None and other in beyond:
+        text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
     return Finding(
         rule="mismatched-collective",
         severity=Severity.ERROR,

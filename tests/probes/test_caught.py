@@ -1,0 +1,327 @@
+"""What is caught, and what ends threads, is seen without anything being called while nothing is raised."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.facts import CaughtException, ExceptionFacts
+from lightning_ncclsafe.probes import handlers
+from lightning_ncclsafe.probes.caught import CaughtExceptions
+
+LOG = logging.getLogger("a users")
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[CaughtExceptions]:
+    # What is seen in every version of Python.
+    monkeypatch.setattr(handlers, "_MONITORING", None)
+    watch = CaughtExceptions(lambda error: "gloo/" in str(error))
+    before = threading.excepthook, logging.getLogRecordFactory()
+    watch.start()
+    yield watch
+    watch.close()
+    assert (threading.excepthook, logging.getLogRecordFactory()) == before
+
+
+def only(watch: CaughtExceptions) -> CaughtException:
+    (found,) = watch.facts(0.0)
+    return found
+
+
+def line_of(mark: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
+
+
+def test_what_is_logged_while_it_is_handled(watch: CaughtExceptions) -> None:
+    def upload() -> None:
+        raise OSError(28, "No space left on device")  # <- upload
+
+    try:
+        upload()
+    except OSError as error:
+        LOG.warning("not uploaded: %s", error)  # <- logged
+    found = only(watch)
+    assert (found.type, found.message, found.count) == ("OSError", "[Errno 28] No space left on device", 1)
+    assert [frame.line for frame in found.stack][-1] == line_of("upload")
+    assert found.caught_at is not None and found.caught_at.line == line_of("logged")
+    assert not found.is_held and not found.thread and not found.passed and not found.is_consequence
+
+
+def test_one_that_is_given_to_the_log_later(watch: CaughtExceptions) -> None:
+    kept: Exception | None = None
+    try:
+        raise KeyError("lr")
+    except KeyError as error:
+        kept = error
+    LOG.error("not found", exc_info=kept)
+    assert only(watch).type == "KeyError"
+
+
+def test_what_is_not_logged_or_no_error_leaves_nothing(watch: CaughtExceptions) -> None:
+    with suppress(KeyError):
+        raise KeyError("miss")
+    try:
+        next(iter(()))
+    except StopIteration:
+        LOG.warning("at the end")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        LOG.warning("interrupted")
+    LOG.warning("all is well")
+    assert watch.facts(0.0) == ()
+
+
+def test_those_that_are_alike_are_one_and_the_ring_is_bounded(watch: CaughtExceptions) -> None:
+    for attempt in range(40):
+        try:
+            raise TimeoutError(f"attempt {attempt}")
+        except TimeoutError:
+            LOG.warning("once more")
+    assert only(watch).count == 40
+    for number in range(40):
+        kind = type(f"Error{number}", (RuntimeError,), {})
+        watch.note(raised(kind()))
+    assert len(watch.facts(0.0)) == 16
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as same:
+        return same
+
+
+def test_what_comes_out_of_a_collective_is_known_by_its_name(watch: CaughtExceptions) -> None:
+    """As torch.distributed logs it, within its own ``except``."""
+    collective = foreign(
+        "def all_reduce(logger):\n"
+        "    try:\n"
+        "        raise RuntimeError('[/gloo/pair.cc] Connection closed by peer')\n"
+        "    except Exception as error:\n"
+        "        logger.debug({'func_name': 'all_reduce', 'error': str(error)})\n"
+        "        raise\n"
+    )
+    logger = logging.getLogger("c10d-NullHandler-test")
+    logger.setLevel(logging.DEBUG)
+    with suppress(RuntimeError):
+        collective["all_reduce"](logger)  # <- collective
+    found = only(watch)
+    assert (found.type, found.passed, found.is_consequence) == ("RuntimeError", "all_reduce", True)
+    assert [frame.line for frame in found.stack if frame.user][-1] == line_of("collective")
+
+
+def foreign(source: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(source, "/venv/lib/python3.12/site-packages/torch/distributed/c10d_logger.py", "exec"), names)
+    return names
+
+
+def test_what_a_library_does_with_its_own_is_nobodys_business(watch: CaughtExceptions) -> None:
+    library = foreign(
+        "def get(logger):\n"
+        "    try:\n"
+        "        raise ConnectionError('retry 1')\n"
+        "    except ConnectionError:\n"
+        "        logger.warning('once more')\n"
+    )
+    library["get"](LOG)
+    assert watch.facts(0.0) == ()
+
+
+def test_one_that_leaves_several_actions_is_one(watch: CaughtExceptions) -> None:
+    def step() -> None:
+        try:
+            raise ValueError("no faces")
+        except ValueError as error:
+            watch.note(error, passed="[Strategy]SafeDDP.training_step")
+            raise
+
+    try:
+        step()
+    except ValueError as error:
+        watch.note(error, passed="run_training_batch")
+    assert (only(watch).passed, only(watch).count) == ("run_training_batch", 1)
+
+
+def end(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+
+    def feed() -> None:
+        raise KeyError("label")  # <- feed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_hook", printed.append)
+        end(threading.Thread(target=feed, name="feeder"))
+    found = only(watch)
+    assert (found.type, found.message, found.thread) == ("KeyError", "'label'", "feeder")
+    assert [frame.line for frame in found.stack if frame.user][-1] == line_of("feed")
+    assert [told.exc_type for told in printed] == [KeyError]
+
+
+def test_a_thread_that_leaves_by_sys_exit_has_ended_too(
+    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_hook", lambda told: None)
+        end(threading.Thread(target=sys.exit, name="feeder"))
+    assert only(watch).type == "SystemExit"
+
+
+def test_what_is_handled_while_ranks_are_asked(watch: CaughtExceptions) -> None:
+    found: list[tuple[CaughtException, ...]] = []
+    asker = threading.Thread(target=lambda: found.append(watch.facts(30.0)))
+    try:
+        raise OSError("No space left on device")
+    except OSError:
+        asker.start()
+        asker.join()  # <- held
+    (held,) = found[0]
+    assert (held.type, held.is_held, held.ago_s) == ("OSError", True, 30.0)
+    assert held.caught_at is not None and held.caught_at.line in (line_of("held") - 1, line_of("held"))
+    assert not only(watch).is_held
+
+
+def test_what_goes_up_through_lightning_is_not_caught_so_far(watch: CaughtExceptions) -> None:
+    """Peers may ask at the very moment at which a rank fails."""
+    found: list[tuple[CaughtException, ...]] = []
+    lightning = foreign(
+        "def call(step, ask):\n"
+        "    try:\n"
+        "        step()\n"
+        "    except Exception as error:\n"
+        "        try:\n"
+        "            raise RuntimeError('stopped') from error\n"
+        "        except RuntimeError:\n"
+        "            ask()\n"
+    )
+
+    def step() -> None:
+        try:
+            raise ValueError("no faces")
+        except ValueError as error:
+            watch.note(error, passed="training_step")
+            raise
+
+    def ask() -> None:
+        end(threading.Thread(target=lambda: found.append(watch.facts(0.0))))
+
+    lightning["call"](step, ask)
+    assert found == [()]
+    assert only(watch).type == "ValueError"
+
+
+def test_what_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
+    watch.note(raised(ValueError("no faces")), passed="training_step")
+    assert watch.facts(0.0, besides=ExceptionFacts(type="ValueError", message="no faces")) == ()
+
+
+def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MONITORING", None)
+    watch, before = CaughtExceptions(), (threading.excepthook, logging.getLogRecordFactory())
+    watch.start()
+    ours = threading.excepthook
+
+    def theirs(told: Any) -> None:
+        ours(told)
+
+    threading.excepthook = theirs
+    watch.close()
+    assert threading.excepthook is theirs
+    threading.excepthook = before[0]
+    assert logging.getLogRecordFactory() is before[1]
+
+
+def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MONITORING", None)
+    watch, before, started = CaughtExceptions(), threading.excepthook, []
+    monkeypatch.setattr(watch._handlers, "start", lambda: started.append(True))
+    watch.start()
+    watch.start()
+    assert started == [True]
+    watch.close()
+    assert threading.excepthook == watch._thread_ended
+    watch.close()
+    assert threading.excepthook is before
+
+
+MODULE = """
+def lookup(cache, key):
+    try:
+        return cache[key]
+    except KeyError:
+        return None
+
+class Net:
+    def step(self):
+        def inner():
+            try:
+                raise RuntimeError("no faces")
+            except (ValueError, RuntimeError) as error:
+                seen = error
+        inner()
+
+def quiet():
+    return 1
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Any) -> ModuleType:
+    file = tmp_path / "train.py"
+    file.write_text(MODULE)
+    module = ModuleType("train_of_a_user")
+    module.__file__ = str(file)
+    exec(compile(MODULE, str(file), "exec"), vars(module))
+    for member in (module.lookup, module.quiet, module.Net):
+        member.__module__ = module.__name__
+    return module
+
+
+def test_only_code_that_handles_exceptions_is_looked_at(module: ModuleType) -> None:
+    lines: dict[str, frozenset[int]] = {}
+    names = {code.co_name for code in handlers.codes_with_handlers([module], lines)}
+    assert {"lookup", "inner"} <= names and "quiet" not in names
+    assert lines == {module.__file__: frozenset({6, 14})}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
+def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_own_modules", lambda: [module])
+    told: list[str] = []
+    watch = handlers.HandlerWatch(lambda error: told.append(repr(error)))
+    watch.start()
+    wait_until(lambda: watch._tool >= 0)
+    module.Net().step()
+    assert told == ["RuntimeError('no faces')"]
+    told.clear()
+    for key in range(100):
+        module.lookup({}, key)
+    assert told == [f"KeyError({key})" for key in range(8)]
+    watch.close()
+    module.Net().step()
+    assert len(told) == 8
+    assert all(handlers._MONITORING.get_tool(tool) is None for tool in (3, 4))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 20
+    while not is_so() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert is_so()

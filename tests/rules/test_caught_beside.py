@@ -1,0 +1,222 @@
+"""What ranks have caught is said beside what they are found to do, and tells the one that went on from the innocent."""
+
+from dataclasses import replace
+
+import pytest
+from builders import (
+    ALL_REDUCE,
+    FETCH,
+    GLOO,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    TRAINING_STEP,
+    USER_FILE,
+    Backend,
+    job,
+    process,
+    raised,
+    transport_error,
+    user,
+)
+
+from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.machine_facts import EndedProcess, MachineFacts
+from lightning_ncclsafe.rules.judging import judge
+
+NO_FACES = CaughtException(
+    type="ValueError",
+    message="no faces in this image",
+    stack=(user("detect", 31),),
+    ago_s=24.0,
+)
+FED = CaughtException(type="KeyError", message="'label'", stack=(user("feed", 12),), thread="feeder", ago_s=30.0)
+HANDLED = replace(user("average", 44), handler="except ValueError:  (line 45)")
+QUEUE_GET = Frame(file="/usr/lib/python3.12/queue.py", line=171, function="get")
+CONDITION = Frame(file="/usr/lib/python3.12/threading.py", line=355, function="wait")
+POOL = Frame(file="/usr/lib/python3.12/multiprocessing/pool.py", line=768, function="wait")
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+def rank_that_skipped(net: Backend, *, handled: bool = False, caught: tuple[CaughtException, ...] = ()) -> JobFacts:
+    """Rank 1 has left out an all_reduce and waits in DDP's; rank 0 waits in the one that it has left out."""
+    line = HANDLED if handled else user("average", 44)
+    inside = net.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=2)
+    return job(inside, replace(net.waiting(1, seq=61, world=2), caught=caught), world=2)
+
+
+@pytest.mark.parametrize("net", [GLOO, NCCL])
+def test_of_two_the_one_that_caught_an_exception_has_skipped_the_call(net: Backend) -> None:
+    finding = first(rank_that_skipped(net, caught=(NO_FACES,)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.location == f"{USER_FILE}:31 in detect"
+    assert finding.confidence is Confidence.LIKELY
+    told = "Rank 1 has caught ValueError: no faces in this image at train.py:31 in detect, 24 s before this was seen"
+    assert told in finding.summary
+    assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)
+
+
+def test_of_two_the_one_beyond_a_try_may_have_skipped_what_is_in_it() -> None:
+    finding = first(rank_that_skipped(GLOO, handled=True))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.confidence is Confidence.LIKELY
+    assert finding.location == f"{USER_FILE}:44 in average"
+    assert "is caught by `except ValueError:` (line 45)" in finding.summary
+
+
+def test_without_either_what_is_called_on_all_ranks_decides() -> None:
+    """Rank 1 is in DDP's reduction, rank 0 in a call of the user's own; see `test_out_of_step`."""
+    finding = first(rank_that_skipped(GLOO))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert "caught" not in finding.summary
+
+
+@pytest.mark.parametrize(
+    "caught",
+    [replace(NO_FACES, ago_s=900.0), replace(NO_FACES, count=8)],
+    ids=["long ago", "usual"],
+)
+def test_what_ranks_have_lived_with_explains_nothing(caught: CaughtException) -> None:
+    finding = first(rank_that_skipped(GLOO, caught=(caught,)))
+    assert finding.ranks == (0,) and "caught" not in finding.summary
+
+
+def test_what_is_usual_is_told_and_no_explanation() -> None:
+    often = replace(NO_FACES, count=300)
+    finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(often,))))
+    assert "caught" not in finding.summary
+    assert any("no faces in this image at train.py:31 in detect 300 times" in item.text for item in finding.evidence)
+
+
+def test_what_all_ranks_catch_explains_nothing() -> None:
+    facts = rank_that_skipped(GLOO, caught=(NO_FACES,))
+    facts = replace(facts, ranks=tuple(replace(one, caught=(NO_FACES,)) for one in facts.ranks))
+    finding = first(facts)
+    assert finding.ranks == (0,) and "caught" not in finding.summary
+
+
+def test_a_condition_on_the_rank_says_more() -> None:
+    facts = rank_that_skipped(GLOO, caught=(NO_FACES,))
+    line = user("average", 44, condition="if self.global_rank == 0:  (line 43)")
+    inside = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=2)
+    assert first(replace(facts, ranks=(inside, facts.ranks[1]))).ranks == (0,)
+
+
+def behind(culprit: RankFacts) -> JobFacts:
+    return job(culprit, *(GLOO.waiting(n, seq=61) for n in (1, 2, 3)))
+
+
+def test_a_rank_in_an_except_block() -> None:
+    upload = user("upload", 71, code="time.sleep(delay)")
+    held = CaughtException(
+        type="OSError", message="timed out", stack=(user("put", 9),), caught_at=upload, is_held=True, count=40
+    )
+    finding = first(behind(replace(GLOO.working(0, upload, seq=60), caught=(held,))))
+    assert finding.ranks == (0,)
+    told = "Rank 0 is in the `except` block (line 71) that has caught OSError: timed out, raised at train.py:9 in put."
+    assert finding.summary.endswith(told)
+
+
+def test_what_has_left_a_collective_or_a_hook_says_which() -> None:
+    left = replace(NO_FACES, passed="all_reduce", count=2)
+    finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(left,))))
+    assert (
+        "out of all_reduce at train.py:31 in detect 2 times, 24 s before this was seen, and gone on." in finding.summary
+    )
+
+
+def test_ranks_that_are_not_blamed_are_not_accused() -> None:
+    facts = behind(GLOO.working(0, user("step", 80), seq=60))
+    ranks = (facts.ranks[0], replace(facts.ranks[1], caught=(NO_FACES,)), *facts.ranks[2:])
+    assert "caught" not in first(replace(facts, ranks=ranks)).summary
+
+
+@pytest.mark.parametrize("wait", [(QUEUE_GET, CONDITION), (CONDITION, CONDITION)])
+def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame, ...]) -> None:
+    finding = first(behind(replace(GLOO.working(0, user("next_batch", 20), *wait, seq=60), caught=(FED,))))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("worker-died", (0,), Confidence.LIKELY)
+    assert finding.location == f"{USER_FILE}:12 in feed"
+    assert "its thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert finding.summary.count("'label'") == 1
+    assert finding.remedy.startswith("Correct the KeyError")
+
+
+def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
+    stack = (NEXT_DATA, FETCH, user("__iter__", 20), QUEUE_GET, CONDITION)
+    culprit = replace(GLOO.working(0, *stack, seq=60, action=NEXT), caught=(FED,))
+    rules = [finding.rule for finding in judge(behind(culprit)).findings]
+    assert rules[0] == "worker-died" and "data-stall" not in rules
+
+
+def test_a_thread_that_ended_long_ago_is_less_sure() -> None:
+    culprit = GLOO.working(0, user("next_batch", 20), QUEUE_GET, CONDITION, seq=60)
+    findings = judge(behind(replace(culprit, caught=(replace(FED, ago_s=4000.0),)))).findings
+    assert [one.confidence for one in findings if one.rule == "worker-died"] == [Confidence.POSSIBLE]
+
+
+def test_a_thread_for_which_nobody_waits_is_no_cause_and_is_told() -> None:
+    finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(FED,))))
+    assert finding.rule != "worker-died"
+    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label'" in finding.summary
+
+
+def test_a_pool_that_has_replaced_its_worker() -> None:
+    ended = (EndedProcess(pid=4711, signal="SIGKILL", ago_s=25.0, is_replaced=True),)
+    culprit = GLOO.working(0, user("score", 20), POOL, CONDITION, CONDITION, seq=60)
+    finding = first(behind(replace(culprit, machine=MachineFacts(ended=ended))))
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
+    assert any(
+        "25 s ago; its parent has asked for it, and perhaps replaced it" in item.text for item in finding.evidence
+    )
+
+
+def test_an_exception_that_has_ended_a_rank_is_told_first() -> None:
+    failed = raised(GLOO.working(0, seq=60), "IndexError", "out of range", user("step", 80))
+    finding = first(behind(replace(failed, caught=(NO_FACES,))))
+    assert finding.rule == "failed-rank"
+    assert finding.summary.index("IndexError") < finding.summary.index("ValueError")
+
+
+def test_who_has_survived_what_ended_the_others_says_so() -> None:
+    """A first call of the Trainer has failed on rank 0, which caught that; the other was ended, and is missed now."""
+    survived = replace(NO_FACES, passed="Trainer.fit", ago_s=400.0)
+    culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
+    finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))
+    assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
+    assert "Rank 0 has caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
+    assert finding.summary.endswith("and gone on, though where one rank raises the others are ended.")
+    other = replace(survived, passed="", ago_s=5.0)
+    facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))
+    assert "caught" not in first(facts).summary
+
+
+def ended_by_gloo(caught: tuple[CaughtException, ...], stack: tuple[Frame, ...]) -> JobFacts:
+    """Rank 1 was in an all_reduce that rank 0 has left out, and was sent what rank 0 called next."""
+    told = transport_error(GLOO.waiting(0, seq=61, world=2, idle=0.5))
+    gone = replace(process(1, "zombie", ended_by="SIGABRT"), stack=stack)
+    return job(replace(told, caught=caught), world=2, witnessed=(gone,), kind=IncidentKind.EXCEPTION)
+
+
+def test_a_rank_that_gloo_has_ended_in_a_call_that_another_has_left_out() -> None:
+    caught = (replace(NO_FACES, ago_s=0.6),)
+    findings = judge(ended_by_gloo(caught, (user("average", 44), ALL_REDUCE))).findings
+    assert [one.rule for one in findings] == ["diverged-collectives"]
+    assert (findings[0].ranks, findings[0].confidence) == ((0,), Confidence.LIKELY)
+    assert findings[0].location == f"{USER_FILE}:31 in detect"
+    assert "past a collective that rank 1 was in at train.py:44 in average" in findings[0].summary
+    assert "Rank 0 has caught ValueError: no faces in this image" in findings[0].summary
+
+
+def test_a_connection_that_broke_has_left_nothing_out() -> None:
+    broke = replace(NO_FACES, passed="all_reduce", ago_s=0.1, is_consequence=True)
+    assert first(ended_by_gloo((broke,), (user("average", 44), ALL_REDUCE))).rule == "mismatched-collective"
+
+
+def test_where_nothing_was_seen_the_sizes_may_differ_as_well() -> None:
+    finding = first(ended_by_gloo((replace(NO_FACES, ago_s=40.0),), (HANDLED, ALL_REDUCE)))
+    assert finding.rule == "mismatched-collective"
+    assert "at which rank 1 was, stands in a `try`" in finding.summary
