@@ -99,7 +99,7 @@ def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
     """All have come to one training batch, the last one of all as far as is known: they differ in what they do."""
     both = [view.facts[rank].progress for rank in (*ended, *still)]
-    in_training = all(progress.phase is not Phase.VALIDATE for progress in both)
+    in_training = all(now.phase is not Phase.VALIDATE and now.batch_idx >= 0 for now in both)
     return in_training and len({(now.epoch, now.batch_idx, now.is_last_batch) for now in both}) == 1
 
 
