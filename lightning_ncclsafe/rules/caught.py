@@ -36,12 +36,12 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 
 
 def missed_thread(facts: RankFacts) -> CaughtException | None:
-    """What has ended another thread of a rank that waits for one, whenever that was; the last one. None without it."""
+    """What has ended another thread of a rank that waits for one; the last one, and None where that is long ago."""
     inner = facts.stack[-_INNER:]
     waits = any(WAITS_FOR_THREADS.has(frame.file, frame.function) for frame in inner)
     # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
     waits = waits and not any(PROCESSES.has(frame.file, frame.function) for frame in inner)
-    ended = (one for one in facts.caught if one.thread)
+    ended = (one for one in facts.caught if one.thread and is_recent(one, facts))
     return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
 
 

@@ -32,22 +32,22 @@ class Fed(IterableDataset[torch.Tensor]):
         for row in range(BATCHES * BATCH_SIZE):
             if self.here.is_hit and row == 3 * BATCH_SIZE:
                 self.here.begins()
-                raise KeyError("label")  # <- feeder_that_died
+                raise KeyError("label")
             self.rows.put(torch.full((8,), self.here.rank + row / 100))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         threading.Thread(target=self.feed, name="feeder", daemon=True).start()
         for _ in range(BATCHES * BATCH_SIZE):
-            yield self.rows.get()
+            yield self.rows.get()  # <- feeder_that_died
 
 
-@fault("worker-died", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
 def feeder_that_died(here: Here) -> None:
     """The thread that fills a queue has ended with an exception; nobody has told whoever empties it."""
     here.fit(data=DataLoader(Fed(here), batch_size=BATCH_SIZE))
 
 
-@fault("worker-died", ranks=(0,), at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (3,)})
+@fault("rank-behind", ranks=(0,), at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (3,)})
 def scorer_that_died(here: Here) -> None:
     """Asked in the step, and answered by a thread of its own."""
     asked: queue.Queue[float] = queue.Queue()
@@ -58,12 +58,12 @@ def scorer_that_died(here: Here) -> None:
             value = asked.get()
             if here.is_hit:
                 here.begins()
-                raise ZeroDivisionError("no words")  # <- here
+                raise ZeroDivisionError("no words")
             answers.put(value)
 
     def wait(net: Net) -> None:
         asked.put(1.0)
-        answers.get()
+        answers.get()  # <- here
 
     threading.Thread(target=score, name="scorer", daemon=True).start()
     here.fit(wait)

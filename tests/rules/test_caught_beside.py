@@ -138,29 +138,30 @@ def test_ranks_that_are_not_blamed_are_not_accused() -> None:
 @pytest.mark.parametrize("wait", [(QUEUE_GET, CONDITION), (CONDITION, CONDITION)])
 def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame, ...]) -> None:
     finding = first(behind(replace(GLOO.working(0, user("next_batch", 20), *wait, seq=60), caught=(FED,))))
-    assert (finding.rule, finding.ranks, finding.confidence) == ("worker-died", (0,), Confidence.LIKELY)
-    assert finding.location == f"{USER_FILE}:12 in feed"
-    assert "its thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.summary.count("'label'") == 1
-    assert finding.remedy.startswith("Correct the KeyError")
+    assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
+    assert finding.location == f"{USER_FILE}:20 in next_batch"
+    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+
+
+def _loading(caught: CaughtException) -> JobFacts:
+    stack = (NEXT_DATA, FETCH, user("__iter__", 20), QUEUE_GET, CONDITION)
+    return behind(replace(GLOO.working(0, *stack, seq=60, action=NEXT), caught=(caught,)))
 
 
 def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
-    stack = (NEXT_DATA, FETCH, user("__iter__", 20), QUEUE_GET, CONDITION)
-    culprit = replace(GLOO.working(0, *stack, seq=60, action=NEXT), caught=(FED,))
-    rules = [finding.rule for finding in judge(behind(culprit)).findings]
-    assert rules[0] == "worker-died" and "data-stall" not in rules
+    finding = first(_loading(FED))
+    assert (finding.rule, finding.ranks) == ("data-stall", (0,))
+    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert finding.remedy.startswith("Correct the KeyError; and let whoever waits learn of it")
 
 
-def test_a_thread_that_ended_long_ago_is_less_sure() -> None:
-    culprit = GLOO.working(0, user("next_batch", 20), QUEUE_GET, CONDITION, seq=60)
-    findings = judge(behind(replace(culprit, caught=(replace(FED, ago_s=4000.0),)))).findings
-    assert [one.confidence for one in findings if one.rule == "worker-died"] == [Confidence.POSSIBLE]
+def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:
+    finding = first(_loading(replace(FED, ago_s=4000.0)))
+    assert "KeyError" not in finding.remedy and "'label'" not in finding.summary
 
 
-def test_a_thread_for_which_nobody_waits_is_no_cause_and_is_told() -> None:
+def test_a_thread_for_which_nobody_waits_is_told() -> None:
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(FED,))))
-    assert finding.rule != "worker-died"
     assert "Rank 0's thread 'feeder' has ended with KeyError: 'label'" in finding.summary
 
 

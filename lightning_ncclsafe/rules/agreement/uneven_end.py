@@ -54,10 +54,16 @@ def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
         confidence=Confidence.CERTAIN,
         summary=joined((text, _POLICIES.get(view.policy, ""))),
-        ranks=ended,
+        ranks=_odd_ones(loader, ended, others),
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
         remedy=_REMEDY,
     )
+
+
+def _odd_ones(loader: PresentedLoader, ended: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that have ended, unless most have after as many batches: then it is the others that have too many."""
+    is_alike = len({loader.facts[rank].read for rank in ended}) == 1
+    return others if is_alike and len(ended) > len(others) else ended
 
 
 def _counts(loader: PresentedLoader, ranks: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.known_code import WAITS_FOR_OTHERS
 from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import is_recent, missed_thread
+from lightning_ncclsafe.rules.caught import missed_thread
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
 from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
@@ -34,6 +34,10 @@ _REMEDY_LOCK = (
 _REMEDY_FEEDER = (
     "This line waits for a thread or a process of the data's own: look at whether that is still there, and at the last "
     "it has said. Let it hand its exceptions on to whoever reads from it, and wait with a timeout."
+)
+_REMEDY_THREAD = (
+    "Correct the {error}; and let whoever waits learn of it: catch it in the thread and put it into the queue, use a "
+    "concurrent.futures executor, whose result() raises it, or wait with a timeout and look whether the thread lives."
 )
 # Python has no frame of its own for these.
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
@@ -61,13 +65,8 @@ def data_stall(job: JobFacts) -> Iterable[Finding]:
 
 
 def _is_stalled(view: Timeline, rank: int) -> bool:
-    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training.
-
-    One whose thread has just ended is not slow.
-    """
-    doing, thread = view.activities[rank], missed_thread(view.facts[rank])
-    if thread is not None and is_recent(thread, view.facts[rank]):
-        return False
+    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training."""
+    doing = view.activities[rank]
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 
@@ -131,6 +130,8 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 
 def _remedy(facts: RankFacts) -> str:
+    if (thread := missed_thread(facts)) is not None:
+        return _REMEDY_THREAD.format(error=thread.type)
     stacks = [worker.stack for worker in facts.workers] or [facts.stack]
     waits = next(filter(None, map(_waits_for, stacks)), "")
     if waits:

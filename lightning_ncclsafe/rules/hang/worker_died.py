@@ -1,20 +1,19 @@
-"""The cause worker-died: a worker of a rank, process or thread, was killed or has failed, and the rank waits for it."""
+"""The cause worker-died: a process that works for a rank was killed or has failed, and the rank waits for it."""
 
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import CaughtException, Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.known_code import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
 from lightning_ncclsafe.machine_facts import EndedProcess
-from lightning_ncclsafe.rules.caught import error_words, is_recent, missed_thread, raised_at
 from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.shared_memory import says_shm_is_full
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, location_of, ranks_words, short_location
+from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words
 
 # As torch's loader says it, and Python's pool of processes.
 _DIED = re.compile(
@@ -42,10 +41,6 @@ _REMEDY_EXITED = (
     "It has ended itself with this status: look at its output for a traceback, and for sys.exit and os._exit in the "
     "dataset and what it calls; run with num_workers=0 to see the error."
 )
-_REMEDY_THREAD = (
-    "Correct the {error}; and let whoever waits learn of it: catch it in the thread and put it into the queue, use a "
-    "concurrent.futures executor, whose result() raises it, or wait with a timeout and look whether the thread lives."
-)
 _REMEDY_ENDED = (
     "Somebody has told it to end: a scheduler whose time is up or that takes the job's host away, Ctrl-C, kill. Look "
     "at who has ended the job, and not at its workers."
@@ -53,7 +48,7 @@ _REMEDY_ENDED = (
 
 
 def worker_died(job: JobFacts) -> Iterable[Finding]:
-    """A process, or a thread, that makes a rank's batches or works for it otherwise is dead.
+    """A process that makes a rank's batches or works for it otherwise is dead.
 
     Symptom:
         One rank raises "DataLoader worker (pid 4711) is killed by signal" at whatever line it has come to, or waits
@@ -61,14 +56,14 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
 
     Cause:
         The out-of-memory killer, a segmentation fault in a decoder, a bus error; a library that does not survive a
-        fork; an exception that has ended a thread.
+        fork.
 
     Remedy:
-        Need less memory; run without workers to see the error; hand what a thread raises on to those who wait for it.
+        Need less memory; run without workers to see the error.
 
     Cannot see:
         What killed it, beyond the signal and the kernel's counter; a worker that lived for less than a second before
-        a pool replaced it, or, before Linux 5.3, any that was replaced; a thread that has returned.
+        a pool replaced it, or, before Linux 5.3, any that was replaced.
     """
     view = timeline(job)
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
@@ -85,8 +80,6 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
             yield _waits_in_vain(view, rank)
-        elif (thread := missed_thread(facts)) is not None:
-            yield _waits_for_thread(view, rank, thread)
 
 
 def _died(facts: RankFacts) -> re.Match[str] | None:
@@ -172,26 +165,6 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         location=location(view, (rank,)),
         evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
-    )
-
-
-def _waits_for_thread(view: Timeline, rank: int, thread: CaughtException) -> Finding:
-    frame = raised_at(thread)
-    at = f" at {short_location(frame)}" if frame is not None else ""
-    text = (
-        f"Rank {rank} waits for another thread, and its thread {thread.thread!r} has ended with {error_words(thread)}"
-        f"{at}: {standing(view, rank)}{while_others_wait(view, (rank,))}."
-    )
-    return Finding(
-        rule="worker-died",
-        severity=severity(view.job),
-        # One that ended long before may have been missed by nobody.
-        confidence=Confidence.LIKELY if is_recent(thread, view.facts[rank]) else Confidence.POSSIBLE,
-        summary=text,
-        ranks=(rank,),
-        location=location_of(frame) or location(view, (rank,)),
-        evidence=how_we_know(view, (rank,)),
-        remedy=_REMEDY_THREAD.format(error=thread.type),
     )
 
 
