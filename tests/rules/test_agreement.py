@@ -114,6 +114,20 @@ SCENES = (
         ("The train_dataloader has ended on rank 2 after 40 batches, while ranks 0-1 have had 41 and may have more.",),
     ),
     Scene(
+        "all streams but one have ended after as many batches",
+        ended(7, 7, 8, shortest=7),
+        "uneven-end",
+        (2,),
+        ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8",),
+    ),
+    Scene(
+        "as many streams have ended as go on",
+        ended(7, 8, shortest=7),
+        "uneven-end",
+        (0,),
+        ("has ended on rank 0 after 7 batches, while rank 1 has had 8",),
+    ),
+    Scene(
         "all streams but one have ended, and that is allowed",
         ended(7, 7, 8, shortest=7, on_uneven="repeat"),
         "uneven-end",

@@ -54,7 +54,7 @@ def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
         confidence=Confidence.CERTAIN,
         summary=joined((text, _POLICIES.get(view.policy, ""))),
-        ranks=_odd_ones(loader, ended, others),
+        ranks=_odd_ones(loader, ended, others) if view.policy == "raise" else ended,
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
         remedy=_REMEDY,
     )
