@@ -26,6 +26,8 @@ from lightning_ncclsafe.rules.wording import numel
 # Frames of torch's between the caller's line and the collective.
 _NEAR = 8
 _LISTED = 4
+# Calls that a rank may have made by the time at which gloo ends another.
+_RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
 # As torch's recorder names types.
 _ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
@@ -92,7 +94,20 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
     told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
     if told is not None and any(told[0] in _sent_at_once(facts, view.job.world_size) for facts in view.facts.values()):
         may_have_gone_on = False
+    if told is not None and _sent_from_there(view, ended, told[0]):
+        return ()
     return ended if own.isdisjoint(others) and not may_have_gone_on else ()
+
+
+def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
+    """Whether others have sent as many bytes at once in a recent call from where a rank has ended: in the same call."""
+    places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
+    recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.stack)
+    return any(
+        size in _bytes_at_once(call, view.job.world_size)
+        and all((frame.file, frame.function) in places for frame in call.stack)
+        for call in recent
+    )
 
 
 def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -108,12 +123,17 @@ def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
-    """Bytes that gloo sends at once for the last collective of a rank: all of a tensor, or a segment of its ring."""
+    """What `_bytes_at_once` says of the last collective of a rank."""
     last = next(reversed(facts.collectives), None)
-    if last is None or last.backend != "gloo":
+    return () if last is None else _bytes_at_once(last, world_size)
+
+
+def _bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
+    """Bytes that gloo sends at once for a collective: all of a tensor, or a segment of its ring."""
+    if call.backend != "gloo":
         return ()
-    size = size_bytes(last)
-    item = size // max(numel(last), 1)
+    size = size_bytes(call)
+    item = size // max(numel(call), 1)
     segment = min(-(-size // (2 * world_size)), _MOST_OF_SEGMENT)
     return size, -(-segment // max(item, 1)) * item
 

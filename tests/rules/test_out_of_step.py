@@ -373,3 +373,20 @@ def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
     waited = transport_error(GLOO.waiting(0, seq=62, world=2))
     finding = first(replace(scene, ranks=(replace(waited, stack=()),), witnessed=(words,)))
     assert (finding.rule, finding.ranks) == (rule, ranks)
+
+
+@pytest.mark.parametrize(("elements", "rule"), [(2403, "mismatched-collective"), (11, "diverged-collectives")])
+def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: int, rule: str) -> None:
+    """The others have gone on from DDP's broadcast of its buffers to the backward pass; 9,612 bytes are 2,403 floats."""
+    ddp = f"{SITE}/torch/nn/parallel/distributed.py"
+    sync = Frame(file=ddp, line=2425, function="_sync_buffers")
+    send = Frame(file=ddp, line=2363, function="_distributed_broadcast_coalesced")
+    other = transport_error(GLOO.waiting(0, seq=61, world=2))
+    assert other.exception is not None
+    earlier = replace(
+        other.collectives[-2], op="broadcast", input_sizes=((elements,),), stack=(send,), dtypes=("Float",)
+    )
+    called = (*other.collectives[:-2], earlier, other.collectives[-1])
+    other = replace(other, collectives=called, exception=replace(other.exception, stack=(MAIN, RUN, ENGINE)))
+    gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, sync, send, BARRIER))
+    assert first(job(other, world=2, witnessed=(gone,))).rule == rule
