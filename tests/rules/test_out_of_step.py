@@ -377,7 +377,7 @@ def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
 
 @pytest.mark.parametrize(("elements", "rule"), [(2403, "mismatched-collective"), (11, "diverged-collectives")])
 def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: int, rule: str) -> None:
-    """The others have gone on from DDP's broadcast of its buffers to the backward pass; 9,612 bytes are 2,403 floats."""
+    """The others have gone on from DDP's broadcast of its buffers to backward; 9,612 bytes are 2,403 floats."""
     ddp = f"{SITE}/torch/nn/parallel/distributed.py"
     sync = Frame(file=ddp, line=2425, function="_sync_buffers")
     send = Frame(file=ddp, line=2363, function="_distributed_broadcast_coalesced")

@@ -126,8 +126,11 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
     stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
-    # That they differ is seen; which of two is out of step is concluded, unless the source says it.
-    is_concluded = bool(ended) or (bool(why) and not conditioned(view, every))
+    # That they differ is seen; which of two is out of step is concluded, unless the source says it, and so is the line
+    # where what these ranks have called is not the user's.
+    called = [call for rank, call in split.calls.items() if rank in ranks]
+    is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
+    is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditioned(view, every))
     went_on, skipped = _why_it_went_on(view, split, ranks)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
     return Finding(
@@ -160,7 +163,7 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN if apart.is_decided else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if apart.is_decided and apart.frame is not None else Confidence.LIKELY,
         summary=joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
         ranks=apart.ranks,
         location=location_of(apart.frame) or calls_location(view, apart.ranks),
