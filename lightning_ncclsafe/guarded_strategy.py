@@ -233,7 +233,8 @@ class GuardedStrategy(_ParallelStrategy):
         if self._watched is not None:
             # DDP's own word on it; strategies that shard the model have none.
             is_reduced = getattr(self.model, "require_backward_grad_sync", True)
-            self._watched.steps.backward(is_reduced=is_reduced)
+            loss = args[0] if args else kwargs.get("closure_loss")
+            self._watched.steps.backward(loss, is_reduced=is_reduced)
         return super().backward(*args, **kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
