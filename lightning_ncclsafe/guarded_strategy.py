@@ -235,7 +235,8 @@ class GuardedStrategy(_ParallelStrategy):
             return super().backward(*args, **kwargs)
         # DDP's own word on it; strategies that shard the model have none.
         is_reduced = getattr(self.model, "require_backward_grad_sync", True)
-        watched.steps.backward(is_reduced=is_reduced)
+        loss = args[0] if args else kwargs.get("closure_loss")
+        watched.steps.backward(loss, is_reduced=is_reduced)
         try:
             return super().backward(*args, **kwargs)
         except Exception as error:

@@ -182,6 +182,7 @@ TUNING = (
 
 # Lightning
 TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
+END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
 INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")
 SIGTERM_BROADCAST = _in(

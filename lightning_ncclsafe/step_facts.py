@@ -1,16 +1,17 @@
 """What a rank's steps have left out, what it logs on all ranks, and whom it sends to; data only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedKey:
-    """A key of ``self.log`` that is reduced between ranks.
+    """A key of ``self.log`` that is reduced between ranks, or that a callback looks at.
 
     Attributes:
         name: The key.
         hook: The hook that logs it, ``"validation_step"``.
-        place: ``"file:line in hook"`` of the call, where the key is written out there; else empty.
+        place: ``"file:line in hook"`` of the call, where the key is written out there, or no other call of the hook can
+            have logged it; else empty.
         rank_condition: The condition on the rank under which that line stands, with its line number; else empty.
         states: Names of a metric's states, each of which is reduced; empty for a value.
     """
@@ -52,14 +53,25 @@ class StepFacts:
         passes_epoch: Epoch of the last batch that these are about; -1 if there is none.
         passes_batch: Its index within the epoch; -1 if there is none.
         under_way: The same of the batch after it, so far; empty where it has made no backward pass.
+        passes_from: Of each of ``passes``, and then of ``under_way``, ``"file:line in training_step"`` of the calls of
+            ``manual_backward``: the first 8; of none with automatic optimization.
+        led_around: What may have left out such a call, by its place: jumps before it, and conditions around it.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
             where a batch was skipped.
-        without_gradient: Names of parameters that require a gradient and have none while others have one: the first 8.
+        without_graph: Batches with a backward pass of a loss that was computed from nothing, so that no parameter gets
+            a gradient.
+        leaves_at: ``"file:line in training_step"`` of each line that makes such a tensor; looked for only then.
+        without_gradient: Names of parameters that require a gradient and have none while others have one, or that DDP
+            names when it raises: the first 8.
         without_gradient_count: How many there are.
-        unused_at: ``"file:line in forward"`` of the line that uses the part of the model that the first of these
-            belongs to; empty where neither ``forward`` nor ``training_step`` names it.
+        unused_at: ``"file:line in forward"`` of the line that has left out the part of the model that the first of
+            these belongs to, where there is only one that may have; else of the line that uses it; empty where the
+            user's modules do not name it.
+        frozen: Names of parameters that required a gradient when training began, and do not any more: the first 8.
+        frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; looked for only then.
         logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        monitored: Keys that callbacks monitor and that were logged, in whatever way.
         metrics: Metrics of the model: the first 64.
         reducing: The one of these that is being reduced at this moment; empty if none is.
         peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
@@ -73,12 +85,19 @@ class StepFacts:
     passes_epoch: int = -1
     passes_batch: int = -1
     under_way: tuple[int, ...] = ()
+    passes_from: tuple[tuple[str, ...], ...] = ()
+    led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
+    without_graph: int = 0
+    leaves_at: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     without_gradient_count: int = 0
     unused_at: str = ""
+    frozen: tuple[str, ...] = ()
+    frozen_at: tuple[str, ...] = ()
     logged: tuple[LoggedKey, ...] = ()
+    monitored: tuple[LoggedKey, ...] = ()
     metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""
     peer: int = -1

@@ -382,14 +382,25 @@ RANK = RankFacts(
         passes_epoch=0,
         passes_batch=7,
         under_way=(0, 8, 1),
+        passes_from=(("train.py:60 in training_step",), ("train.py:60 in training_step", "train.py:64 in again")),
+        led_around={"train.py:64 in again": ("train.py:62 in training_step",)},
         passes_at=("train.py:60 in training_step",),
         returns_nothing=("train.py:88 in training_step",),
+        without_graph=1,
+        leaves_at=("train.py:49 in training_step",),
         without_gradient=("branch.weight",),
         without_gradient_count=1,
         unused_at="train.py:51 in forward",
+        frozen=("trunk.weight",),
+        frozen_at=("train.py:80 in on_train_epoch_end",),
         logged=(
             LoggedKey(
                 name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:", states=("total",)
+            ),
+        ),
+        monitored=(
+            LoggedKey(
+                name="score", hook="on_train_epoch_end", place="train.py:9", rank_condition="if x:", states=("total",)
             ),
         ),
         metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
@@ -398,6 +409,7 @@ RANK = RankFacts(
     ),
     trainer=TrainerFacts(
         settings={"max_steps": "20"},
+        changed={"max_steps": "10"},
         callbacks=("EarlyStopping",),
         validates_by_clock=True,
         end=LoopEnd.SHOULD_STOP,

@@ -3,23 +3,28 @@
 import ast
 import inspect
 import linecache
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from lightning_ncclsafe.probes.stacks import is_user_code, rank_condition
+
+BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
+"""What Lightning calls before the first batch."""
 
 
 class HookSource:
     """The source of one hook; empty where it cannot be read, or is not the user's.
 
     Args:
-        hook: The method. Its source file is read, so not on the training's thread.
+        hook: The method, or its code. Its source file is read, so not on the training's thread.
     """
 
-    def __init__(self, hook: Callable[..., Any] | None) -> None:
+    def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
         self.file, self._name, self._body = "", "", []
-        code = getattr(inspect.unwrap(hook), "__code__", None) if hook is not None else None
+        code = hook if isinstance(hook, CodeType) else getattr(inspect.unwrap(hook), "__code__", None) if hook else None
         if code is not None and is_user_code(code.co_filename):
             self.file, self._name = code.co_filename, code.co_name
             self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
@@ -34,10 +39,42 @@ class HookSource:
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
         return next((call.lineno for call in calls if key in _texts(call)), 0)
 
+    def may_log(self, key: str) -> tuple[int, ...]:
+        """The lines of such calls in which a key is put together that may be this one."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        return tuple(call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call)))
+
     def uses(self, attribute: str) -> int:
-        """The first line that names ``self.attribute``; 0 if there is none."""
-        named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
-        return next((node.lineno for node in named if isinstance(node.value, ast.Name)), 0)
+        """The first line that calls or names ``self.attribute``, or calls one of those in it; 0 if there is none."""
+        named = [node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute]
+        used = [node for node in named if isinstance(node.value, ast.Name)]
+        loops = (node for node in _inside(self._body) if isinstance(node, ast.For))
+        ours = [loop for loop in loops if any(node in used for node in ast.walk(loop.iter))]
+        names = {node.id for loop in ours for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        calls = (node for loop in ours for node in _inside(loop.body) if isinstance(node, ast.Call))
+        each = (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+        return next(each, 0) or next((node.lineno for node in used), 0)
+
+    def leads_around(self, line: int) -> tuple[str, ...]:
+        """What may have left out a line: jumps before it that pass it by, and conditions around it.
+
+        ``"file:line in training_step"`` of each, in their order.
+        """
+        return tuple(map(self._place, sorted(set(_ways_around(self._body, line)))))
+
+    def freezes(self) -> tuple[str, ...]:
+        """Where it may set ``requires_grad`` to false while training goes on."""
+        return self._while_training(_freezes)
+
+    def makes_leaves(self) -> tuple[str, ...]:
+        """Where it makes a tensor require a gradient that has been computed from nothing."""
+        return self._while_training(_makes_leaf)
+
+    def _while_training(self, wanted: Callable[[ast.AST], bool]) -> tuple[str, ...]:
+        if self._name in BEFORE_TRAINING:
+            return ()
+        lines = (getattr(node, "lineno", 0) for node in _inside(self._body) if wanted(node))
+        return tuple(map(self._place, dict.fromkeys(lines)))
 
     def backward_under_condition(self) -> tuple[str, ...]:
         """Where it calls ``manual_backward`` under a condition on the rank: ``"file:line in training_step"``."""
@@ -45,10 +82,12 @@ class HookSource:
         lines = (call.lineno for call in calls if _is_call_of(call, "manual_backward"))
         return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
 
-    def stops(self) -> tuple[str, ...]:
-        """Where it sets ``should_stop``: ``"file:line in training_step"``."""
-        assigned = (node for node in _inside(self._body) if isinstance(node, ast.Assign))
-        return tuple(self._place(node.lineno) for node in assigned if any(map(_is_should_stop, node.targets)))
+    def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
+        """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""
+        names = {*attributes}
+        assigned = (node for body in self._body for node in ast.walk(body) if isinstance(node, ast.Assign))
+        lines = [node.lineno for node in assigned if any(_is_attribute(target, names) for target in node.targets)]
+        return tuple(map(self._place, sorted(lines)))
 
     def may_end_iteration(self) -> tuple[str, ...]:
         """Where a ``StopIteration`` may leave it: it is raised, or ``next()`` is called without a default.
@@ -75,9 +114,9 @@ class HookSource:
 def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
     """The functions of a class and of those that it derives from, as far as they are the user's own."""
     for owner in kind.__mro__:
-        code = (getattr(function, "__code__", None) for function in vars(owner).values())
-        if any(is_user_code(found.co_filename) for found in code if found is not None):
-            yield from (function for function in vars(owner).values() if inspect.isfunction(function))
+        functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
+        if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
+            yield from functions
 
 
 def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
@@ -120,8 +159,88 @@ def _is_log(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr in ("log", "log_dict")
 
 
-def _is_should_stop(target: ast.expr) -> bool:
-    return isinstance(target, ast.Attribute) and target.attr == "should_stop"
+def _is_attribute(target: ast.expr, names: set[str]) -> bool:
+    return isinstance(target, ast.Attribute) and target.attr in names
+
+
+def _is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _freezes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign):
+        is_set = any(_is_attribute(target, {"requires_grad"}) for target in node.targets)
+        return is_set and not _is_constant(node.value, True)
+    if not isinstance(node, ast.Call):
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    is_set = _is_call_of(node, "requires_grad_") and bool(given) and not _is_constant(given[0], True)
+    return is_set or _is_call_of(node, "freeze")
+
+
+def _makes_leaf(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    if _is_call_of(node, "requires_grad_"):
+        return not any(_is_constant(value, False) for value in node.args)
+    return any(keyword.arg == "requires_grad" and not _is_constant(keyword.value, False) for keyword in node.keywords)
+
+
+def _ways_around(block: list[ast.stmt], line: int) -> Iterator[int]:
+    """Of the statement of a block that holds the line: what is passed on the way to it, from outside in."""
+    index = next((index for index, one in enumerate(block) if one.lineno <= line <= (one.end_lineno or 0)), None)
+    if index is None:
+        return
+    for before in block[:index]:
+        yield from _jumps(before)
+    inner = [body for body in _blocks(block[index]) if body[0].lineno <= line <= (body[-1].end_lineno or 0)]
+    if inner and isinstance(block[index], ast.If):
+        yield block[index].lineno
+    for body in inner:
+        yield from _ways_around(body, line)
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return []
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    handlers = [handler.body for handler in getattr(statement, "handlers", ())]
+    cases = [case.body for case in getattr(statement, "cases", ())]
+    return [block for block in (*blocks, *handlers, *cases) if block]
+
+
+def _jumps(statement: ast.stmt) -> Iterator[int]:
+    """Those in it that leave what it stands in; a loop keeps its own."""
+    if isinstance(statement, (ast.Return, ast.Continue, ast.Break)):
+        yield statement.lineno
+    is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
+    for block in _blocks(statement):
+        for inner in block:
+            yield from _returns(inner) if is_loop else _jumps(inner)
+
+
+def _returns(statement: ast.stmt) -> Iterator[int]:
+    yield from (node.lineno for node in _inside([statement]) if isinstance(node, ast.Return))
+
+
+def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:
+    """The keys that a call of ``log`` or ``log_dict`` gets, as far as they stand there; None for what holds others."""
+    assert isinstance(call.func, ast.Attribute)
+    wanted = "name" if call.func.attr == "log" else "dictionary"
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == wanted)]
+    for value in given[:1]:
+        if wanted == "name":
+            yield value
+        else:
+            yield from value.keys if isinstance(value, ast.Dict) else [None]
+
+
+def _may_be(name: ast.expr | None, key: str) -> bool:
+    """Whether an expression may give a key: its parts that are written out are the key's, too."""
+    if isinstance(name, ast.JoinedStr):
+        known = (str(part.value) if isinstance(part, ast.Constant) else None for part in name.values)
+        return re.fullmatch("".join(".*" if part is None else re.escape(part) for part in known), key) is not None
+    return not isinstance(name, ast.Constant)
 
 
 def _ends_iteration(node: ast.Raise | ast.Call) -> bool:

@@ -41,6 +41,8 @@ _SETTINGS = (
     "gradient_clip_algorithm",
     "precision",
 )
+# Those of them that say when training ends: one that sets them while it trains says so to its own rank.
+_ENDS = ("max_epochs", "max_steps", "limit_train_batches")
 
 
 class TrainerProbe:
@@ -127,13 +129,15 @@ class TrainerProbe:
         batches, count = trainer.fit_loop.epoch_loop.batch_progress, None
         with suppress(TypeError, ValueError, OverflowError):
             count = int(trainer.fit_loop.max_batches)
-        end = _loop_end(trainer, count)
+        end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
+        changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
         return TrainerFacts(
             settings=self._settings,
+            changed=changed,
             callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
             validates_by_clock=self._validation_s() is not None,
             end=end,
-            ended_at=tuple(itertools.islice(_ending_lines(trainer, end), _MOST_LINES)),
+            ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
             batches_begun=batches.current.ready,
             batches=count,
         )
@@ -232,12 +236,14 @@ def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
     return LoopEnd.DATA if current.ready == current.started == current.completed else LoopEnd.UNKNOWN
 
 
-def _ending_lines(trainer: Any, end: LoopEnd) -> Iterator[str]:
+def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterator[str]:
     """Lines of the user's own module and callbacks that may have made the training loop end so."""
     for kind in dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks))):
         for source in map(HookSource, own_functions(kind)):
             if end is LoopEnd.SHOULD_STOP:
-                yield from source.stops()
+                yield from source.sets(["should_stop"])
+            elif changed:
+                yield from source.sets(changed)
             elif end is LoopEnd.UNKNOWN:
                 yield from source.may_end_iteration()
 

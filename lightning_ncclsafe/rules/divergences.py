@@ -192,6 +192,19 @@ def left_in_order(process: ProcessFacts) -> bool:
     return not process.ended_by and not process.exit_code
 
 
+def in_trainer_again(view: Timeline) -> dict[int, Frame]:
+    """Ranks that have called the Trainer from within a call of it, and where; empty unless all others have finished."""
+    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts.stack))}
+    others = (doing for rank, doing in view.activities.items() if rank not in again)
+    is_alone = len(again) < len(view.facts) and all(doing.kind is Kind.FINISHED for doing in others)
+    return again if is_alone else {}
+
+
+def _calls_trainer_again(stack: tuple[Frame, ...]) -> Frame | None:
+    runs = [index for index, frame in enumerate(stack) if starts_trainer(frame)]
+    return deepest_user_frame(stack[runs[0] : runs[-1]]) if len(runs) > 1 else None
+
+
 def _around_trainer(facts: RankFacts) -> str:
     conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
     # What stands behind it on its line is not part of it.

@@ -39,9 +39,10 @@ _FOLLOWS_FROM = {
         "diverged-log-keys",
         "mismatched-collective",
         "skipped-step",
+        "unfinished-rank",
         "unused-parameters",
     ),
-    "uneven-batches": (*_OTHER_STEPS, "skipped-step", "unused-parameters"),
+    "uneven-batches": (*_OTHER_STEPS, "diverged-collectives", "skipped-step", "unused-parameters"),
 }
 
 # What gloo ends processes for.

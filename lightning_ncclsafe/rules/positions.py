@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Phase, Progress
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.known_code import END_OF_EPOCH
 from lightning_ncclsafe.rules.activity import hook_words
-from lightning_ncclsafe.rules.divergences import alone_in_trainer, conditioned
+from lightning_ncclsafe.rules.divergences import alone_in_trainer, conditioned, in_trainer_again
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import Timeline
 
@@ -31,7 +32,7 @@ class Position(NamedTuple):
 
 def positions(view: Timeline) -> dict[int, Position]:
     """Where each answering rank stands in its data."""
-    return {rank: _position(facts.progress) for rank, facts in sorted(view.facts.items())}
+    return {rank: _position(facts) for rank, facts in sorted(view.facts.items())}
 
 
 def in_its_data(view: Timeline, ranks: Iterable[int]) -> bool:
@@ -44,13 +45,21 @@ def _is_in_loop(progress: Progress) -> bool:
     return any(hook_words(action.name).endswith((*_IN_BATCH, "_dataloader_next")) for action in progress.actions)
 
 
-def _position(progress: Progress) -> Position:
+def _position(facts: RankFacts) -> Position:
+    progress = facts.progress
     if progress.phase is Phase.FINISHED:
         return Position(float("inf"), 4, progress.batch_idx)
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK):
         return Position(-1, -1, progress.batch_idx)
     stage = 2 if progress.phase is Phase.VALIDATE else 0
-    return Position(progress.epoch, stage + _past_last_batch(progress), progress.batch_idx)
+    # Its last batch may have been no last one of its data: a StopIteration ends an epoch, too.
+    is_past = _past_last_batch(progress) or (stage == 0 and _ends_epoch(facts))
+    return Position(progress.epoch, stage + is_past, progress.batch_idx)
+
+
+def _ends_epoch(facts: RankFacts) -> bool:
+    """Whether a rank is in what Lightning does between its training epochs."""
+    return any(END_OF_EPOCH.has(frame.file, frame.function) for frame in facts.stack)
 
 
 def _past_last_batch(progress: Progress) -> bool:
@@ -86,7 +95,8 @@ def _is_explained(view: Timeline) -> bool:
     # For a rank that has left nobody waits; those that go on will do so in vain.
     is_left = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and not view.waiting
     is_at_work = bool(working) and not (is_left and in_its_data(view, working))
-    return is_at_work or _all_joined(view) or bool(gathering_alone(view)) or any(alone_in_trainer(view))
+    is_alone = bool(gathering_alone(view)) or any(alone_in_trainer(view)) or bool(in_trainer_again(view))
+    return is_at_work or _all_joined(view) or is_alone
 
 
 def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:

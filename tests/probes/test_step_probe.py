@@ -157,6 +157,216 @@ def test_of_very_many_changes_the_last_are_kept() -> None:
     assert len(record.facts().passes) == steps._MOST_RUNS
 
 
+class ByHand(Module):
+    """Makes its backward passes itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, record: StepRecord, turns: int) -> Any:
+        record.backward()  # <- first turn
+        for turn in range(turns):
+            if turn == 7:
+                continue  # <- continue
+            self.turn(record)  # <- turn
+        if turns > 4:
+            return None
+        return turns
+
+    def turn(self, record: StepRecord) -> None:
+        for _ in range(3):
+            if not record:
+                break  # leaves its own loop only
+        record.backward()  # <- second turn
+
+
+def place(mark: str, function: str = "training_step") -> str:
+    return f"{HERE}:{line_of(mark)} in {function}"
+
+
+def test_where_passes_by_hand_were_called_is_told_with_what_may_lead_around_them() -> None:
+    module = ByHand()
+    of, record = begun(module)
+    for batch, turns in enumerate((1, 1, 0, 2)):
+        begin(of, batch=batch)
+        module.training_step(record, turns)
+    facts = record.facts()
+    first, second = place("first turn"), place("second turn", "turn")
+    assert facts.passes == ((0, 0, 2), (0, 2, 1)) and facts.under_way == (0, 3, 3)
+    assert facts.passes_from == ((first, second), (first,), (first, second, second))
+    assert facts.led_around == {first: (), second: (place("continue"),)}
+
+
+def test_of_very_many_passes_the_first_are_told_where_they_were_called() -> None:
+    module = ByHand()
+    of, record = begun(module)
+    for batch in range(100):
+        begin(of, batch=batch)
+        module.training_step(record, batch % 2 * 100)
+    calls = record.facts().passes_from
+    assert len(calls) == steps._MOST_RUNS + 1
+    assert sum(map(len, calls)) <= steps._TOLD_CALLS * steps._MOST_CALLS
+
+
+def test_with_automatic_optimization_no_call_is_the_users() -> None:
+    of, record = begun(Module())
+    begin(of, batch=0)
+    record.backward()
+    assert record.facts().passes_from == ()
+
+
+def test_a_batch_is_over_where_another_one_has_begun() -> None:
+    of, record = begun(Module())
+    for batch in range(2):
+        begin(of, batch=batch)
+        record.backward()
+    begin(of, batch=2)  # no pass in it yet
+    facts = record.facts()
+    assert (facts.passes_epoch, facts.passes_batch, facts.under_way) == (0, 1, ())
+
+
+def graph(*variables: object, operations: int = 1) -> Any:
+    """A loss that has been computed from these."""
+    nodes = [SimpleNamespace(next_functions=(), variable=one) for one in variables]
+    node = SimpleNamespace(next_functions=tuple((one, 0) for one in nodes))
+    for _ in range(operations - 1):
+        node = SimpleNamespace(next_functions=((node, 0), (None, 0)))
+    return SimpleNamespace(grad_fn=node)
+
+
+class WithLeaf(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch is None:
+            return SimpleNamespace(requires_grad=True)  # <- leaf
+        return batch
+
+    def __init__(self, **parameters: Parameter) -> None:
+        super().__init__(**parameters)
+        self.table = SimpleNamespace(requires_grad=True)
+
+
+@pytest.mark.parametrize(("operations", "is_noted"), [(0, True), (1, True), (4, True), (9, False)])
+def test_a_loss_that_was_computed_from_nothing(operations: int, is_noted: bool) -> None:
+    weight = Parameter()
+    of, record = begun(module := WithLeaf(weight=weight))
+    module.parameters = lambda: [weight]  # type: ignore[assignment, method-assign]
+    module.named_parameters = lambda: [("weight", weight)]  # type: ignore[method-assign]
+    begin(of, batch=0)
+    record.backward(graph(object(), operations=operations) if operations else SimpleNamespace(grad_fn=None))
+    facts = record.facts()
+    assert facts.without_graph == is_noted
+    assert facts.leaves_at == ((place("leaf"),) if is_noted else ())
+
+
+def test_a_loss_of_parameters_or_of_several_things_is_as_it_should_be() -> None:
+    weight = Parameter()
+    of, record = begun(module := WithLeaf(weight=weight))
+    module.parameters = lambda: [weight]  # type: ignore[assignment, method-assign]
+    module.named_parameters = lambda: [("weight", weight)]  # type: ignore[method-assign]
+    begin(of, batch=0)
+    record.backward(graph(weight))
+    record.backward(graph(object(), object()))
+    record.backward()
+    assert record.facts().without_graph == 0
+
+
+class Block:
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:  # type: ignore[attr-defined]
+            if not x:
+                continue  # <- part left out
+            x = part(x)
+        return x
+
+
+class Deep(Module):
+    def __init__(self, **parameters: Parameter) -> None:
+        super().__init__(**parameters)
+        self.block = Block()
+
+    def forward(self, x: Any) -> Any:
+        return self.helper(self.block(x))  # type: ignore[operator]  # <- whole block
+
+    def helper(self, x: Any) -> Any:
+        if x is None:
+            return x  # <- head left out
+        return self.head(x)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        (["block.parts.1.weight"], place("part left out", "forward")),
+        (["block.parts.0.weight", "block.parts.1.weight"], place("whole block", "forward")),
+        (["head.weight"], place("head left out", "helper")),
+    ],
+)
+def test_what_has_left_a_part_out_is_looked_for_where_the_part_is_called(missing: list[str], line: str) -> None:
+    module = Deep()
+    names = ("block.parts.0.weight", "block.parts.1.weight", "head.weight", "tail.weight")
+    module.parameters = {name: Parameter(grad=None if name in missing else 1) for name in names}
+    assert StepRecord(trainer(module)).facts().unused_at == line
+
+
+def test_parameters_that_ddp_names_by_number_are_told_by_name() -> None:
+    module = Deep(fixed=Parameter(requires_grad=False), tail=Parameter(grad=1), head_weight=Parameter(grad=1))
+    _, record = begun(module)
+    error = "… Parameter indices which did not receive grad for rank 3: 1 7\n In addition, you can …"
+    facts = record.facts(error=error)
+    assert (facts.without_gradient, facts.unused_at) == (("head.weight",), place("head left out", "helper"))
+
+
+class Freezer:
+    def __init__(self, module: Any) -> None:
+        module.head.requires_grad_(False)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.tail.requires_grad_(True)
+        module.head.requires_grad_(False)  # <- freezes
+
+
+def test_parameters_that_were_frozen_while_training_goes_on() -> None:
+    head = Parameter(grad=1)
+    of, record = begun(Module(head=head, tail=Parameter(grad=1)))
+    of.callbacks = [Freezer(SimpleNamespace(head=SimpleNamespace(requires_grad_=bool)))]
+    assert record.facts().frozen == record.facts().frozen_at == ()
+    head.requires_grad = False
+    facts = record.facts()
+    assert (facts.frozen, facts.frozen_at) == (("head",), (place("freezes", "on_train_epoch_end"),))
+
+
+class PutTogether(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log(f"loss/{batch_idx}", 1)  # type: ignore[attr-defined]  # <- f-string
+        self.log_dict({"a": 1, **batch})  # type: ignore[attr-defined]  # <- others in it
+        self.log("b", batch)  # type: ignore[attr-defined]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict(batch)  # type: ignore[attr-defined]
+        self.log(batch, 1)  # type: ignore[attr-defined]
+
+
+class Monitor:
+    monitor = "score"
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("score", 1, rank_zero_only=True)  # <- score
+
+
+def test_a_key_that_is_put_together_is_logged_by_the_only_call_that_may() -> None:
+    keys = {"1": metric("c"), "2": metric("d", hook="validation_step"), "3": metric("e", hook="on_train_epoch_end")}
+    logged = StepRecord(trainer(PutTogether(), **keys)).facts().logged
+    assert [key.place for key in logged] == [place("others in it"), "", ""]
+    source = HookSource(PutTogether.training_step)
+    assert source.may_log("loss/3") == (line_of("f-string"), line_of("others in it"))
+
+
+def test_a_key_that_a_callback_monitors_is_told_however_it_was_logged() -> None:
+    of = trainer(Module(), one=metric("score", hook="on_train_epoch_end", synced=False, zero=True), two=metric("loss"))
+    of.callbacks = [Monitor()]
+    (key,) = StepRecord(of).facts().monitored
+    assert (key.name, key.hook, key.place) == ("score", "on_train_epoch_end", place("score", "on_train_epoch_end"))
+
+
 def test_the_states_of_a_metric_are_told_with_its_key() -> None:
     odd = metric("odd", tensor=False)
     odd.value = SimpleNamespace(metric_state={"total": 0, "count": 0})

@@ -413,6 +413,7 @@ def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
     assert (facts.end, facts.batches_begun) == (end, begun)
     assert facts.batches == options.get("limit_train_batches", BATCHES)
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
+    assert not facts.changed
     assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
 
 

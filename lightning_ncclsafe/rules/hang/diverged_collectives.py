@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.known_code import BACKWARD, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.caught import (
@@ -33,6 +33,7 @@ from lightning_ncclsafe.rules.divergences import (
 )
 from lightning_ncclsafe.rules.garbled import is_garbled
 from lightning_ncclsafe.rules.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
+from lightning_ncclsafe.rules.passes import other_counts
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
 from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
@@ -58,6 +59,11 @@ _CALLERS = ((MODEL_CHECKPOINT, "in ModelCheckpoint"), (BACKWARD, "in the backwar
 _REMEDY_MONITOR = (
     " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
     "not under a condition."
+)
+_REMEDY_PASSES = (
+    "Make as many backward passes on all ranks in every batch: agree on it before a batch is repeated or divided on "
+    "one of them, and use no optimizer that asks for the loss as often as each rank's own values say (LBFGS). What was "
+    "trained since that batch has mixed gradients."
 )
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
@@ -87,6 +93,9 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
     if any(alone_in_trainer(view)):
         yield _alone(view, *alone_in_trainer(view))
         return
+    if more := _more_passes(view):
+        yield more
+        return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
     if ended_first(view) or gathering_alone(view) or not all(_is_garbled(view, rank) for rank in view.raised):
         return
@@ -94,12 +103,41 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
-    elif broken := _broken(view):
-        yield broken
-    elif alone := _after_the_others(view):
-        yield _crossing(view, alone)
-    elif sites := _other_call_sites(view):
-        yield _call_sites(view, sites)
+    elif found := _broken(view) or _elsewhere(view):
+        yield found
+
+
+def _more_passes(view: Timeline) -> Finding | None:
+    """The gradients of each pass are reduced: those of one more than the others make meet something else."""
+    found = other_counts(view.job) if view.waiting and not view.raised else None
+    if found is None or not found.is_more:
+        return None
+    ranks = found.ranks
+    are_all = len(ranks) == len(found.made)
+    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} made "
+    more = "different numbers of backward passes" if are_all else "more backward passes than before or than the others"
+    text = f"{who}{more} in {found.at} ({found.words}), and gradients are reduced in each: {others_wait(view, ())}."
+    return Finding(
+        rule="diverged-collectives",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=found.location,
+        evidence=(
+            Evidence(source="steps", text=f"Backward passes in {found.at}: {found.words}."),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY_PASSES,
+    )
+
+
+def _elsewhere(view: Timeline) -> Finding | None:
+    """Where ranks wait says that it is not for one another."""
+    if alone := _after_the_others(view):
+        return _crossing(view, alone)
+    sites = _other_call_sites(view)
+    return _call_sites(view, sites) if sites else None
 
 
 def _broken(view: Timeline) -> Finding | None:

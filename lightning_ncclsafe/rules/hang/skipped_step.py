@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.passes import OtherCounts, other_counts
 from lightning_ncclsafe.rules.sentences import exception_place, how_we_know, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
@@ -29,7 +29,6 @@ _REMEDY_STEPS = (
     "Let all ranks make an optimizer's step in the same batches: decide from the batch's index, or agree on it first. "
     "This alone lets nobody wait; look at what else the same condition decides."
 )
-_MADE = ("backward passes", "backward passes that reduce nothing")
 
 
 def skipped_step(job: JobFacts) -> Iterable[Finding]:
@@ -57,100 +56,51 @@ def skipped_step(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, refused, Confidence.CERTAIN)
     elif view.waiting and not view.raised and not any(alone_in_trainer(view)):
         skipped = _skipped_more(view)
-        other = _other_counts(view)
+        other = other_counts(job)
         if skipped:
             yield _finding(view, skipped, Confidence.LIKELY)
-        elif other is not None:
+        elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
 
 
-class _Counts(NamedTuple):
-    """What ranks have made in a batch.
-
-    Attributes:
-        batch: Its epoch and index.
-        kind: Of what: backward passes, those that reduce nothing, steps of the first optimizer, ….
-        by_rank: How many; without ranks that may make more.
-    """
-
-    batch: tuple[int, ...]
-    kind: int
-    by_rank: dict[int, int]
-
-    @property
-    def what(self) -> str:
-        """``"backward passes"``."""
-        if self.kind >= len(_MADE):
-            return f"steps of optimizer {self.kind - len(_MADE)}"
-        return _MADE[self.kind]
-
-
-def _other_counts(view: Timeline) -> _Counts | None:
-    """The first batch in which ranks have made different numbers of something, and of what first."""
-    steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
-    if len(steps) < 2 or not all(known.passes or known.under_way for known in steps.values()):
-        return None
-    since = max((known.passes or (known.under_way,))[0][:2] for known in steps.values())
-    changes = {run[:2] for known in steps.values() for run in known.passes} | {since}
-    changes |= {known.under_way[:2] for known in steps.values() if known.under_way}
-    for batch in sorted(change for change in changes if change >= since):
-        made = {rank: _made_in(known, batch) for rank, known in steps.items()}
-        for index in range(max(len(counts) for counts, _ in made.values())):
-            counts = {rank: _count(found, index) for rank, (found, _) in made.items()}
-            most = max(counts.values())
-            # Of a batch under way more may come.
-            fewer = [rank for rank, (_, is_over) in made.items() if is_over and counts[rank] < most]
-            if fewer:
-                told = {rank: count for rank, count in counts.items() if made[rank][1] or count == most}
-                return _Counts(batch, index, told)
-        if not all(is_over for _, is_over in made.values()):
-            return None
-    return None
-
-
-def _made_in(steps: StepFacts, batch: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """What a rank has made in a batch, and whether that is all of it."""
-    if batch > (steps.passes_epoch, steps.passes_batch):
-        return (steps.under_way[2:] if steps.under_way[:2] == batch else ()), False
-    return next((run[2:] for run in reversed(steps.passes) if run[:2] <= batch), ()), True
-
-
-def _count(made: tuple[int, ...], index: int) -> int:
-    return made[index] if index < len(made) else 0
-
-
-def _counts_finding(view: Timeline, found: _Counts) -> Finding:
-    by_count: dict[int, list[int]] = {}
-    for rank, count in found.by_rank.items():
-        by_count.setdefault(count, []).append(rank)
-    # The few; of as many, those that made fewer.
-    fewest = min(by_count, key=lambda count: (len(by_count[count]), count))
-    ranks = tuple(by_count[fewest])
-    made = ", ".join(f"{count} on {ranks_words(who)}" for count, who in sorted(by_count.items()))
-    at = f"batch {found.batch[1]} of epoch {found.batch[0]}"
+def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
+    ranks = found.ranks
     # Ranks need one another for what a step is made of, and not for the step.
-    are_exchanged = found.kind < len(_MADE)
     so = "so that since then the gradients of different passes have been reduced together"
-    if not are_exchanged:
+    if not found.are_exchanged:
         so = "so that their weights are not the same any more"
     text = (
-        f"Ranks have made different numbers of {found.what} in {at} ({made}), {so}; {ranks_words(ranks)} "
+        f"Ranks have made different numbers of {found.what} in {found.at} ({found.words}), {so}; {ranks_words(ranks)} "
         f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
-    places = view.facts[ranks[0]].steps.passes_at
+    ways = _ways_around(view, found)
+    places = ways or view.facts[ranks[0]].steps.passes_at
     return Finding(
         rule="skipped-step",
         severity=severity(view.job),
-        confidence=Confidence.LIKELY if are_exchanged else Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
         summary=text,
         ranks=ranks,
-        location=places[0] if len(places) == 1 else "",
+        location=places[0] if len(places) == 1 else found.left_out,
         evidence=(
-            Evidence(source="steps", text=f"{capitalised(found.what)} in {at}: {made}."),
+            Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
+            *_call_evidence(found.left_out, ways),
             *how_we_know(view, ranks),
         ),
-        remedy=_REMEDY_PASSES if are_exchanged else _REMEDY_STEPS,
+        remedy=_REMEDY_PASSES if found.are_exchanged else _REMEDY_STEPS,
     )
+
+
+def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
+    """What may have led around the call that was left out, by the source."""
+    known = (facts.steps.led_around.get(found.left_out, ()) for facts in view.facts.values())
+    return next(filter(None, known), ())
+
+
+def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
+    if left_out:
+        around = f"; what may have led around it: {', '.join(map(_line, ways))}" if ways else ""
+        yield Evidence(source="source code", text=f"The pass that was left out is called at {_line(left_out)}{around}.")
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -187,10 +137,17 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         confidence=confidence,
         summary=capitalised(text),
         ranks=ranks,
-        location=steps.returns_nothing[0] if steps.returns_nothing else location_of(exception_place(facts)),
+        location=_skipped_at(view, steps) or location_of(exception_place(facts)),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=_REMEDY,
     )
+
+
+def _skipped_at(view: Timeline, steps: StepFacts) -> str:
+    """Of several lines that return nothing, the only one that leads around what the others call."""
+    ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
+    leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
+    return leading[0] if len(leading) == 1 else next(iter(steps.returns_nothing), "")
 
 
 def _at(facts: RankFacts) -> str:

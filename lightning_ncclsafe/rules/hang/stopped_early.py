@@ -40,8 +40,8 @@ def stopped_early(job: JobFacts) -> Iterable[Finding]:
         The run hangs at a batch in the midst of an epoch; some ranks are in validation, save, or have finished.
 
     Cause:
-        trainer.should_stop set from a rank's own values; validation by each rank's own clock; a StopIteration that
-        leaves a hook; optimizer steps that are not counted alike.
+        trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock; a
+        StopIteration that leaves a hook; optimizer steps that are not counted alike.
 
     Remedy:
         Decide on all ranks together when to stop and when to validate.
@@ -61,12 +61,27 @@ def stopped_early(job: JobFacts) -> Iterable[Finding]:
     elif ends == {LoopEnd.SHOULD_STOP} and not any(told[rank].end in ends for rank in others):
         how = f"stopped training: trainer.should_stop is set there, and not on {ranks_words(others)}"
         yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
+    elif changes := _other_changes(told, early, others):
+        how = f"stopped training: {changes}"
+        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.SHOULD_STOP])
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
     elif ends == {LoopEnd.UNKNOWN} and all(_is_cut_short(told[rank]) for rank in early):
         how = "left its epoch early, though neither its data nor its steps have ended and nothing has told it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
+
+
+def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
+    """What has been changed on the ranks that have ended, and not on the others: ``"max_epochs is 2 there, was 6"``."""
+    first = told[early[0]]
+    if any(told[rank].changed != first.changed for rank in early):
+        return ""
+    changes = [name for name in first.changed if all(name not in told[rank].changed for rank in others)]
+    words = (
+        f"{name} is {first.changed[name]} there since it trains, and was {first.settings.get(name)}" for name in changes
+    )
+    return ", ".join(words)
 
 
 def _is_cut_short(trainer: TrainerFacts) -> bool:

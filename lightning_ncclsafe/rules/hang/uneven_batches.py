@@ -48,7 +48,8 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
-    how = "ended its training" if is_stopped else "run out of data"
+    is_known = all(_is_known(view, rank) for rank in short)
+    how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     text = (
         f"{ranks_words(short)} {verb(short, 'has', 'have')} {how} ({_ended(view, short[0])}) while "
         f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
@@ -57,13 +58,23 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     return Finding(
         rule="uneven-batches",
         severity=_severity(view, short),
-        confidence=Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY,
+        confidence=_confidence(lengths) if is_known else Confidence.POSSIBLE,
         summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         ranks=short,
         location=location(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
+
+
+def _confidence(lengths: dict[int, int]) -> Confidence:
+    return Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY
+
+
+def _is_known(view: Timeline, rank: int) -> bool:
+    """Whether anything is known of its batches."""
+    facts = view.facts[rank]
+    return facts.progress.batch_idx >= 0 or facts.trainer is not None or rank in _lengths(view)
 
 
 def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:

@@ -2,14 +2,26 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import Frame, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.divergences import in_trainer_again
 from lightning_ncclsafe.rules.positions import in_its_data
-from lightning_ncclsafe.rules.sentences import location, phase_evidence, stack_evidence, standing
-from lightning_ncclsafe.rules.timeline import timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.sentences import (
+    location,
+    others_wait,
+    phase_evidence,
+    place_words,
+    stack_evidence,
+    standing,
+)
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
+_REMEDY_CALL = (
+    "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
+    "once fit has returned, or let one rank alone do it with a Trainer of its own, of one device."
+)
 _REMEDY = (
     "If this work is meant, nothing: the others leave, and it goes on. If it never ends, the job does not either: look "
     "at that line; it writes, sends or waits for a thread or process at the end of the run, without the other ranks."
@@ -23,7 +35,8 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
         Training has ended, most processes are gone or idle, and the job does not end.
 
     Cause:
-        A hook at the end (on_fit_end, teardown), a logger or a checkpoint that one rank alone writes or waits for.
+        A hook at the end (on_fit_end, teardown), a logger or a checkpoint that one rank alone writes or waits for; a
+        call of the Trainer in such a hook, which begins with collectives that nobody joins.
 
     Remedy:
         Nothing if that work is meant; else look at the line.
@@ -32,6 +45,9 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
         Whether the work will end; what a rank does after the Trainer's function.
     """
     view = timeline(job)
+    if again := in_trainer_again(view):
+        yield _another_call(view, again)
+        return
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
     ranks = view.working(view.facts)
     # One that still has data to go through will wait for those that have left: that is another matter.
@@ -52,4 +68,29 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
             Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
         ),
         remedy=_REMEDY,
+    )
+
+
+def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
+    ranks = tuple(sorted(calls))
+    finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
+    waits = others_wait(view, ())
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer again from within its own call, "
+        f"{place_words(calls[ranks[0]])}, and {ranks_words(finished)} {verb(finished, 'has', 'have')} not: "
+        f"{verb(finished, 'it has', 'they have')} finished and {verb(finished, 'leaves', 'leave')}"
+    )
+    return Finding(
+        rule="unfinished-rank",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=capitalised(f"{text}. {capitalised(waits)}." if waits else f"{text}."),
+        ranks=ranks,
+        location=location_of(calls[ranks[0]]),
+        evidence=(
+            *stack_evidence(view, ranks),
+            *phase_evidence(view, ranks),
+            Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
+        ),
+        remedy=_REMEDY_CALL,
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.divergences import alone_in_trainer, calls_location, culprits, sent_words, units_of
+from lightning_ncclsafe.rules.passes import other_counts
 from lightning_ncclsafe.rules.positions import ended_first
 from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
 from lightning_ncclsafe.rules.sharded import gathering_alone
@@ -68,13 +69,16 @@ def _left_out(view: Timeline) -> tuple[int, ...]:
     past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view.facts[rank], awaited)]
     if not past:
         return ()
+    known = other_counts(view.job)
+    if known is not None and known.kind == 0:
+        return ()
     begun = max(view.facts[rank].steps.with_backward for rank in awaited)
     everywhere = _unused_by_peers(view)
     steps = ((rank, view.facts[rank].steps) for rank in past)
     return tuple(
         rank
-        for rank, known in steps
-        if 0 < begun <= known.with_backward or not everywhere.issuperset(known.without_gradient)
+        for rank, made in steps
+        if 0 < begun <= made.with_backward or not everywhere.issuperset(made.without_gradient)
     )
 
 
@@ -117,15 +121,17 @@ def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     names = _lacks(view, ranks[0])
     which = _which(names, facts) if names else "some parameters"
+    frozen = _which(facts.steps.frozen, facts) if facts.steps.frozen else ""
+    since = f" (frozen since training began: {frozen})" if frozen else ""
     text = (
         f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so that "
-        f"DDP could not reduce them and has raised{while_others_wait(view, ranks)}."
+        f"DDP could not reduce them and has raised{since}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.CERTAIN, _REMEDY_DDP, Severity.ERROR)
 
 
 def _which(names: tuple[str, ...], facts: RankFacts) -> str:
-    count = facts.steps.without_gradient_count
+    count = max(facts.steps.without_gradient_count, len(names))
     listed = ", ".join(names[:_NAMES])
     return f"{count} parameters ({listed}, …)" if count > _NAMES else listed
 
@@ -133,6 +139,8 @@ def _which(names: tuple[str, ...], facts: RankFacts) -> str:
 def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts, names = view.facts[ranks[0]], _lacks(view, ranks[0])
     which = _which(names, facts) if names else "a part of the model"
+    if facts.steps.without_graph:
+        which = "any of it, as its loss was computed from nothing that has parameters"
     text = (
         f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left the backward pass in which "
         f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
@@ -162,17 +170,23 @@ def _finding(
     how_bad: Severity,
     split: Divergence | None = None,
 ) -> Finding:
-    unused = view.facts[ranks[0]].steps.unused_at
     return Finding(
         rule="unused-parameters",
         severity=how_bad,
         confidence=confidence,
         summary=capitalised(text),
         ranks=ranks,
-        location=unused or (calls_location(view, ranks) if split is not None else ""),
+        location=_location(view, ranks[0]) or (calls_location(view, ranks) if split is not None else ""),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=remedy,
     )
+
+
+def _location(view: Timeline, rank: int) -> str:
+    """The line that has left the part out, where only one may have; else the one that uses it, if that is known."""
+    steps = view.facts[rank].steps
+    lines = steps.frozen_at if steps.frozen else steps.leaves_at
+    return lines[0] if len(lines) == 1 else "" if steps.frozen else steps.unused_at
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
@@ -187,4 +201,8 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
             text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."
             yield Evidence(source="parameters", rank=rank, text=text)
         if facts.steps.unused_at:
-            yield Evidence(source="source code", rank=rank, text=f"The part is used at {facts.steps.unused_at}.")
+            text = f"The part is used, or left out, at {facts.steps.unused_at}."
+            yield Evidence(source="source code", rank=rank, text=text)
+        for lines, what in ((facts.steps.frozen_at, "freezes"), (facts.steps.leaves_at, "makes a loss of nothing")):
+            for line in lines:
+                yield Evidence(source="source code", rank=rank, text=f"May be what {what}: {line}.")
