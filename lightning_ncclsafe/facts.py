@@ -523,7 +523,8 @@ class JobFacts:
         incident: Why the ranks were asked.
         world_size: Number of ranks in the job.
         ranks: The ranks that answered, in ascending order of rank.
-        witnessed: What other processes on its host say of a silent rank, at most one entry per rank.
+        witnessed: What other processes on its host say of a silent rank, at most one entry per rank; also of one that
+            kept Python's lock when it was looked at, and has answered since.
         missing: What could not be shared or gathered, one sentence each.
         silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
         tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.

@@ -118,6 +118,7 @@ LOADER = LoaderFacts(
     ),
     shards=16,
     fingerprints={"indices": "0011223344556677"},
+    all_alike=True,
     problems=("len(dataset) raised ValueError.",),
     read=7,
     ended=True,
