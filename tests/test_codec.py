@@ -212,6 +212,7 @@ PREFLIGHT = PreflightFacts(
 RANK = RankFacts(
     rank=3,
     local_rank=1,
+    local_world_size=2,
     host="node-1",
     pid=4711,
     taken_ns=1_790_000_000_123_456_789,
