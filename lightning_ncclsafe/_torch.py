@@ -936,7 +936,8 @@ def ddp_buckets(module: Any) -> list[list[SentTogether]]:
 
 def sends_buffers(module: Any) -> bool:
     """Whether each forward pass, also one that evaluates, begins with a broadcast of the module's buffers."""
-    return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())
+    ddp: Any = module
+    return isinstance(module, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())
 
 
 def _buckets(module: Any, names: dict[int, str], parameters: list[Any], caps: list[int]) -> list[SentTogether]:
