@@ -937,6 +937,12 @@ def ddp_buckets(module: Any) -> list[list[SentTogether]]:
     return [_buckets(module, names, backwards, limits) for limits in (caps, unlimited)]
 
 
+def sends_buffers(module: Any) -> bool:
+    """Whether each forward pass, also one that evaluates, begins with a broadcast of the module's buffers."""
+    ddp: Any = module
+    return isinstance(module, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())
+
+
 def _buckets(module: Any, names: dict[int, str], parameters: list[Any], caps: list[int]) -> list[SentTogether]:
     indices, _ = _c10d._compute_bucket_assignment_by_size(parameters, caps)
     buckets = [[parameters[index] for index in bucket] for bucket in indices]

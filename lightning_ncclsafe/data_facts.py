@@ -63,6 +63,8 @@ class LoaderFacts:
             data, as each host or rank may keep its copy elsewhere. That two ranks read the same is told from
             ``"indices"``, ``"batches"``, ``"values"``, and from ``"paths"`` between ranks of one host; never from
             ``"files"``, ``"names"`` or ``"counts"``, which shards of different data may share.
+        all_alike: Whether its samples, all in memory, are all the same, made up to try a program: that ranks have the
+            same says nothing then.
         problems: What could not be found out, one sentence each.
         read: Batches that this rank had had when the data of some rank ended; None before that.
         ended: Whether it was this rank's data that ended.
@@ -84,6 +86,7 @@ class LoaderFacts:
     sampler: SamplerFacts | None = None
     shards: int | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
+    all_alike: bool = False
     problems: tuple[str, ...] = ()
     read: int | None = None
     ended: bool = False
@@ -118,7 +121,8 @@ class DataFacts:
         data_rank: Which share of the data this rank is to read, from 0: its rank among the data-parallel ranks.
         data_ranks: Number of data-parallel ranks.
         random: The global random number generators.
-        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them.
+        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them, or
+            DDP sends its buffers (those of a BatchNorm) before each.
         on_mismatch: What the user has set, see ``DatasetAgreement``.
         content: What the user has set.
         on_uneven: What the user has set.

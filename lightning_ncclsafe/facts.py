@@ -15,6 +15,9 @@ from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts
 from lightning_ncclsafe.step_facts import StepFacts
 from lightning_ncclsafe.trainer_facts import TrainerFacts
 
+ELSE = "else of "
+"""What a rank condition begins with where the line is in the branch for ranks for which it does not hold."""
+
 VOTE_GROUP = "ncclsafe votes"
 """Description of our own process group, on which ranks vote on whether all of them have a next batch, and wait."""
 VOTE_AHEAD_GROUP = "ncclsafe votes ahead"
@@ -68,7 +71,7 @@ class Frame:
         code: The source line, stripped; empty where the source cannot be read.
         user: Whether the file is the user's own code: neither the standard library, nor an installed package.
         rank_condition: The condition on the rank that encloses this line in the source, with its line number, e.g.
-            ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
+            ``"if trainer.is_global_zero:  (line 41)"``, ``"else of if rank == 0:  (line 12)"``; empty if there is none.
         mark: What code of this package says of itself, see :class:`~lightning_ncclsafe.marks.Mark`; empty for that of
             others, and where the frame was not taken by a probe.
         handler: What goes on after an exception that is raised within the ``try`` that encloses this line, with its
@@ -449,6 +452,7 @@ class RankFacts:
     Attributes:
         rank: Global rank.
         local_rank: Rank on its host.
+        local_world_size: Number of ranks that were to be started on its host; 0 where unknown.
         host: Host name.
         pid: Process id.
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
@@ -482,6 +486,7 @@ class RankFacts:
     rank: int
     progress: Progress
     local_rank: int = 0
+    local_world_size: int = 0
     host: str = ""
     pid: int = 0
     taken_ns: int = 0
@@ -563,7 +568,8 @@ class JobFacts:
         incident: Why the ranks were asked.
         world_size: Number of ranks in the job.
         ranks: The ranks that answered, in ascending order of rank.
-        witnessed: What other processes on its host say of a silent rank, at most one entry per rank.
+        witnessed: What other processes on its host say of a silent rank, at most one entry per rank; also of one that
+            kept Python's lock when it was looked at, and has answered since.
         missing: What could not be shared or gathered, one sentence each.
         silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
         tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.

@@ -265,7 +265,9 @@ class Gathering:
             incident=incident,
             world_size=self._world_size,
             ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
-            witnessed=tuple(self._witnessed[rank] for rank in sorted(self._witnessed) if rank not in self._answers),
+            witnessed=tuple(
+                seen for rank, seen in sorted(self._witnessed.items()) if rank not in self._answers or seen.gil_held
+            ),
             missing=(*missing, *filter(None, [self._exchange.lost])),
         )
 

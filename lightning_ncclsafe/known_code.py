@@ -203,9 +203,13 @@ SAVING = (
     _in(_PYTORCH, "plugins/io/*", but="*load*")
     | _in(_FABRIC, "plugins/io/*", but="*load*")
     | _in(_FABRIC, "utilities/cloud_io.py", functions="_atomic_save")
-    | _in(_PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save* _remove*")
+    | _in(_PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save* _remove* _link*")
     | _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
     | _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
+)
+# What comes before a save: whether there is to be one, and under which name.
+BEFORE_SAVING = _in(
+    _PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save_topk* _save_monitor* _save_none* _save_last*"
 )
 # Called on a logger from within a save, which is over by then; one of the user's own stands in any file.
 HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")

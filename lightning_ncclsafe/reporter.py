@@ -143,7 +143,11 @@ class Reporter:
             # Every rank reads them, and a store takes only so much; the report has them all.
             findings=diagnosis.findings[:_MOST_TOLD],
             ends_run=ends_run,
-            frozen=tuple(seen.rank for seen in job.witnessed if seen.gil_held or seen.state == "stopped"),
+            frozen=tuple(
+                seen.rank
+                for seen in job.witnessed
+                if seen.rank in job.silent and (seen.gil_held or seen.state == "stopped")
+            ),
             logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
             raised=tuple(facts.rank for facts in job.ranks if _raises(facts)),
             is_joint=is_joint,

@@ -246,6 +246,7 @@ class WatchedCall:
             probe=RankProbe(
                 rank=place.rank,
                 local_rank=place.local_rank,
+                local_world_size=place.local_world_size,
                 tracker=self.tracker,
                 trainer=self.trainer_probe,
                 loggers=live_facts,
@@ -526,6 +527,7 @@ def _identity(place: Place) -> RankFacts:
     return RankFacts(
         rank=place.rank,
         local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
         host=socket.gethostname(),
         pid=os.getpid(),
         progress=Progress(phase=Phase.INIT),

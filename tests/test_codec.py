@@ -120,6 +120,7 @@ LOADER = LoaderFacts(
     ),
     shards=16,
     fingerprints={"indices": "0011223344556677"},
+    all_alike=True,
     problems=("len(dataset) raised ValueError.",),
     read=7,
     ended=True,
@@ -213,6 +214,7 @@ PREFLIGHT = PreflightFacts(
 RANK = RankFacts(
     rank=3,
     local_rank=1,
+    local_world_size=2,
     host="node-1",
     pid=4711,
     taken_ns=1_790_000_000_123_456_789,

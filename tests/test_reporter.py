@@ -11,7 +11,7 @@ from incidents import job_of
 
 from lightning_ncclsafe import reporter as module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts import IncidentKind, ProcessFacts
 from lightning_ncclsafe.reporter import (
     IncidentNumbers,
     Reporter,
@@ -96,6 +96,14 @@ def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporte
     assert last.folder == first.folder
     report = (Path(last.folder) / "report.txt").read_text()
     assert first.findings[0].remedy.split(maxsplit=6)[0] in report and "What to do:" in report
+
+
+def test_only_a_rank_that_has_not_answered_is_taken_for_frozen(reporter: Reporter) -> None:
+    """At the limit its process is killed from outside; who keeps Python's lock no more ends itself."""
+    seen = ProcessFacts(pid=1001, rank=1, state="sleeping", gil_held=True)
+    both = replace(job_of(2), witnessed=(seen,))
+    assert reporter.report(both).frozen == ()
+    assert reporter.report(replace(both, ranks=both.ranks[:1])).frozen == (1,)
 
 
 def test_what_could_not_be_written_is_printed_again_in_full(reporter: Reporter, said: list[str]) -> None:

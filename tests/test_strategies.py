@@ -18,6 +18,8 @@ from typing import Any, cast
 import jsonargparse
 import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import (
@@ -28,6 +30,7 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ncclsafe import (
     CollectiveTimeoutError,
@@ -409,6 +412,24 @@ def test_a_split_model_is_presented_as_one_that_needs_all_ranks_for_each_batch(
     facts = Stage(name="predict_dataloader", expected=0).facts(object(), strategy(), AgreementSettings())
     assert facts.forward_communicates is communicates
     assert (facts.data_rank, facts.data_ranks) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "communicates"), [(torch.nn.BatchNorm1d(3), True), (torch.nn.Linear(3, 1), False)], ids=["buffers", ""]
+)
+def test_a_model_whose_buffers_ddp_sends_is_presented_as_such(
+    module: torch.nn.Module, communicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each forward pass, also one that evaluates: ranks have to evaluate the same number of batches."""
+    monkeypatch.setattr(SafeDDP, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+    strategy = SafeDDP()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        strategy.model = DistributedDataParallel(module)
+        facts = Stage(name="val_dataloader", expected=0).facts(object(), strategy, AgreementSettings())
+    finally:
+        dist.destroy_process_group()
+    assert facts.forward_communicates is communicates
 
 
 def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_size(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.probes.loaders import loader_facts
 from lightning_ncclsafe.probes.random_state import random_states
@@ -53,7 +54,8 @@ class Stage:
             data_rank=int(share.get("rank", strategy.global_rank)),
             data_ranks=int(share.get("num_replicas", strategy.world_size)),
             random=random_states(),
-            forward_communicates=getattr(strategy, "forward_communicates", False),
+            forward_communicates=getattr(strategy, "forward_communicates", False)
+            or _torch.sends_buffers(getattr(strategy, "model", None)),
             on_mismatch=settings.on_mismatch,
             content=settings.content,
             on_uneven=settings.on_uneven,

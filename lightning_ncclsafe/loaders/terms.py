@@ -48,8 +48,8 @@ def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:
     presented = list(ranks)
     if not presented or len({len(data.loaders) for data in presented}) != 1:
         return ()
-    # Ranks predict each for itself, and may end when they like.
-    if goes_alone(presented[0]) or _ends_together(presented):
+    # Ranks predict, and mostly evaluate, each for itself, and may end when they like.
+    if all(map(goes_alone, presented)) or _ends_together(presented):
         return tuple(LoaderTerms() for _ in presented[0].loaders)
     on_uneven = presented[0].on_uneven
     return tuple(_terms(loaders, on_uneven) for loaders in zip(*(data.loaders for data in presented), strict=True))

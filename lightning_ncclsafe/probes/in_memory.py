@@ -11,6 +11,8 @@ from lightning_ncclsafe.probes.reading import stored
 from lightning_ncclsafe.probes.sampling import digest, positions
 
 _TABLE_ROWS = 16
+# So many that are alike are no coincidence.
+_COMPARED_ROWS = 64
 
 
 def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
@@ -27,6 +29,20 @@ def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
         kind, found = _digest(dataset, limits)
         hashes[kind] += [found] if found else []
     return {kind: digest(*parts) for kind, parts in hashes.items() if parts}
+
+
+def all_alike(datasets: list[Any]) -> bool:
+    """Whether the rows of those datasets whose values lie open are all the same, in each of them.
+
+    Args:
+        datasets: A dataset and those below it.
+    """
+    known = [dataset for dataset in datasets if _is_known(dataset)]
+    rows = [rows for dataset in known for rows in _tensors(dataset) or (dataset,)]
+    try:
+        return bool(rows) and all(map(_is_uniform, rows))
+    except UnknownValueError:
+        return False
 
 
 def _is_known(dataset: Any) -> bool:
@@ -52,6 +68,17 @@ def _is_counter(dataset: Any) -> bool:
     """Whether a dataset is a list of numbers that may count steps; of two lists one tells something of the other."""
     rows = _tensors(dataset) or (dataset,)
     return len(rows) == 1 and is_counter(rows[0], dimensions=1)
+
+
+def _is_uniform(rows: Any) -> bool:
+    if _is_table(rows) or (is_array(rows) and not len(rows.shape)) or len(rows) < 2:
+        return False
+    digests = set()
+    for position in positions(len(rows), _COMPARED_ROWS):
+        hashed = ValueDigest(SAMPLE)
+        hashed.value(rows[position])
+        digests.add(hashed.hexdigest())
+    return len(digests) == 1
 
 
 def _is_table(dataset: Any) -> bool:

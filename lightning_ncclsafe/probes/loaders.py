@@ -5,6 +5,7 @@ from typing import Any
 from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.dataset_chain import chain, chain_names, hugging_face, is_iterable
 from lightning_ncclsafe.probes.fingerprints import file_names, fingerprints, is_listed
+from lightning_ncclsafe.probes.in_memory import all_alike
 from lightning_ncclsafe.probes.reading import Reader, class_name, whole_number
 from lightning_ncclsafe.probes.samplers import Samplers, iterates_plainly, sampler_facts, samplers_of, split_facts
 
@@ -56,6 +57,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         sampler=_sampler(dataset, iterable, samplers, reader),
         shards=_shards(datasets, reader),
         fingerprints=prints.found,
+        all_alike=content != "off" and bool(reader.attempt("Comparing samples", lambda: all_alike(datasets))),
         problems=tuple(dict.fromkeys((*reader.problems, *prints.problems)))[:_MOST_PROBLEMS],
     )
 

@@ -70,6 +70,7 @@ class RankProbe:
     Args:
         rank: Global rank.
         local_rank: Rank on this host.
+        local_world_size: Number of ranks that were to be started on this host; 0 where unknown.
         tracker: What Lightning is doing.
         trainer: Where the Trainer stands.
         loggers: Asks the loggers of this process that are off the training thread.
@@ -89,6 +90,7 @@ class RankProbe:
         *,
         rank: int,
         local_rank: int,
+        local_world_size: int = 0,
         tracker: PhaseTracker,
         trainer: TrainerProbe,
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
@@ -99,6 +101,7 @@ class RankProbe:
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
+        self._local_world_size = local_world_size
         self._tracker = tracker
         self._trainer = trainer
         self._loggers = loggers
@@ -164,6 +167,7 @@ class RankProbe:
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
+            local_world_size=self._local_world_size,
             host=self.card.host,
             pid=self.card.pid,
             taken_ns=time.time_ns(),

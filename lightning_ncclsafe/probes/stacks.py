@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 from lightning_ncclsafe.known_code import ALL_OF_TORCH, DISTRIBUTED, LOADING, TRAINER_RUN
 from lightning_ncclsafe.marks import mark_at
 
@@ -261,12 +261,13 @@ def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
     for index, statement in enumerate(block):
         if not isinstance(statement, ast.If) or not _RANK_WORDS.search(ast.unparse(statement.test)):
             continue
-        guarded = statement.body + statement.orelse
+        guarded = statement.body
         if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
             guarded = guarded + block[index + 1 :]
         text = f"{linecache.getline(file, statement.lineno).strip()}  (line {statement.lineno})"
-        for inner in guarded:
-            found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), text))
+        for told, lines in ((text, guarded), (ELSE + text, statement.orelse)):
+            for inner in lines:
+                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), told))
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:

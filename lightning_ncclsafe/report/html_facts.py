@@ -42,7 +42,7 @@ _FIELDS_OF = {
 }
 
 # Which process it is, and when it was asked.
-_IDENTITY = ("rank", "local_rank", "host", "pid", "taken_ns")
+_IDENTITY = ("rank", "local_rank", "local_world_size", "host", "pid", "taken_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,13 @@ def positions(view: Timeline) -> dict[int, Position]:
     return {rank: _position(facts) for rank, facts in sorted(view.facts.items())}
 
 
+def begins(progress: Progress) -> bool:
+    """Whether a rank has not come to the first batch yet; it may have fetched data, or made its loaders."""
+    if progress.phase is Phase.TRAIN:
+        return progress.batch_idx < 0 and progress.epoch == 0 and progress.global_step == 0
+    return progress.phase is Phase.INIT
+
+
 def in_its_data(view: Timeline, ranks: Iterable[int]) -> bool:
     """Whether one of these ranks stands in a batch that is not its last, or in its loader for the next one."""
     progresses = (view.facts[rank].progress for rank in ranks)

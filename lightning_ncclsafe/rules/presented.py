@@ -16,7 +16,9 @@ TRAIN = "train_dataloader"
 """The stage in which ranks train."""
 
 PREDICT = "predict_dataloader"
-"""The stage in which there is no collective per batch, unless the model itself is split among ranks."""
+"""The stage in which ranks predict."""
+
+_EVALUATION = ("val_dataloader", "test_dataloader")
 
 CONTENTS = {"paths", "values", "items"}
 """The kinds of fingerprints that are equal only where the data is; ``"paths"`` between ranks of one host."""
@@ -68,8 +70,20 @@ def differences(values: Mapping[int, X], questions: Questions[X]) -> Differences
 
 
 def goes_alone(data: DataFacts) -> bool:
-    """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches."""
-    return data.stage == PREDICT and not data.forward_communicates
+    """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches.
+
+    Lightning calls no collective per batch where it does not train. A step of the user's may, which nobody knows before
+    it hangs: only who has asked for a comparison, or for a policy, is not trusted to evaluate uneven data.
+    """
+    if data.forward_communicates:
+        return False
+    is_default = data.on_mismatch == "raise_on_hang" and data.on_uneven == "raise"
+    return data.stage == PREDICT or (data.stage in _EVALUATION and is_default and _all_have_some(data))
+
+
+def _all_have_some(data: DataFacts) -> bool:
+    """Whether all lengths are known; of one that is 0 Lightning has this rank alone raise an error."""
+    return all(loader.length for loader in data.loaders)
 
 
 class PresentedLoader:

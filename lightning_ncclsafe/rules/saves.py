@@ -1,6 +1,7 @@
 """Questions about saves of checkpoints that failed: in which stacks a save is, what may be wrong with the storage."""
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.known_code import BEFORE_SAVING
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.landmarks import landmark
 
@@ -18,8 +19,8 @@ _MESSAGE = 200
 
 
 def is_save(stack: tuple[Frame, ...]) -> bool:
-    """Whether a frame of Lightning's or torch's in this stack saves a checkpoint, or prepares that."""
-    marks = (landmark(frame) for frame in stack)
+    """Whether a frame of Lightning's or torch's in this stack saves a checkpoint; to decide about one is no save."""
+    marks = (landmark(frame) for frame in stack if not BEFORE_SAVING.has(frame.file, frame.function))
     return any(mark is not None and mark.kind == Kind.CHECKPOINT.name for mark in marks)
 
 

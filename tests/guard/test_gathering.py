@@ -196,6 +196,30 @@ def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: p
     assert [(seen.state, seen.ended_by, seen.said) for seen in jobs[0].witnessed] == [("gone", "SIGABRT", "too much")]
 
 
+@pytest.mark.parametrize("gil_held", [True, False])
+def test_a_process_that_kept_the_lock_when_it_was_looked_at_is_told_beside_its_answer(
+    gil_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal by which it is asked for its stack ends a call such as sleep(); then it can answer."""
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
+    shared, card = SharedMemory(), Card(rank=1, host="node-1", pid=2**22 + 1)
+    jobs: list[JobFacts] = []
+
+    def witness(_: Iterable[Card]) -> list[ProcessFacts]:
+        part_of(MemoryExchange(shared), 1, 2).publish(facts_of(1))
+        return [ProcessFacts(pid=card.pid, rank=1, state="sleeping", gil_held=gil_held)]
+
+    def report(job: JobFacts) -> Verdict:
+        jobs.append(job)
+        return told(job)
+
+    part = Gathering(MemoryExchange(shared), round_number=0, rank=0, world_size=2, peers=[card], witness=witness)
+    part.publish(facts_of(0))
+    part.hold(INCIDENT, report)
+    assert [facts.rank for facts in jobs[0].ranks] == [0, 1]
+    assert [seen.gil_held for seen in jobs[0].witnessed] == [True] * gil_held
+
+
 class BusyExchange(MemoryExchange):
     """Misses a third of its deadlines."""
 

@@ -1,5 +1,7 @@
 """What follows for a loader from what all ranks have presented."""
 
+from typing import Any
+
 import pytest
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
@@ -64,6 +66,21 @@ def test_ranks_among_which_the_model_is_split_predict_together() -> None:
         for count in (3, 5)
     ]
     assert terms_of(ranks) == (LoaderTerms(length=4, ends_at=3, lengths=(3, 5)), LoaderTerms(votes=True))
+
+
+@pytest.mark.parametrize("stage", ["val_dataloader", "test_dataloader"])
+def test_ranks_evaluate_each_for_itself_where_nobody_has_set_anything(stage: str) -> None:
+    def at_end(*loaders: LoaderFacts, **settings: Any) -> LoaderTerms:
+        return terms_of([DataFacts(stage=stage, loaders=(one,), **settings) for one in loaders])[0]
+
+    assert at_end(of(3), of(5), on_mismatch="raise_on_hang") == LoaderTerms()
+    stops = LoaderTerms(length=4, ends_at=3, lengths=(3, 5))
+    assert at_end(of(3), of(5), on_mismatch="raise_on_hang", forward_communicates=True) == stops
+    assert at_end(of(3), of(5)) == stops
+    assert at_end(of(5), of(0), on_mismatch="raise_on_hang").ends_at == 0, "Lightning raises there"
+    together = at_end(of(3), of(5), on_mismatch="raise_on_hang", on_uneven="stop_together")
+    assert together == LoaderTerms(length=3)
+    assert at_end(of(3), STREAM, on_mismatch="raise_on_hang").votes
 
 
 @pytest.mark.parametrize(

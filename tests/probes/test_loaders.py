@@ -298,6 +298,26 @@ def test_what_is_iterated_is_not_iterated_here(dataset: Any, length: int | None,
     assert (made.sampler, made.fingerprints, made.problems) == (None, {}, ())
 
 
+@pytest.mark.parametrize(
+    ("dataset", "all_alike"),
+    [
+        (TensorDataset(torch.ones(500, 8)), True),
+        (TensorDataset(torch.ones(500, 8), torch.zeros(500)), True),
+        (Subset(TensorDataset(torch.zeros(6, 8)), [1, 2]), True),
+        ([torch.zeros(2)] * 3, True),
+        (TensorDataset(torch.ones(500, 8), torch.arange(500)), False),
+        (TensorDataset(torch.arange(500.0)), False),
+        (TensorDataset(torch.zeros(1, 8)), False),
+        ([torch.zeros(2), torch.ones(2)], False),
+        ([object(), object()], False),
+    ],
+    ids=range(9),
+)
+def test_samples_that_are_all_the_same_are_made_up(dataset: Any, all_alike: bool) -> None:
+    assert facts_of(DataLoader(dataset)).all_alike is all_alike
+    assert not facts_of(DataLoader(dataset), content="off").all_alike
+
+
 def test_files_that_are_listed_are_shards() -> None:
     assert facts_of(DataLoader(Stream(urls=["a.tar", "b.tar"]))).shards == 2
     assert facts_of(DataLoader(ChainDataset([Stream(files=["a"]), Stream(paths=["b", "c"])]))).shards == 3

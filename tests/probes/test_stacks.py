@@ -54,7 +54,7 @@ def source(tmp_path: Path) -> str:
         (6, "if not is_master(args):  (line 4)"),
         (9, ""),
         (13, "if self.trainer.is_global_zero:  (line 10)"),
-        (15, "if self.trainer.is_global_zero:  (line 10)"),
+        (15, "else of if self.trainer.is_global_zero:  (line 10)"),
         (17, ""),
         (20, "if dist.get_rank() == 0 and self.fast:  (line 18)"),
         (22, "if dist.get_rank() == 0 and self.fast:  (line 18)"),

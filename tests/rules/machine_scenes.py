@@ -109,6 +109,12 @@ def native_code_waits_with_the_gil(net: Backend) -> JobFacts:
     return without_answer(net, seen)
 
 
+def native_code_that_has_let_go_since(net: Backend) -> JobFacts:
+    """The signal that asked for its stack has ended a sleep() in C; what it has answered then is of a later moment."""
+    seen = process(2, "sleeping", gil_held=True, stack=(user("gilsleep", 15),), ran_share=0.0, queued_share=0.0)
+    return job(*(net.waiting(rank, seq=61) for rank in range(4)), witnessed=(seen,))
+
+
 def collects_garbage(net: Backend) -> JobFacts:
     """Seen from outside: it cannot answer before the collection is over."""
     stack = (user("training_step", 40), COLLECTS)
@@ -308,6 +314,13 @@ MACHINE_SCENES = (
     Scene("stopped by a debugger", stopped_by_a_debugger, "stopped-process", (2,)),
     Scene("paused container", paused_container, "stopped-process", (2,)),
     Scene("waits with the GIL", native_code_waits_with_the_gil, "gil-held", (2,), f"{USER_FILE}:15 in gilsleep"),
+    Scene(
+        "kept the GIL until it was asked",
+        native_code_that_has_let_go_since,
+        "gil-held",
+        (2,),
+        f"{USER_FILE}:15 in gilsleep",
+    ),
     Scene("collects garbage", collects_garbage, "gc-pause", (2,), CALL),
     Scene("collected garbage", collected_garbage, "gc-pause", (2,), CALL),
     Scene("page fault on a dead mount", page_fault_on_a_dead_mount, "blocked-on-disk", (2,)),

@@ -95,10 +95,47 @@ def decorated_callback(net: Backend) -> JobFacts:
     return job(culprit, *(net.waiting(rank, seq=61) for rank in (1, 2, 3)))
 
 
+def in_hook_that_others_left(net: Backend, late: int, **options: object) -> JobFacts:
+    line = user("on_validation_epoch_end", 55)
+    given: dict[str, object] = {"action": EPOCH_END, "phase": Phase.VALIDATE, **options}
+    culprit = net.working(late, line, seq=60, **given)  # type: ignore[arg-type]
+    return job(*(culprit if rank == late else net.in_sigterm_broadcast(rank, seq=61, epoch=1) for rank in range(4)))
+
+
 def hook_that_others_left(net: Backend) -> JobFacts:
-    """One rank in a hook that the others have left; nothing says that it is on purpose."""
-    culprit = net.working(2, user("on_validation_epoch_end", 55), seq=60, action=EPOCH_END, phase=Phase.VALIDATE)
-    return job(*(culprit if rank == 2 else net.in_sigterm_broadcast(rank, seq=61, epoch=1) for rank in range(4)))
+    """Rank 0 in a hook that the others have left; nothing says that it is on purpose."""
+    return in_hook_that_others_left(net, 0)
+
+
+def hook_that_holds_a_rank(net: Backend) -> JobFacts:
+    """Another rank there: all ranks go through that hook, and nothing says that these have skipped what holds it."""
+    return in_hook_that_others_left(net, 2)
+
+
+def callback_of_a_batch_that_holds_a_rank(net: Backend) -> JobFacts:
+    """What is called after each batch is no work that one rank does for all."""
+    return in_hook_that_others_left(net, 0, action="[Callback]Bars.on_train_batch_end", phase=Phase.TRAIN)
+
+
+def loaders_that_one_rank_makes_for_long(net: Backend) -> JobFacts:
+    """All ranks make theirs; a lock holds this one before its first batch."""
+    line, options = user("train_dataloader", 21), {"phase": Phase.TRAIN, "batch": -1}
+    hook = "[LightningDataModule]Data.train_dataloader"
+    culprit = net.working(1, line, seq=9, action=hook, **options)  # type: ignore[arg-type]
+    at_start = replace(culprit.progress, global_step=0)
+    others = (net.in_barrier(rank, "train_dataloader()", seq=10, **options) for rank in (0, 2, 3))
+    return job(replace(culprit, progress=at_start), *others)
+
+
+def ranks_that_wait_for_a_file_of_rank_zero(net: Backend) -> JobFacts:
+    """All but rank 0 are in the other branch of the condition: what they wait for never comes."""
+    line = user("setup", 30, condition="else of if self.trainer.is_global_zero:  (line 27)")
+    options = {"phase": Phase.INIT, "batch": -1}
+    late = (
+        net.working(rank, line, seq=1, action="[LightningDataModule]Data.setup", **options)  # type: ignore[arg-type]
+        for rank in (1, 2, 3)
+    )
+    return job(net.in_barrier(0, "post_setup", seq=2, **options), *late)  # type: ignore[arg-type]
 
 
 def rank_zero_tokenises_in_setup(net: Backend) -> JobFacts:
@@ -444,8 +481,36 @@ SCENES = (
         "hook that others left",
         hook_that_others_left,
         "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:55 in on_validation_epoch_end",
+    ),
+    Scene(
+        "hook that holds a rank",
+        hook_that_holds_a_rank,
+        "rank-behind",
         (2,),
         f"{USER_FILE}:55 in on_validation_epoch_end",
+    ),
+    Scene(
+        "callback of a batch that holds a rank",
+        callback_of_a_batch_that_holds_a_rank,
+        "rank-behind",
+        (0,),
+        f"{USER_FILE}:55 in on_validation_epoch_end",
+    ),
+    Scene(
+        "loaders that one rank makes for long",
+        loaders_that_one_rank_makes_for_long,
+        "late-at-init",
+        (1,),
+        f"{USER_FILE}:21 in train_dataloader",
+    ),
+    Scene(
+        "ranks that wait for a file of rank 0",
+        ranks_that_wait_for_a_file_of_rank_zero,
+        "late-at-init",
+        (1, 2, 3),
+        f"{USER_FILE}:30 in setup",
     ),
     Scene(
         "rank 0 tokenises in setup",

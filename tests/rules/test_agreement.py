@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import cleandoc
+from typing import Any
 
 import pytest
 from presented_builders import (
@@ -644,7 +645,10 @@ def test_rules_explain_themselves(rule: object) -> None:
     assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
 
 
+UNEVEN_EVALUATION = with_data(uneven(presenting(3, own_loader, **VALIDATION), 0, count=5), on_mismatch="raise_on_hang")
 SILENT = {
+    "uneven shares to evaluate with, by the strategy alone": UNEVEN_EVALUATION,
+    "the same made-up data on every rank": with_loader(OWNED, fingerprints=SAME, all_alike=True),
     "uneven shares to predict with": uneven(presenting(3, split_loader, **PREDICTION), 0, count=5),
     "the same counters on every rank": with_loader(OWNED, fingerprints={"counts": "same"}),
     "files of the same names in folders of each rank": with_loader(
@@ -938,6 +942,31 @@ def test_uneven_data_that_ends_together_all_the_same_would_not_hang() -> None:
     findings = judge(job, AGREEMENT_RULES).findings
     assert findings[0].rule == "unequal-samples"
     assert not any(is_refused(finding, job) for finding in findings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"on_mismatch": "raise"},
+        {"on_mismatch": "warn"},
+        {"on_uneven": "stop_together"},
+        {"forward_communicates": True},
+        {"stage": "train_dataloader"},
+    ],
+    ids=str,
+)
+def test_uneven_evaluation_is_said_to_who_has_asked_and_where_ranks_need_one_another(changes: dict[str, Any]) -> None:
+    assert [finding.rule for finding in found(with_data(UNEVEN_EVALUATION, **changes))] == ["unequal-batches"]
+
+
+def test_a_rank_with_nothing_to_evaluate_is_said() -> None:
+    """Lightning raises there, and the others wait."""
+    nothing = uneven(UNEVEN_EVALUATION, 0, count=0)
+    assert [finding.rule for finding in found(nothing)] == ["unequal-batches"]
+
+
+def test_a_length_that_only_some_ranks_know_is_an_error_in_evaluation_too() -> None:
+    assert found(with_loader(UNEVEN_EVALUATION, 2, length=None, batches=None))[0].rule == "sized-and-unsized"
 
 
 def test_ranks_that_predict_each_for_itself_do_not_hang_on_uneven_data() -> None:

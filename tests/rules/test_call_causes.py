@@ -6,7 +6,20 @@ from dataclasses import replace
 import call_scenes as scenes
 import pytest
 import scenes as scenes_of_all
-from builders import ALL_REDUCE, BACKWARD, GLOO, NCCL, NEXT_DATA, RUN, TRAINING_STEP, Backend, job, raised, user
+from builders import (
+    ALL_REDUCE,
+    BACKWARD,
+    GLOO,
+    NCCL,
+    NEXT_DATA,
+    RUN,
+    SITE,
+    TRAINING_STEP,
+    Backend,
+    job,
+    raised,
+    user,
+)
 
 from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.findings import Confidence, Finding
@@ -160,6 +173,23 @@ def test_what_follows_is_not_told_beside_its_cause() -> None:
     assert set(found(scenes.save_failed(NCCL))) == {"exception-during-save"}
     assert set(found(scenes.branch_without_gradient(NCCL))) == {"unused-parameters"}
     assert set(found(scenes.save_failed_and_was_caught(NCCL))) == {"checkpoint-skipped-barrier"}
+
+
+@pytest.mark.parametrize(
+    ("deepest", "rule"),
+    [
+        ("_save_topk_checkpoint", "failed-rank"),
+        ("_save_checkpoint", "exception-during-save"),
+        ("_link_checkpoint", "exception-during-save"),
+        ("_remove_checkpoint", "exception-during-save"),
+    ],
+)
+def test_an_exception_before_there_is_anything_to_save_is_none_of_a_save(deepest: str, rule: str) -> None:
+    """ModelCheckpoint looks first whether what it monitors has been logged."""
+    file = f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py"
+    stack = (RUN, *(Frame(file=file, line=1, function=name) for name in ("on_validation_end", deepest)))
+    culprit = raised(GLOO.working(1, seq=60, batch=2), "MisconfigurationException", "could not find val_auc", *stack)
+    assert set(found(job(culprit, *(GLOO.waiting(n, seq=61) for n in (0, 2, 3))))) == {rule}
 
 
 def test_keys_that_all_have_logged_before_are_only_possible() -> None:

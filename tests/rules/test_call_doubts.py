@@ -319,8 +319,9 @@ def held_up(facts: RankFacts) -> dict[str, RankFacts]:
 @pytest.mark.parametrize("rule", ["host-starved", "gc-pause"])
 def test_a_machine_that_holds_a_rank_up_does_so_at_any_line(rule: str) -> None:
     """In a hook that all ranks have, and in our own callback."""
-    in_hook = held_up(GLOO.working(2, user("on_train_epoch_end", 50), seq=60, action=EPOCH_END))[rule]
-    assert found(machine_scenes.late(GLOO, in_hook)) == {rule: LIKELY, "rank-zero-only-work": POSSIBLE}
+    in_hook = held_up(GLOO.working(0, user("on_train_epoch_end", 50), seq=60, action=EPOCH_END))[rule]
+    others = (GLOO.waiting(rank, seq=61) for rank in (1, 2, 3))
+    assert found(job(in_hook, *others)) == {rule: LIKELY, "rank-zero-only-work": POSSIBLE}
     in_ours = held_up(GLOO.working(2, *OWN_WAIT, seq=60))[rule]
     assert found(machine_scenes.late(GLOO, in_ours)) == {rule: LIKELY, "own-code": LIKELY}
     assert found(scenes_of_all.rank_zero_evaluates(GLOO))["rank-zero-only-work"] is CERTAIN

@@ -7,9 +7,9 @@ from typing import Any
 import builders
 import pytest
 import scenes
-from builders import GLOO, NCCL, Backend
+from builders import GLOO, NCCL, RUN, Backend, user
 
-from lightning_ncclsafe.facts import HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
+from lightning_ncclsafe.facts import Frame, HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
 from lightning_ncclsafe.findings import Finding
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.memory import short_of_memory, swaps
@@ -150,6 +150,18 @@ def test_a_rank_that_has_ended_is_told_with_how_it_has(end: dict[str, Any], text
     told = f"{finding.summary}{finding.remedy}"
     assert ("out-of-memory" in told) == (end == {"ended_by": "SIGKILL"})
     assert ("segmentation" in told) == (end == {"ended_by": "SIGSEGV"})
+
+
+def test_a_fatal_signal_says_at_which_line() -> None:
+    words = {
+        "ended_by": "SIGSEGV",
+        "stack": (RUN, user("decode", 31), Frame(file="/usr/lib/x.py", line=1, function="f")),
+    }
+    finding = ended(words)
+    assert finding.location.endswith(":31 in decode")
+    assert "(a segmentation fault) at train.py:31 in decode, while" in finding.summary
+    assert ended(words, words | {"stack": (RUN, user("other", 7))}).location == "", "two lines"
+    assert ended({"ended_by": "SIGSEGV", "stack": (user("main", 3), RUN)}).location == "", "not the user's"
 
 
 def test_ranks_that_have_ended_differently_are_told_one_by_one() -> None:

@@ -263,6 +263,11 @@ def test_an_interface_is_not_blamed_for_a_rank_that_may_not_have_been_started() 
     )
 
 
+def test_on_one_host_any_interface_does_and_who_is_not_there_has_not_come() -> None:
+    ranks = (replace(in_init(rank, 2), local_world_size=2) for rank in range(1))
+    assert found(job(*ranks, world=2)) == {"late-at-init": POSSIBLE}
+
+
 def confidences(build: Callable[[Backend], JobFacts]) -> set[Confidence]:
     return {finding.confidence for net in (GLOO, NCCL) for finding in judge(build(net)).findings}
 

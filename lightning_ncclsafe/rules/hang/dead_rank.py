@@ -4,16 +4,17 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import JobFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.caught import past_aborted
 from lightning_ncclsafe.rules.divergences import alone_in_trainer, left_in_order
 from lightning_ncclsafe.rules.overruns import aborted, broken_off, overrun_of, signal_of
-from lightning_ncclsafe.rules.sentences import while_others_wait
+from lightning_ncclsafe.rules.sentences import place_words, while_others_wait
 from lightning_ncclsafe.rules.sharded import broken_off_alone
 from lightning_ncclsafe.rules.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.transport import has_given_up
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124
@@ -159,16 +160,26 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     # One that has ended in another way was not killed for its memory.
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer has struck on its host" if kills else ""
-    text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{killer}{while_others_wait(view, ranks)}."
+    frame = _place(view, ranks)
+    at = f" {place_words(frame)}" if frame else ""
+    text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
     return Finding(
         rule="dead-rank",
         severity=Severity.ERROR,
         confidence=confidence,
         summary=capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
         ranks=ranks,
+        location=location_of(frame),
         evidence=(*_evidence(view, ranks), *kills),
         remedy=_REMEDY_OOM if kills else _remedy(end) + (_REMEDY_GLOO if _may_be_gloos(view, ranks, end) else ""),
     )
+
+
+def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
+    """The line of the user's that they were in, as a fatal signal lets faulthandler say; None where it was not one."""
+    stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
+    frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
+    return frames.pop() if len(frames) == 1 else None
 
 
 def _remedy(end: _End) -> str:

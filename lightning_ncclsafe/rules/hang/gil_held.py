@@ -7,7 +7,7 @@ from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.activity import deepest_user_frame
 from lightning_ncclsafe.rules.sentences import place_words
 from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
 
 _REMEDY = (
     "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
@@ -50,6 +50,25 @@ def gil_held(job: JobFacts) -> Iterable[Finding]:
             # What sleeps, or gets few turns, may also be a guard that was late to answer on a host that is overloaded.
             confidence=Confidence.CERTAIN if _is_running(process) and _gets_a_core(process) else Confidence.LIKELY,
         )
+    # What it has answered since is of a moment at which nobody waited for it any more.
+    if not view.stragglers and not view.behind and not view.raised:
+        for process in job.witnessed:
+            if process.rank in view.facts and process.gil_held and deepest_user_frame(process.stack):
+                yield _let_go(view, process)
+
+
+def _let_go(view: Timeline, process: ProcessFacts) -> Finding:
+    """A signal asks for the stack: it ends sleep() and calls like it, and the native code comes back."""
+    words = f"back since a signal asked for its stack, and was {_words(process)}"
+    return silent_finding(
+        view,
+        process.rank,
+        process,
+        rule="gil-held",
+        words=words,
+        remedy=_REMEDY.format(pid=process.pid, line="this line, or another thread,"),
+        confidence=Confidence.LIKELY,
+    )
 
 
 def _is_running(process: ProcessFacts) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, Phase
+from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.memory import (
@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.memory import (
     used_up_words,
 )
 from lightning_ncclsafe.rules.not_joined import is_unborn, not_joined
+from lightning_ncclsafe.rules.positions import begins
 from lightning_ncclsafe.rules.sentences import (
     how_we_know,
     location,
@@ -57,7 +58,7 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
 
 
 def _is_late(view: Timeline, rank: int) -> bool:
-    return view.facts[rank].progress.phase is Phase.INIT and view.activities[rank].kind not in _OTHER_RULES
+    return begins(view.facts[rank].progress) and view.activities[rank].kind not in _OTHER_RULES
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, Phase
+from lightning_ncclsafe.facts import ELSE, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.divergences import call_evidence, condition_evidence, where_evidence
 from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
 from lightning_ncclsafe.rules.overruns import signal_of
+from lightning_ncclsafe.rules.positions import begins
 from lightning_ncclsafe.rules.sentences import (
     batch_words,
     how_we_know,
@@ -59,8 +60,9 @@ def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
         busy in evaluation, tokenising, a download or a plot. With FSDP it waits as well, for a part of the model.
 
     Cause:
-        Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook that takes long on
-        some ranks only.
+        Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook at the end of an
+        epoch or of validation that takes long on rank 0 only. In what all ranks go through, a rank is late-at-init
+        before the first batch, and rank-behind later.
 
     Remedy:
         Share the work among all ranks, shorten it, or move it out of the job. A model that is spread over the ranks
@@ -77,11 +79,19 @@ def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
     working = tuple(rank for rank in view.working(view.stragglers) if view.activities[rank].kind not in _OTHER_RULES)
     if not view.waiting or not working:
         return
-    conditioned = tuple(rank for rank in working if view.activities[rank].rank_condition)
-    alone = conditioned or tuple(rank for rank in working if _in_hook_of_its_own(view, rank))
+    conditioned = tuple(rank for rank in working if _is_of_few(view, rank))
+    # Without a condition, what Lightning calls on all ranks has kept this one: it is merely late, unless it is the one
+    # that mostly works for all.
+    alone = conditioned or tuple(rank for rank in working if rank == 0 and _in_hook_of_its_own(view, rank))
     # Work that most ranks do is not the work of a few: those that wait are then merely faster.
-    if alone and (conditioned or 2 * len(alone) <= len(view.facts)):
+    if alone and 2 * len(alone) <= len(view.facts):
         yield _finding(view, alone, Confidence.CERTAIN if conditioned else _confidence_without(view, alone))
+
+
+def _is_of_few(view: Timeline, rank: int) -> bool:
+    """Under a condition on the rank, and not in what is left to all ranks for which it does not hold."""
+    condition = view.activities[rank].rank_condition
+    return bool(condition) and not (condition.startswith(ELSE) and rank != 0)
 
 
 def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
@@ -91,8 +101,10 @@ def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
 
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
     """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late."""
-    doing, phase = view.activities[rank], view.facts[rank].progress.phase
-    if doing.kind is not Kind.USER or phase is Phase.INIT or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
+    doing = view.activities[rank]
+    if doing.kind is not Kind.USER or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
+        return False
+    if begins(view.facts[rank].progress) or "_batch_" in doing.hook:
         return False
     return all(view.activities[other].hook != doing.hook for other in view.waiting)
 

@@ -67,6 +67,9 @@ def _are_several(where: dict[int, str]) -> bool:
 
 
 def _unseen(view: Timeline) -> tuple[int, ...]:
+    """The ranks that may run on another host; none where all were to be started on one."""
+    if any(facts.local_world_size == view.job.world_size for facts in view.facts.values()):
+        return ()
     return tuple(rank for rank in view.silent if rank not in view.witnesses)
 
 
