@@ -111,7 +111,8 @@ class Collective:
         is_p2p: Whether it is a point-to-point operation, which has its own numbering; those that were started together
             have one number, and end together.
         stack: Where it was called, outermost frame first. Of a live rank the user's line below the Trainer, that under
-            a condition on the rank, and what has called ``torch.distributed``; of dumps and logs what they say.
+            a condition on the rank, and what has called ``torch.distributed``, with the newest call of each ``site``;
+            of dumps and logs what they say.
         site: What its whole stack below the Trainer comes to, in 12 hexadecimal digits: calls of several ranks that
             have the same were made at the same place. Empty where that is unknown.
     """

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from lightning_ncclsafe import _torch
@@ -97,12 +96,14 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
 
 
 def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """The same collectives with the source of where they were called, and with that which tells most.
+    """The same collectives with the source of where they were called, as far as that tells something, and each once.
 
     Reads source files, so it can be slow where they lie on storage that is.
     """
-    told = cache(telling_frames)
-    return tuple(replace(collective, stack=told(collective.stack)) for collective in collectives)
+    every = tuple(collectives)
+    newest = {collective.site: index for index, collective in enumerate(every)}
+    stacks = {index: telling_frames(every[index].stack) for index in newest.values()}
+    return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
 
 
 def _why_not_recorded(call: _torch.GroupCalls, recorded: Set[str]) -> NotRecorded:

@@ -102,9 +102,10 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
 def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
     """Whether others have sent as many bytes at once in a recent call from where a rank has ended: in the same call."""
     places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
-    recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.stack)
+    recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
     return any(
         size in _bytes_at_once(call, view.job.world_size)
+        and bool(call.stack)
         and all((frame.file, frame.function) in places for frame in call.stack)
         for call in recent
     )

@@ -3,11 +3,20 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, NotRecorded, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    Group,
+    IncidentKind,
+    JobFacts,
+    NotRecorded,
+    ProcessFacts,
+    RankFacts,
+)
 from lightning_ncclsafe.rules.activity import Activity, Kind, activity
 from lightning_ncclsafe.rules.transport import with_consequence
 from lightning_ncclsafe.rules.wording import numel
@@ -254,7 +263,7 @@ class Timeline:
             last = group.enqueued[rank] if self._is_counted else math.inf
             for entry in self.facts[rank].collectives:
                 if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
-                    calls[entry.seq][rank] = entry
+                    calls[entry.seq][rank] = self.with_stack(entry)
         return calls
 
     def sequences(self, name: str) -> dict[int, list[Collective]]:
@@ -265,6 +274,15 @@ class Timeline:
             for rank, call in calls.items():
                 found[rank].append(call)
         return dict(found)
+
+    def with_stack(self, call: Collective) -> Collective:
+        """A collective with where it was called: of several that were called there, one has it."""
+        return replace(call, stack=self._stacks.get(call.site, ())) if call.site and not call.stack else call
+
+    @cached_property
+    def _stacks(self) -> dict[str, tuple[Frame, ...]]:
+        calls = (call for facts in self.facts.values() for call in facts.collectives if call.site and call.stack)
+        return {call.site: call.stack for call in calls}
 
     def joined(self, group: GroupView) -> dict[int, Collective]:
         """What each member has called at the group's place, if all have called the same; else nothing."""

@@ -333,12 +333,14 @@ def test_collectives_are_given_where_they_were_called(monkeypatch: pytest.Monkey
     first, second, again, unknown = flight_recorder.with_source(flight_recorder.with_call_sites(calls))
     assert first.site == again.site != second.site
     # The user's line, that under a condition, and what has called torch: nothing beyond the Trainer.
-    assert [(frame.function, frame.line) for frame in first.stack] == [
+    assert [(frame.function, frame.line) for frame in again.stack] == [
         ("under_a_condition", LINE),
         ("compute", 7),
         ("sync", 5),
     ]
-    assert first.stack[0].rank_condition == f"if RANK == 0:  (line {LINE - 1})"
+    assert again.stack[0].rank_condition == f"if RANK == 0:  (line {LINE - 1})"
+    # Once is enough.
+    assert first.stack == ()
     assert (unknown.site, unknown.stack) == ("", ())
 
 
