@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -9,12 +10,14 @@ import pickle
 import queue
 import select
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -378,9 +381,51 @@ def recorder_entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
     for name in _RECORDERS:
         dump: Callable[[bool, bool, bool], bytes] | None = getattr(_c10d, name.removesuffix("_json"), None)
         if dump is not None:
-            with _captures_undisturbed():
+            with _captures_undisturbed(), _inductor_not_imported() if stacks else nullcontext():
                 data = dump(True, stacks, False)
             yield _load_plain(data).get("entries", [])
+
+
+class _Unimported(ModuleType):
+    """Stands for a module that is not to be imported for one function of its own; all else is the module's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _NothingGenerated:
+    """Stands for Inductor's cache of the code that it has generated: it has none, and of that there are no stacks."""
+
+    def stack_frames_for_code(self, path: str, lineno: int) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._inductor.codecache").PyCodeCache, name)
+
+
+@contextmanager
+def _inductor_not_imported() -> Iterator[None]:
+    """For reading stacks, for which torch asks Inductor what it has generated (torch 2.13: python_tracer.cpp).
+
+    To import it for that would take a second and 800 modules, and wait for ever where the main thread stands still
+    while it imports the same.
+    """
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if hasattr(codecache, "PyCodeCache") and getattr(vars(torch).get("_inductor"), "codecache", None) is codecache:
+        yield
+        return
+    stand_in, cache = _Unimported("torch._inductor"), _Unimported("torch._inductor.codecache")
+    stand_in.codecache, cache.PyCodeCache = cache, _NothingGenerated()  # type: ignore[attr-defined]
+    before = vars(torch).get("_inductor")
+    vars(torch)["_inductor"] = stand_in
+    try:
+        yield
+    finally:
+        # Unless it has been imported meanwhile.
+        if vars(torch)["_inductor"] is stand_in:
+            del vars(torch)["_inductor"]
+            if before is not None:
+                vars(torch)["_inductor"] = before
 
 
 def _load_plain(data: bytes) -> Any:

@@ -71,9 +71,10 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     # Flight Recorder
     "_distributed_c10d": lambda: importlib.import_module("torch._C._distributed_c10d"),
     "_dump_fr_trace_json": calls("_dump_fr_trace_json", False, False),
-    "_dump_fr_trace": calls("_dump_fr_trace", True, False, False),
+    "_dump_fr_trace": calls("_dump_fr_trace", True, True, False),
     "_dump_nccl_trace_json": calls("_dump_nccl_trace_json", False, False) if HAS_NCCL else no_check,
-    "_dump_nccl_trace": calls("_dump_nccl_trace", True, False, False) if HAS_NCCL else no_check,
+    "_dump_nccl_trace": calls("_dump_nccl_trace", True, True, False) if HAS_NCCL else no_check,
+    "_inductor": takes("torch._inductor.codecache", "PyCodeCache.stack_frames_for_code", "x.py", 1),
     "_enable_collectives_timing": has(lambda: dist.ProcessGroup, "_enable_collectives_timing"),
     "_get_sequence_number_for_group": has(lambda: dist.ProcessGroup, "_get_sequence_number_for_group"),
     # Groups

@@ -1,5 +1,6 @@
 """Each entry of the recorder comes into a window once, with its duration where there is one."""
 
+import importlib
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe import _torch
@@ -424,3 +426,41 @@ def test_of_groups_that_are_made_again_and_again_the_last_are_known(monkeypatch:
         assert group.name == f"group {number}"
     assert len(read.recording._groups) <= 6
     assert read(entry(100, group=("group 3", ""))).groups[0].name == "group 3"
+
+
+STACKS = """
+import sys, torch, torch.distributed as dist
+from lightning_ncclsafe import _torch
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def call():
+    dist.all_reduce(torch.ones(10))
+call()
+((entry,),) = [found for found in _torch.recorder_entries(stacks=True) if found]
+print([frame["name"] for frame in entry["frames"]][-2:], "torch._inductor" in sys.modules)
+import torch._inductor.codecache
+print(torch._inductor.codecache.PyCodeCache.__name__)
+((entry,),) = [found for found in _torch.recorder_entries(stacks=True) if found]
+print([frame["name"] for frame in entry["frames"]][-2:])
+dist.destroy_process_group()
+"""
+
+
+def test_stacks_are_read_without_the_import_of_inductor() -> None:
+    """Which would take a second, and may be what the main thread stands still in."""
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
+    done = subprocess.run([sys.executable, "-c", STACKS], capture_output=True, text=True, timeout=50, env=environment)
+    called = "['call', '<module>']"
+    assert done.stdout.splitlines()[-3:] == [f"{called} False", "PyCodeCache", called], done.stderr
+
+
+def test_what_stands_for_inductor_is_the_real_one_but_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = object()
+    monkeypatch.setitem(vars(torch), "_inductor", real)
+    with _torch._inductor_not_imported():
+        # Another thread may look there meanwhile.
+        assert torch._inductor.codecache.PyCodeCache.stack_frames_for_code("x.py", 1) is None
+    assert vars(torch)["_inductor"] is real
+    monkeypatch.delitem(vars(torch), "_inductor")
+    with _torch._inductor_not_imported():
+        assert torch._inductor.codecache.PyCodeCache.load
+    assert torch._inductor is importlib.import_module("torch._inductor")
