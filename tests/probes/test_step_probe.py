@@ -536,11 +536,11 @@ def test_noting_a_step_costs_next_to_nothing() -> None:
     """On the training's thread: a few hundred nanoseconds a batch are allowed."""
     of, record = begun()
     total = of.fit_loop.epoch_loop.batch_progress.total
-    began_ns = time.perf_counter_ns()
+    began_ns = time.thread_time_ns()
     for _ in range(10_000):
         total.ready += 1
         record.backward()
-    assert (time.perf_counter_ns() - began_ns) / 10_000 < 5_000
+    assert (time.thread_time_ns() - began_ns) / 10_000 < 5_000
     assert record.facts().with_backward == 10_000
 
 
