@@ -171,16 +171,22 @@ def left_in_order(process: ProcessFacts) -> bool:
 
 
 def in_trainer_again(view: Timeline) -> dict[int, Frame]:
-    """Ranks that have called the Trainer from within a call of it, and where; empty unless all others have finished."""
-    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts.stack))}
+    """Ranks that have called their Trainer from one of its hooks, and where; empty unless all others have finished.
+
+    A Trainer that a hook has made for itself knows of no hook around it, and those others not of that Trainer.
+    """
+    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts))}
     others = (doing for rank, doing in view.activities.items() if rank not in again)
     is_alone = len(again) < len(view.facts) and all(doing.kind is Kind.FINISHED for doing in others)
     return again if is_alone else {}
 
 
-def _calls_trainer_again(stack: tuple[Frame, ...]) -> Frame | None:
-    runs = [index for index, frame in enumerate(stack) if starts_trainer(frame)]
-    return deepest_user_frame(stack[runs[0] : runs[-1]]) if len(runs) > 1 else None
+def _calls_trainer_again(facts: RankFacts) -> Frame | None:
+    runs = [index for index, frame in enumerate(facts.stack) if starts_trainer(frame)]
+    between = facts.stack[runs[0] : runs[-1]] if runs else ()
+    hooks = {action.name.rpartition(".")[2] for action in facts.progress.actions}
+    is_its_own = any(frame.user and frame.function in hooks for frame in between)
+    return deepest_user_frame(between) if is_its_own else None
 
 
 def _around_trainer(facts: RankFacts) -> str:
