@@ -1,6 +1,7 @@
 """What each batch has made, saves that failed and what is logged on all ranks; Lightning is not imported.
 
-On the training's thread one number is looked at in each batch; everything else is read when ranks are asked.
+On the training's thread a number and the first nodes of the loss's graph are looked at in each batch, and with manual
+optimization the line that calls for the pass: some microseconds; everything else is read when ranks are asked.
 """
 
 import itertools

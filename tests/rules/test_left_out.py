@@ -101,6 +101,12 @@ def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batche
     assert {"unused-parameters", "uneven-batches"}.isdisjoint(rules(found))
 
 
+def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
+    found = rules(stepping(batches((1,), (1,)), batches((1,), (2, 1))))
+    assert "skipped-step" not in found
+    assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
+
+
 def test_an_optimizer_that_asks_for_the_loss_as_often_as_it_likes_is_nobodys_fault() -> None:
     finding = first(stepping(batches((15,)), batches((16,))))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
