@@ -375,7 +375,7 @@ class Ending(Net):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.how == "stop" and batch_idx == 1:
-            self.trainer.should_stop = True  # stop
+            self.trainer.should_stop |= True  # stop
         if self.how == "told later" and batch_idx == 1:
             self.tell()
         if self.how == "next" and batch_idx == 1:
@@ -394,7 +394,11 @@ class Last(Net):
     """Makes the present epoch its last one."""
 
     def on_train_epoch_end(self) -> None:
-        self.trainer.fit_loop.max_epochs = self.current_epoch + 1  # last epoch
+        make_last(self.trainer)
+
+
+def make_last(trainer: L.Trainer) -> None:
+    trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # last epoch
 
 
 def lines_of(*marks: str) -> list[int]:
@@ -442,7 +446,7 @@ def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and trainer.current_epoch == 1
     assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
-    assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in on_train_epoch_end",)
+    assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
 
 
 def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:

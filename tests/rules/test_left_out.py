@@ -163,6 +163,16 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
 
 
+def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:
+    ended = trained(GLOO.finished(1, seq=60, batch=2), LoopEnd.SHOULD_STOP)
+    others = [trained(GLOO.waiting(n, seq=61, batch=3)) for n in (0, 2, 3)]
+    assert first(job(others[0], ended, *others[1:])).location == RETURN
+    assert ended.trainer is not None
+    watched = replace(ended, trainer=replace(ended.trainer, callbacks=("EarlyStopping",)))
+    finding = first(job(others[0], watched, *others[1:]))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), "")
+
+
 FIT_END = "[Callback]Best.on_fit_end"
 
 
