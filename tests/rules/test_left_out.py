@@ -176,9 +176,9 @@ def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> N
 FIT_END = "[Callback]Best.on_fit_end"
 
 
-def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END) -> RankFacts:
+def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END, phase: Phase = Phase.TEST) -> RankFacts:
     stack = (user("on_fit_end", 54), RUN, BARRIER) if inner else (user("on_fit_end", 54), BARRIER)
-    return GLOO.rank(rank, *stack, seq=61, outstanding=1, phase=Phase.TEST, batch=-1, epoch=1, world=2, action=hook)
+    return GLOO.rank(rank, *stack, seq=61, outstanding=1, phase=phase, batch=-1, epoch=1, world=2, action=hook)
 
 
 def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out() -> None:
@@ -190,7 +190,7 @@ def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out(
     assert {"uneven-batches", "diverged-collectives"}.isdisjoint(rules(found))
     both = job(_tests_again(0), _tests_again(1), world=2)
     assert "unfinished-rank" not in rules(both)
-    for other in (_tests_again(0, inner=False), _tests_again(0, hook="")):
+    for other in (_tests_again(0, inner=False), _tests_again(0, hook=""), _tests_again(0, phase=Phase.TRAIN)):
         assert "unfinished-rank" not in rules(job(other, ended, world=2))
 
 
