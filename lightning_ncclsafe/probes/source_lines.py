@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning_ncclsafe.probes.stacks import is_user_code, rank_condition
 
@@ -85,8 +85,7 @@ class HookSource:
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
         """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""
         names = {*attributes}
-        assigned = (node for body in self._body for node in ast.walk(body) if isinstance(node, ast.Assign))
-        lines = [node.lineno for node in assigned if any(_is_attribute(target, names) for target in node.targets)]
+        lines = [node.lineno for body in self._body for node in ast.walk(body) if _sets(node, names)]
         return tuple(map(self._place, sorted(lines)))
 
     def may_end_iteration(self) -> tuple[str, ...]:
@@ -117,6 +116,13 @@ def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
         functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
         if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
             yield from functions
+
+
+def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
+    """The same of all functions in a file, whosever they are."""
+    names = {*attributes}
+    found = ((node, function) for function in _functions(file) for node in _inside(function.body))
+    return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))
 
 
 def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
@@ -161,6 +167,12 @@ def _is_log(function: ast.expr) -> bool:
 
 def _is_attribute(target: ast.expr, names: set[str]) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in names
+
+
+def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt]:
+    if isinstance(node, ast.Assign):
+        return any(_is_attribute(target, names) for target in node.targets)
+    return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)
 
 
 def _is_constant(node: ast.expr | None, value: bool) -> bool:

@@ -9,7 +9,7 @@ from lightning_ncclsafe.data_facts import LoaderFacts
 from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
 from lightning_ncclsafe.moments import FIRST_BATCH, Moment, make_moment
 from lightning_ncclsafe.probes.host import filesystem_of
-from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
+from lightning_ncclsafe.probes.source_lines import HookSource, lines_that_set, own_functions
 from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 # Values of Lightning's RunningStage.
@@ -237,15 +237,20 @@ def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
 
 
 def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterator[str]:
-    """Lines of the user's own module and callbacks that may have made the training loop end so."""
-    for kind in dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks))):
-        for source in map(HookSource, own_functions(kind)):
-            if end is LoopEnd.SHOULD_STOP:
-                yield from source.sets(["should_stop"])
-            elif changed:
-                yield from source.sets(changed)
-            elif end is LoopEnd.UNKNOWN:
-                yield from source.may_end_iteration()
+    """Lines of the user's own module and callbacks that may have made the training loop end so.
+
+    What they set may also be set by something else in their files.
+    """
+    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
+    sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
+    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else [*changed]
+    if attributes:
+        found = [line for source in sources for line in source.sets(attributes)]
+        files = dict.fromkeys(source.file for source in sources if source.file)
+        yield from found or (line for file in files for line in lines_that_set(attributes, file))
+    elif end is LoopEnd.UNKNOWN:
+        for source in sources:
+            yield from source.may_end_iteration()
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

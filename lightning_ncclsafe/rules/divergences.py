@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, ProcessFacts, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, ProcessFacts, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Evidence
 from lightning_ncclsafe.known_code import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, condition_around, deepest_user_frame, trainer_start
@@ -193,16 +193,24 @@ def left_in_order(process: ProcessFacts) -> bool:
 
 
 def in_trainer_again(view: Timeline) -> dict[int, Frame]:
-    """Ranks that have called the Trainer from within a call of it, and where; empty unless all others have finished."""
-    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts.stack))}
+    """Ranks that have called their Trainer from one of its hooks, and where; empty unless all others have finished.
+
+    A Trainer of its own that a hook has made is another one, of which those others know nothing.
+    """
+    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts))}
     others = (doing for rank, doing in view.activities.items() if rank not in again)
     is_alone = len(again) < len(view.facts) and all(doing.kind is Kind.FINISHED for doing in others)
     return again if is_alone else {}
 
 
-def _calls_trainer_again(stack: tuple[Frame, ...]) -> Frame | None:
-    runs = [index for index, frame in enumerate(stack) if starts_trainer(frame)]
-    return deepest_user_frame(stack[runs[0] : runs[-1]]) if len(runs) > 1 else None
+def _calls_trainer_again(facts: RankFacts) -> Frame | None:
+    runs = [index for index, frame in enumerate(facts.stack) if starts_trainer(frame)]
+    between = facts.stack[runs[0] : runs[-1]] if runs else ()
+    hooks = {action.name.rpartition(".")[2] for action in facts.progress.actions}
+    # What its Trainer does now is not what that hook belongs to.
+    is_asked_again = facts.progress.phase in (Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
+    is_in_hook = any(frame.user and frame.function in hooks for frame in between)
+    return deepest_user_frame(between) if is_asked_again and is_in_hook else None
 
 
 def _around_trainer(facts: RankFacts) -> str:

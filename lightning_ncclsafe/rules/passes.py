@@ -149,7 +149,10 @@ def _told(made: dict[int, Made], kind: int) -> dict[int, Made]:
     final = {rank for rank, one in made.items() if one.is_over or (kind == 0 and _has_stepped(one, begun))}
     if not any(made[rank].of(kind) < most for rank in final):
         return {}
-    return {rank: one for rank, one in made.items() if rank in final or one.of(kind) == most}
+    told = {rank: one for rank, one in made.items() if rank in final or one.of(kind) == most}
+    # Ranks do not need one another for a pass more of which they exchange nothing.
+    is_alone = kind < len(_MADE) and len({one.of(0) - one.of(1) for one in told.values()}) == 1
+    return {} if is_alone else told
 
 
 def _has_stepped(one: Made, begun: list[Made]) -> bool:

@@ -188,7 +188,8 @@ def test_where_passes_by_hand_were_called_is_told_with_what_may_lead_around_them
     of, record = begun(module)
     for batch, turns in enumerate((1, 1, 0, 2)):
         begin(of, batch=batch)
-        module.training_step(record, turns)
+        if record is not None:  # what stands around training_step is Lightning's
+            module.training_step(record, turns)
     facts = record.facts()
     first, second = place("first turn"), place("second turn", "turn")
     assert facts.passes == ((0, 0, 2), (0, 2, 1)) and facts.under_way == (0, 3, 3)
@@ -278,13 +279,26 @@ class Block:
         return x
 
 
+class Dropping:
+    def forward(self, x: Any) -> Any:
+        if not x:
+            return x  # <- own part left out
+        return self.inner(x)  # type: ignore[attr-defined]
+
+
 class Deep(Module):
     def __init__(self, **parameters: Parameter) -> None:
         super().__init__(**parameters)
-        self.block = Block()
+        self.block, self.drops = Block(), Dropping()
+
+    def always(self, x: Any) -> Any:
+        return self.drops(x)  # type: ignore[operator]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.last(self.always(batch))  # type: ignore[attr-defined]  # <- last
 
     def forward(self, x: Any) -> Any:
-        return self.helper(self.block(x))  # type: ignore[operator]  # <- whole block
+        return self.helper(self.block(x))  # type: ignore[operator]
 
     def helper(self, x: Any) -> Any:
         if x is None:
@@ -296,13 +310,16 @@ class Deep(Module):
     ("missing", "line"),
     [
         (["block.parts.1.weight"], place("part left out", "forward")),
-        (["block.parts.0.weight", "block.parts.1.weight"], place("whole block", "forward")),
+        (["block.parts.0.weight", "block.parts.1.weight"], place("part left out", "forward")),
+        (["last.weight"], place("last", "training_step")),
         (["head.weight"], place("head left out", "helper")),
+        (["drops.inner.weight"], place("own part left out", "forward")),
     ],
 )
 def test_what_has_left_a_part_out_is_looked_for_where_the_part_is_called(missing: list[str], line: str) -> None:
     module = Deep()
-    names = ("block.parts.0.weight", "block.parts.1.weight", "head.weight", "tail.weight")
+    names = ("block.parts.0.weight", "block.parts.1.weight", "drops.inner.weight", "head.weight")
+    names += ("last.weight", "tail.weight")
     module.parameters = {name: Parameter(grad=None if name in missing else 1) for name in names}
     assert StepRecord(trainer(module)).facts().unused_at == line
 

@@ -375,10 +375,30 @@ class Ending(Net):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.how == "stop" and batch_idx == 1:
-            self.trainer.should_stop = True  # stop
+            self.trainer.should_stop |= True  # stop
+        if self.how == "told later" and batch_idx == 1:
+            self.tell()
         if self.how == "next" and batch_idx == 1:
             next(iter(()))  # next
         return super().training_step(batch, batch_idx)
+
+    def on_fit_start(self) -> None:
+        def tell() -> None:
+            if self.how == "told later":
+                self.trainer.should_stop = True  # handler
+
+        self.tell = tell
+
+
+class Last(Net):
+    """Makes the present epoch its last one."""
+
+    def on_train_epoch_end(self) -> None:
+        make_last(self.trainer)
+
+
+def make_last(trainer: L.Trainer) -> None:
+    trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # last epoch
 
 
 def lines_of(*marks: str) -> list[int]:
@@ -390,7 +410,8 @@ def lines_of(*marks: str) -> list[int]:
     ("how", "options", "end", "begun", "marks"),
     [
         ("", {}, LoopEnd.DATA, BATCHES, ()),
-        ("stop", {}, LoopEnd.SHOULD_STOP, 2, ("stop",)),
+        ("stop", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler")),
+        ("told later", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler")),
         ("next", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
         ("minus one", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
         ("", {"max_steps": 2}, LoopEnd.MAX_STEPS, 2, ()),
@@ -415,6 +436,17 @@ def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
     assert not facts.changed
     assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
+
+
+def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Last(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None and trainer.current_epoch == 1
+    assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
+    assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
 
 
 def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import Frame, JobFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.known_code import BACKWARD, MODEL_CHECKPOINT
+from lightning_ncclsafe.known_code import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.caught import (
     caught_by,
@@ -93,8 +93,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
     if any(alone_in_trainer(view)):
         yield _alone(view, *alone_in_trainer(view))
         return
-    if more := _more_passes(view):
-        yield more
+    if told := _more_passes(view) or _monitored_by_some(view):
+        yield told
         return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
     if ended_first(view) or gathering_alone(view) or not all(_is_garbled(view, rank) for rank in view.raised):
@@ -130,6 +130,40 @@ def _more_passes(view: Timeline) -> Finding | None:
         ),
         remedy=_REMEDY_PASSES,
     )
+
+
+def _monitored_by_some(view: Timeline) -> Finding | None:
+    """Some ranks wait in a callback that looks at a key which the others have not logged, and so leave out."""
+    inside = {rank for rank in view.waiting if _is_in_monitor(view.facts[rank])}
+    outside = view.facts.keys() - inside
+    if not inside or not outside or view.raised or view.working(view.facts) or ended_first(view):
+        return None
+    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
+    common = set.intersection(*(logged[rank] for rank in inside))
+    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
+    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
+    if key is None:
+        return None
+    having, lacking = tuple(sorted(inside)), tuple(sorted(outside))
+    ranks = having if len(having) <= len(lacking) else lacking
+    text = (
+        f"{ranks_words(having)} {verb(having, 'has', 'have')} logged {key.name!r} in {key.hook}, which a callback "
+        f"monitors, and {ranks_words(lacking)} {verb(lacking, 'has', 'have')} not"
+    )
+    return Finding(
+        rule="diverged-collectives",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=f"{capitalised(text)}: {others_wait(view, ())}.",
+        ranks=ranks,
+        location=key.place,
+        evidence=tuple(where_evidence(view, view.facts)),
+        remedy=f"{_REMEDY_MONITOR.strip()} So does EarlyStopping.",
+    )
+
+
+def _is_in_monitor(facts: RankFacts) -> bool:
+    return any(code.has(f.file, f.function) for f in facts.stack for code in (EARLY_STOPPING, MODEL_CHECKPOINT))
 
 
 def _elsewhere(view: Timeline) -> Finding | None:

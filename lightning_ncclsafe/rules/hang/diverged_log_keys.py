@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import EARLY_STOPPING, LOGGED_VALUES, METRIC_GATHER, MODEL_CHECKPOINT
+from lightning_ncclsafe.known_code import LOGGED_VALUES, METRIC_GATHER
 from lightning_ncclsafe.rules.divergences import call_evidence, calls_location, where_evidence
 from lightning_ncclsafe.rules.positions import ended_first, positions
 from lightning_ncclsafe.rules.sentences import others_wait, severity
@@ -30,8 +30,7 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
     """A value that one rank has logged is reduced between all ranks, and others have not logged it.
 
     Symptom:
-        A hang in self.log, or at the end of an epoch, where the values of the epoch are reduced, or where a callback
-        looks at one.
+        A hang in self.log, or at the end of an epoch, where the values of the epoch are reduced.
 
     Cause:
         self.log(..., sync_dist=True), or a metric that is logged, under a condition on the rank or on the data.
@@ -43,9 +42,6 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
         Keys in another order that still meet: each value is then reduced with another key's, and nothing waits.
     """
     view = timeline(job)
-    if found := _monitored_by_some(view):
-        yield found
-        return
     reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
     # Who works may come to log it yet.
     syncing = reducing or tuple(rank for rank in view.waiting if _syncs_metric(view.facts[rank]))
@@ -61,31 +57,6 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
         yield _finding(view, odd)
     elif len(reducing) < len(view.waiting) and not view.silent:
         yield _undecided(view, reducing)
-
-
-def _monitored_by_some(view: Timeline) -> Finding | None:
-    """Some ranks wait in a callback that looks at a key which the others have not logged, and so leave out."""
-    inside = {rank for rank in view.waiting if _is_in_monitor(view.facts[rank])}
-    outside = view.facts.keys() - inside
-    if not inside or not outside or view.raised or view.working(view.facts):
-        return None
-    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
-    common = set.intersection(*(logged[rank] for rank in inside))
-    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
-    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
-    if key is None:
-        return None
-    having, lacking = tuple(sorted(inside)), tuple(sorted(outside))
-    ranks = having if len(having) <= len(lacking) else lacking
-    text = (
-        f"{ranks_words(having)} {verb(having, 'has', 'have')} logged {key.name!r} in {key.hook}, which a callback "
-        f"monitors, and {ranks_words(lacking)} {verb(lacking, 'has', 'have')} not"
-    )
-    return _told(view, ranks, text, key.place, Confidence.LIKELY)
-
-
-def _is_in_monitor(facts: RankFacts) -> bool:
-    return any(code.has(f.file, f.function) for f in facts.stack for code in (EARLY_STOPPING, MODEL_CHECKPOINT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ def _finding(
         confidence=confidence,
         summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         ranks=early,
-        location=places[0] if len(places) == 1 else "",
+        location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",
         evidence=(*_evidence(view, early), *recorder_evidence(view)),
         remedy=remedy,
     )
@@ -118,6 +118,12 @@ def _told(view: Timeline, rank: int) -> TrainerFacts:
 
 def _places(view: Timeline, early: tuple[int, ...]) -> list[str]:
     return [*dict.fromkeys(place for rank in early for place in _told(view, rank).ended_at)]
+
+
+def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
+    """Whether one of Lightning's own callbacks may have set should_stop, whatever else sets it."""
+    told = (_told(view, rank) for rank in early)
+    return any(one.end is LoopEnd.SHOULD_STOP and _STOPPING.intersection(one.callbacks) for one in told)
 
 
 def _at(view: Timeline, rank: int) -> str:

@@ -1,0 +1,221 @@
+"""Which line has left something out, made it once more, or ended the loop, as far as facts of one rank tell it."""
+
+from dataclasses import replace
+
+import pytest
+from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
+from call_scenes import RESULT, UNUSED, in_backward
+
+from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
+from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
+
+CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+CRITIC, GENERATOR = f"{USER_FILE}:61 in training_step", f"{USER_FILE}:46 in train_generator"
+RETURN, GUARD = f"{USER_FILE}:58 in training_step", f"{USER_FILE}:50 in training_step"
+HALVES = f"{USER_FILE}:70 in training_step"
+FIT_LOOP_END = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=486, function="on_advance_end")
+EARLY_STOPPING = Frame(
+    file=f"{SITE}/lightning/pytorch/callbacks/early_stopping.py", line=200, function="_run_early_stopping_check"
+)
+
+
+def first(facts: JobFacts) -> Finding:
+    return judge(facts).findings[0]
+
+
+def rules(facts: JobFacts) -> dict[str, Confidence]:
+    return {finding.rule: finding.confidence for finding in judge(facts).findings}
+
+
+def stepping(*steps: StepFacts) -> JobFacts:
+    """Ranks in their own lines of the same batch, one more of them in each collective."""
+    world = len(steps)
+    line = user("training_step", 44)
+    ranks = [GLOO.rank(n, line, ALL_REDUCE, seq=61, outstanding=1, batch=19, world=world) for n in range(world)]
+    return job(*(replace(facts, steps=steps[facts.rank]) for facts in ranks), world=world)
+
+
+def batches(*made: tuple[int, ...], called: tuple[tuple[str, ...], ...] = (), under_way: bool = False) -> StepFacts:
+    """What batches have made from batch 0 on; the last of them may be under way."""
+    over = made[:-1] if under_way else made
+    last = len(over) - 1
+    return StepFacts(
+        with_backward=len(made),
+        passes=tuple((0, index, *one) for index, one in enumerate(over)),
+        passes_epoch=0 if over else -1,
+        passes_batch=last,
+        under_way=(0, len(over), *made[-1]) if under_way else (),
+        passes_from=called,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ways", "location"),
+    [((RETURN,), RETURN), ((GUARD, RETURN), CRITIC), ((), CRITIC)],
+)
+def test_a_pass_that_was_left_out_is_blamed_on_the_only_line_that_leads_around_it(
+    ways: tuple[str, ...], location: str
+) -> None:
+    whole, short = (GENERATOR, CRITIC), (GENERATOR,)
+    waits = batches((2,), (2,), called=(whole, whole), under_way=True)
+    waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways})
+    left = batches((2,), (1,), called=(whole, short))
+    finding = first(stepping(waits, left))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
+    assert finding.location == location
+    assert any("train.py:61" in evidence.text for evidence in finding.evidence)
+
+
+def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one() -> None:
+    """All are in the first batch; only rank 1 has made the optimizer's step."""
+    call = CRITIC
+    others = replace(batches((2,), called=((call, call),), under_way=True), led_around={call: (RETURN,)})
+    early = batches((1, 0, 1), called=((call,),), under_way=True)
+    finding = first(stepping(others, early, others))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), RETURN)
+    late = batches((1,), called=((call,),), under_way=True)
+    assert "skipped-step" not in rules(stepping(others, late, others))
+    stepped = batches((2, 0, 1), called=((call, call),), under_way=True)
+    assert "skipped-step" not in rules(stepping(stepped, early, stepped))
+
+
+def test_who_makes_more_passes_than_usual_has_not_skipped_any() -> None:
+    usual = batches((1,), (1,), (1,), called=((CRITIC,),) * 3)
+    more = batches((1,), (1,), (2,), called=((CRITIC,), (CRITIC,), (HALVES, HALVES)))
+    for ranks in ((usual, usual, more), (usual, more)):
+        finding = first(stepping(*ranks))
+        assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (len(ranks) - 1,), LIKELY)
+        assert finding.location == HALVES
+        assert "more backward passes" in finding.summary and "batch 2 of epoch 0" in finding.summary
+
+
+def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batches() -> None:
+    """Rank 1 has made a pass more, and so comes to its end while the others wait in its last gradients."""
+    usual = replace(in_backward(GLOO, 0, batch=2, world=2), steps=batches((1,), (1,), (1,), under_way=True))
+    more = replace(GLOO.finished(1, seq=60, batch=2, world=2), steps=batches((1,), (2,), (1,)))
+    found = job(usual, more, world=2)
+    assert (first(found).rule, first(found).ranks) == ("diverged-collectives", (1,))
+    assert {"unused-parameters", "uneven-batches"}.isdisjoint(rules(found))
+
+
+def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
+    found = rules(stepping(batches((1,), (1,)), batches((1,), (2, 1))))
+    assert "skipped-step" not in found
+    assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
+
+
+def test_an_optimizer_that_asks_for_the_loss_as_often_as_it_likes_is_nobodys_fault() -> None:
+    finding = first(stepping(batches((15,)), batches((16,))))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
+    finding = first(stepping(batches((16,)), batches((16,)), batches((15,))))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (2,))
+
+
+def _refused(steps: StepFacts) -> JobFacts:
+    culprit = raised(replace(GLOO.working(1, seq=60), steps=steps), "RuntimeError", UNUSED, RUN)
+    return job(*(culprit if n == 1 else in_backward(GLOO, n) for n in range(4)))
+
+
+def test_what_was_frozen_is_blamed_on_the_line_that_froze_it() -> None:
+    steps = StepFacts(with_backward=11, frozen=("trunk.weight",), frozen_at=(RETURN,), unused_at=GUARD)
+    finding = first(_refused(steps))
+    assert (finding.rule, finding.location) == ("unused-parameters", RETURN)
+    assert "frozen since training began: trunk.weight" in finding.summary
+    assert first(_refused(replace(steps, frozen_at=(RETURN, GUARD)))).location == ""
+
+
+def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:
+    steps = StepFacts(with_backward=13, without_graph=1, leaves_at=(RETURN,))
+    past = replace(GLOO.finished(1, seq=60, batch=19), steps=steps)
+    finding = first(job(*(past if n == 1 else in_backward(GLOO, n) for n in range(4))))
+    assert (finding.rule, finding.ranks, finding.location) == ("unused-parameters", (1,), RETURN)
+    assert "its loss was computed from nothing that has parameters" in finding.summary
+
+
+def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 3, **changed: str) -> RankFacts:
+    told = TrainerFacts(settings={"max_epochs": "6"}, changed=changed, end=end, batches_begun=begun, batches=6)
+    return replace(facts, trainer=replace(told, ended_at=(RETURN,)))
+
+
+def test_who_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -> None:
+    """Rank 1 reduces what it has logged on the epoch, in its third batch of six; the others are in that batch."""
+    options = {"outstanding": 1, "op": "barrier", "sizes": (), "batch": 2, "world": 3}
+    past = GLOO.rank(1, FIT_LOOP_END, RESULT, BARRIER, seq=61, **options)  # type: ignore[arg-type]
+    ranks = [trained(past if n == 1 else GLOO.waiting(n, seq=61, batch=2, world=3)) for n in range(3)]
+    finding = first(job(*ranks, world=3))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
+    assert finding.location == RETURN
+    inside = trained(GLOO.rank(1, RESULT, BARRIER, seq=61, **options))  # type: ignore[arg-type]
+    assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
+
+
+def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
+    ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, max_epochs="2")
+    others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
+    finding = first(job(others[0], ended, *others[1:]))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
+    assert "max_epochs is 2 there since it trains, and was 6" in finding.summary
+    assert finding.location == RETURN
+    alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
+    assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
+
+
+def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:
+    ended = trained(GLOO.finished(1, seq=60, batch=2), LoopEnd.SHOULD_STOP)
+    others = [trained(GLOO.waiting(n, seq=61, batch=3)) for n in (0, 2, 3)]
+    assert first(job(others[0], ended, *others[1:])).location == RETURN
+    assert ended.trainer is not None
+    watched = replace(ended, trainer=replace(ended.trainer, callbacks=("EarlyStopping",)))
+    finding = first(job(others[0], watched, *others[1:]))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), "")
+
+
+FIT_END = "[Callback]Best.on_fit_end"
+
+
+def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END, phase: Phase = Phase.TEST) -> RankFacts:
+    stack = (user("on_fit_end", 54), RUN, BARRIER) if inner else (user("on_fit_end", 54), BARRIER)
+    return GLOO.rank(rank, *stack, seq=61, outstanding=1, phase=phase, batch=-1, epoch=1, world=2, action=hook)
+
+
+def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out() -> None:
+    ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
+    found = job(_tests_again(0), ended, world=2)
+    finding = first(found)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("unfinished-rank", (0,), LIKELY)
+    assert finding.location == f"{USER_FILE}:54 in on_fit_end"
+    assert {"uneven-batches", "diverged-collectives"}.isdisjoint(rules(found))
+    both = job(_tests_again(0), _tests_again(1), world=2)
+    assert "unfinished-rank" not in rules(both)
+    for other in (_tests_again(0, inner=False), _tests_again(0, hook=""), _tests_again(0, phase=Phase.TRAIN)):
+        assert "unfinished-rank" not in rules(job(other, ended, world=2))
+
+
+def test_of_a_rank_whose_batches_are_not_known_no_data_is_said_to_have_run_out() -> None:
+    ended = GLOO.finished(1, seq=60, batch=-1, epoch=1)
+    others = [GLOO.waiting(n, seq=61, batch=3, epoch=0) for n in (0, 2, 3)]
+    found = job(others[0], ended, *others[1:])
+    finding = next(finding for finding in judge(found).findings if finding.rule == "uneven-batches")
+    assert finding.confidence is POSSIBLE
+    assert "has ended its training" in finding.summary and "run out of data" not in finding.summary
+    known = replace(ended, progress=replace(ended.progress, batch_idx=4))
+    finding = first(job(others[0], known, *others[1:]))
+    assert (finding.rule, finding.confidence) == ("uneven-batches", LIKELY)
+    assert "has run out of data" in finding.summary
+
+
+def test_a_key_that_a_callback_monitors_on_one_rank_only() -> None:
+    key = LoggedKey(name="score", hook="on_validation_epoch_end", place=RETURN)
+    options = {"outstanding": 1, "op": "barrier", "sizes": (), "world": 2}
+    asks = GLOO.rank(0, EARLY_STOPPING, BARRIER, seq=61, **options)  # type: ignore[arg-type]
+    asks = replace(asks, steps=StepFacts(with_backward=12, monitored=(key,)))
+    waits = GLOO.rank(1, ENGINE, seq=61, outstanding=1, world=2)
+    finding = first(job(asks, replace(waits, steps=StepFacts(with_backward=12)), world=2))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), LIKELY)
+    assert finding.location == RETURN
+    assert "has logged 'score' in on_validation_epoch_end, which a callback monitors" in finding.summary
+    both = replace(waits, steps=StepFacts(with_backward=12, monitored=(key,)))
+    assert "'score'" not in first(job(asks, both, world=2)).summary
