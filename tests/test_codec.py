@@ -380,6 +380,8 @@ RANK = RankFacts(
         metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
         reducing="loss",
         peer=3,
+        groups_made=4,
+        groups_at=("train.py:12 in setup",),
     ),
     trainer=TrainerFacts(
         settings={"max_steps": "20"},

@@ -5,6 +5,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from lightning_ncclsafe.probes.stacks import is_user_code, rank_condition
@@ -14,12 +15,12 @@ class HookSource:
     """The source of one hook; empty where it cannot be read, or is not the user's.
 
     Args:
-        hook: The method. Its source file is read, so not on the training's thread.
+        hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
     """
 
-    def __init__(self, hook: Callable[..., Any] | None) -> None:
+    def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
         self.file, self._name, self._body = "", "", []
-        code = getattr(inspect.unwrap(hook), "__code__", None) if hook is not None else None
+        code = hook if isinstance(hook, CodeType) else getattr(inspect.unwrap(hook), "__code__", None) if hook else None
         if code is not None and is_user_code(code.co_filename):
             self.file, self._name = code.co_filename, code.co_name
             self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
@@ -39,10 +40,10 @@ class HookSource:
         named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
         return next((node.lineno for node in named if isinstance(node.value, ast.Name)), 0)
 
-    def backward_under_condition(self) -> tuple[str, ...]:
-        """Where it calls ``manual_backward`` under a condition on the rank: ``"file:line in training_step"``."""
+    def calls_under_condition(self, name: str) -> tuple[str, ...]:
+        """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call))
-        lines = (call.lineno for call in calls if _is_call_of(call, "manual_backward"))
+        lines = (call.lineno for call in calls if _is_call_of(call, name))
         return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
 
     def stops(self) -> tuple[str, ...]:
@@ -112,8 +113,8 @@ def _is_none(value: ast.expr | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value is None)
 
 
-def _is_call_of(call: ast.Call, method: str) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == method
+def _is_call_of(call: ast.Call, name: str) -> bool:
+    return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
 
 
 def _is_log(function: ast.expr) -> bool:

@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.known_code import LOGGED_VALUES, SEND_OR_RECV, Code
+from lightning_ncclsafe.known_code import GROUP_CREATION, LOGGED_VALUES, SEND_OR_RECV, Code
 from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.probes.source_lines import HookSource, own_functions
 from lightning_ncclsafe.probes.stacks import exception_facts, main_thread_stack, rank_condition
 from lightning_ncclsafe.step_facts import LoggedKey, MetricFacts, StepFacts
 
+_BACKWARD = "manual_backward"
 _MAX_NAMES = 8
 _MAX_KEYS = 64
 _MOST_RUNS = 64
@@ -124,6 +126,7 @@ class StepRecord:
                 runs.append((*self._at, *made))
         module = getattr(self._trainer, "lightning_module", None)
         missing = _without_gradient(module)
+        makes_group = any(True for _ in _main_frames(GROUP_CREATION))
         return StepFacts(
             with_backward=self._with_backward,
             skipped=skipped,
@@ -133,7 +136,7 @@ class StepRecord:
             passes_epoch=counted[0],
             passes_batch=counted[1],
             under_way=(*self._at, *made) if made and self._at != counted else (),
-            passes_at=_source(module, "training_step").backward_under_condition() if len(runs) > 1 else (),
+            passes_at=_source(module, "training_step").calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
             without_gradient=tuple(missing[:_MAX_NAMES]),
             without_gradient_count=len(missing),
@@ -142,6 +145,8 @@ class StepRecord:
             metrics=tuple(itertools.islice(_metrics(module), _MAX_KEYS)),
             reducing=_reducing(),
             peer=_peer(),
+            groups_made=_torch.groups_made(),
+            groups_at=_groups_under_condition() if makes_group else (),
         )
 
 
@@ -253,3 +258,9 @@ def _peer() -> int:
     """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
     peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in _main_frames(SEND_OR_RECV))
     return next((peer for peer in peers if isinstance(peer, int)), -1)
+
+
+def _groups_under_condition() -> tuple[str, ...]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    sources = (HookSource(inner.f_code) for inner, _ in traceback.walk_stack(frame))
+    return tuple(place for source in sources for place in source.calls_under_condition("new_group"))[:_MAX_NAMES]
