@@ -423,6 +423,7 @@ JOB = JobFacts(
     world_size=4,
     ranks=(RANK,),
     witnessed=(WORKER,),
+    absent=(3,),
     missing=("rank 0: the store is gone",),
     tried=(TriedAddress(host="node-2", address="10.1.0.2", answers=True, seen_from="node-1", tried="it accepted it"),),
     silent_hosts=(
