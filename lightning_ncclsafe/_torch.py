@@ -158,6 +158,11 @@ def recorder_can_be_read(backend: str) -> bool:
     return hasattr(_c10d, _RECORDER_OF[backend])
 
 
+def groups_made() -> int:
+    """How many process groups this process has taken part in making, as a member or not; -1 before the first one."""
+    return dist.distributed_c10d.get_pg_count() if distributed_is_initialized() else -1
+
+
 def process_groups() -> list[GroupMembers]:
     """The process groups that this process is a member of."""
     if not distributed_is_initialized():

@@ -571,6 +571,8 @@ class JobFacts:
         ranks: The ranks that answered, in ascending order of rank.
         witnessed: What other processes on its host say of a silent rank, at most one entry per rank; also of one that
             kept Python's lock when it was looked at, and has answered since.
+        absent: Silent ranks that have not come to this call of the Trainer, ascending: the others have joined the
+            process group in it, or before it, and these have not said that they watch.
         missing: What could not be shared or gathered, one sentence each.
         silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
         tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.
@@ -585,6 +587,7 @@ class JobFacts:
     world_size: int
     ranks: tuple[RankFacts, ...]
     witnessed: tuple[ProcessFacts, ...] = ()
+    absent: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
     silent_hosts: tuple[SilentHost, ...] = ()
     tried: tuple[TriedAddress, ...] = ()

@@ -13,7 +13,7 @@ from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes.host import look_at
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.probes.witnessing import ANSWERING
 from lightning_ncclsafe.reporter import Verdict
 from lightning_ncclsafe.rules.wording import size_words
@@ -85,6 +85,7 @@ class Gathering:
         peers: Cards of the other ranks of this host.
         witness: Looks from outside at ranks of this host.
         is_dropped: Whether the round has become pointless; it is then left without a verdict.
+        leave_cards: Whether ranks leave a card in what they share when they begin to watch.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Gathering:
         peers: Iterable[Card],
         witness: Callable[[Iterable[Card]], list[ProcessFacts]],
         is_dropped: Callable[[], bool] = lambda: False,
+        leave_cards: bool = False,
     ) -> None:
         self._exchange = exchange
         self._key = f"round/{round_number}"
@@ -106,6 +108,7 @@ class Gathering:
         self._peers = {card.rank: card for card in peers}
         self._witness = witness
         self._is_dropped = is_dropped
+        self._leave_cards = leave_cards
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
@@ -268,8 +271,14 @@ class Gathering:
             witnessed=tuple(
                 seen for rank, seen in sorted(self._witnessed.items()) if rank not in self._answers or seen.gil_held
             ),
+            absent=self._absent(),
             missing=(*missing, *filter(None, [self._exchange.lost])),
         )
+
+    def _absent(self) -> tuple[int, ...]:
+        silent = self._silent() if self._leave_cards and not self._exchange.lost else []
+        left = {name for part in in_parts(map(card_key, silent)) for name in self._exchange.get_many(part)}
+        return tuple(rank for rank in silent if card_key(rank) not in left)
 
     def _is_complete(self) -> bool:
         # Before they are read: those that have answered by the deadline are all read, however long it takes.

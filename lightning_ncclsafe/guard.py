@@ -34,7 +34,7 @@ from lightning_ncclsafe.patience import Patience
 from lightning_ncclsafe.probes import stacks
 from lightning_ncclsafe.probes.data_paths import try_addresses
 from lightning_ncclsafe.probes.last_words import ENDED
-from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.rank import RankProbe, card_key
 from lightning_ncclsafe.probes.reach import own_address_towards
 from lightning_ncclsafe.reporter import (
     IncidentNumbers,
@@ -163,7 +163,7 @@ class Guard:
         # The watchdog may be in the middle of a round about this very delay; it is dropped, nobody waits for it.
         self._next_exchange = exchange
         with suppress(ExchangeError):  # what only helps its peers when this rank cannot speak
-            exchange.set(f"card/{self._place.rank}", codec.encode(self._probe.card))
+            exchange.set(card_key(self._place.rank), codec.encode(self._probe.card))
             self._whereabouts.tell(exchange, own_address_towards(self._place.master_address, self._place.master_port))
         self._watchdog.wake()
 
@@ -488,6 +488,7 @@ class Guard:
             peers=self._probe.peers,
             witness=self._probe.witness,
             is_dropped=lambda: self._off or (self._next_exchange is not None and not self._joined),
+            leave_cards=self._joined,
         )
         try:
             gathering.publish(facts)

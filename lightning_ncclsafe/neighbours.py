@@ -10,7 +10,7 @@ import psutil
 from lightning_ncclsafe import codec
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.probes import host
-from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes.rank import Card, RankProbe, card_key
 
 # Ranks that are started together come within about this time, and need not be looked for.
 _PATIENCE_S = 2.0
@@ -80,7 +80,7 @@ class Neighbours:
         if self._have_met:
             return
         first, count = self._place.rank - self._place.local_rank, self._place.local_world_size
-        keys = [f"card/{rank}" for rank in range(first, first + count) if rank != self._place.rank]
+        keys = [card_key(rank) for rank in range(first, first + count) if rank != self._place.rank]
         with suppress(ExchangeError):
             cards = [codec.decode(Card, card) for card in exchange.get_many(keys).values()]
             if len(cards) == len(keys):

@@ -408,6 +408,8 @@ RANK = RankFacts(
         metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
         reducing="loss",
         peer=3,
+        groups_made=4,
+        groups_at=("train.py:12 in setup",),
     ),
     trainer=TrainerFacts(
         settings={"max_steps": "20"},
@@ -450,6 +452,7 @@ JOB = JobFacts(
     world_size=4,
     ranks=(RANK,),
     witnessed=(WORKER,),
+    absent=(3,),
     missing=("rank 0: the store is gone",),
     tried=(TriedAddress(host="node-2", address="10.1.0.2", answers=True, seen_from="node-1", tried="it accepted it"),),
     silent_hosts=(

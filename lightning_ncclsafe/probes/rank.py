@@ -64,6 +64,11 @@ class Card:
     has_guard: bool = True
 
 
+def card_key(rank: int) -> str:
+    """Where a rank leaves its card when it begins to watch."""
+    return f"card/{rank}"
+
+
 class RankProbe:
     """Sees this rank.
 

@@ -19,7 +19,7 @@ class HookSource:
     """The source of one hook; empty where it cannot be read, or is not the user's.
 
     Args:
-        hook: The method, or its code. Its source file is read, so not on the training's thread.
+        hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
     """
 
     def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
@@ -76,10 +76,10 @@ class HookSource:
         lines = (getattr(node, "lineno", 0) for node in _inside(self._body) if wanted(node))
         return tuple(map(self._place, dict.fromkeys(lines)))
 
-    def backward_under_condition(self) -> tuple[str, ...]:
-        """Where it calls ``manual_backward`` under a condition on the rank: ``"file:line in training_step"``."""
+    def calls_under_condition(self, name: str) -> tuple[str, ...]:
+        """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call))
-        lines = (call.lineno for call in calls if _is_call_of(call, "manual_backward"))
+        lines = (call.lineno for call in calls if _is_call_of(call, name))
         return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
@@ -157,8 +157,8 @@ def _is_none(value: ast.expr | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value is None)
 
 
-def _is_call_of(call: ast.Call, method: str) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == method
+def _is_call_of(call: ast.Call, name: str) -> bool:
+    return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
 
 
 def _is_log(function: ast.expr) -> bool:

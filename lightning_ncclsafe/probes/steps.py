@@ -16,13 +16,15 @@ from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
 
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.known_code import LOGGED_VALUES, SEND_OR_RECV, Code
+from lightning_ncclsafe.known_code import GROUP_CREATION, LOGGED_VALUES, SEND_OR_RECV, Code
 from lightning_ncclsafe.marks import Mark
 from lightning_ncclsafe.probes.source_lines import BEFORE_TRAINING, HookSource, own_functions
 from lightning_ncclsafe.probes.stacks import exception_facts, is_user_code, main_thread_stack, rank_condition
 from lightning_ncclsafe.step_facts import LoggedKey, MetricFacts, StepFacts
 
+_BACKWARD = "manual_backward"
 _MAX_NAMES = 8
 _MAX_KEYS = 64
 _MOST_RUNS = 64
@@ -173,6 +175,7 @@ class StepRecord:
         module = getattr(self._trainer, "lightning_module", None)
         missing = self._named_by_ddp(error) or _without_gradient(module)
         frozen = self._frozen(module)
+        makes_group = any(True for _ in _main_frames(GROUP_CREATION))
         return StepFacts(
             with_backward=self._with_backward,
             skipped=skipped,
@@ -184,7 +187,7 @@ class StepRecord:
             under_way=(*self._at, *made) if is_under_way else (),
             passes_from=tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
             led_around={_place(call): _led_around(call) for call in places},
-            passes_at=_source(module, "training_step").backward_under_condition() if len(runs) > 1 else (),
+            passes_at=_source(module, "training_step").calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_source(module, "training_step").returns_nothing() if skipped else (),
             without_graph=self._without_graph,
             leaves_at=_lines([module], HookSource.makes_leaves) if self._without_graph else (),
@@ -198,6 +201,8 @@ class StepRecord:
             metrics=tuple(itertools.islice(_metrics(module), _MAX_KEYS)),
             reducing=_reducing(),
             peer=_peer(),
+            groups_made=_torch.groups_made(),
+            groups_at=_groups_under_condition() if makes_group else (),
         )
 
     def _named_by_ddp(self, error: str) -> list[str]:
@@ -432,3 +437,9 @@ def _peer() -> int:
     """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
     peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in _main_frames(SEND_OR_RECV))
     return next((peer for peer in peers if isinstance(peer, int)), -1)
+
+
+def _groups_under_condition() -> tuple[str, ...]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    sources = (HookSource(inner.f_code) for inner, _ in traceback.walk_stack(frame))
+    return tuple(place for source in sources for place in source.calls_under_condition("new_group"))[:_MAX_NAMES]

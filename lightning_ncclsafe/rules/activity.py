@@ -173,8 +173,7 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.STORE, action
     if collective is not None and _blocked_by(collective, facts.stack):
         return Kind.COLLECTIVE, collective.op
-    # A wait of Python's own has frames of its library below.
-    if collective is None and facts.stack and ".wait(" in facts.stack[-1].code and _may_wait_unseen(facts):
+    if collective is None and facts.stack and _waits_in_c(facts):
         return Kind.COLLECTIVE, "wait"
     if action.endswith("_dataloader_next"):
         return Kind.LOADER, ""
@@ -184,10 +183,24 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
     return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
 
 
+def _waits_in_c(facts: RankFacts) -> bool:
+    """Whether it is in a wait() of C++ code: that for a collective of which no recorder tells, or a send or receive.
+
+    Gloo records neither those nor their waits. A wait of Python's own has frames of its library below.
+    """
+    deepest = facts.stack[-1]
+    if ".wait(" not in deepest.code:
+        return False
+    return _may_wait_unseen(facts) or (deepest.user and bool(facts.groups) and _hardly_runs(facts))
+
+
 def _may_wait_unseen(facts: RankFacts) -> bool:
     """Whether it may wait in a collective of which no recorder tells: the main thread then hardly runs."""
-    if not any(group.why is not NotRecorded.LOST for group in facts.unrecorded):
-        return False
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and _hardly_runs(facts)
+
+
+def _hardly_runs(facts: RankFacts) -> bool:
+    """As far as that is known."""
     thread = facts.machine.main_thread
     if thread is None or thread.ran_s is None:
         return True

@@ -25,11 +25,12 @@ def waits_in_init(facts: RankFacts) -> bool:
 def is_unborn(view: Timeline, rank: int) -> bool:
     """Whether a silent rank has not come to its Trainer yet, as far as is known, and is at work.
 
-    The others wait in ``init_process_group``, which no rank leaves before all have come.
+    The others wait in ``init_process_group``, which no rank leaves before all have come; or they have called the
+    Trainer once more, and it is outside of it.
     """
     process = view.witnesses.get(rank)
     may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
-    return may_work and view.awaits_joining
+    return may_work and (view.awaits_joining or rank in view.job.absent)
 
 
 def _is_held(process: ProcessFacts) -> bool:

@@ -115,9 +115,16 @@ def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
     """All have come to one training batch, the last one of all as far as is known: they differ in what they do."""
-    both = [view.facts[rank].progress for rank in (*ended, *still)]
+    facts = [view.facts[rank] for rank in (*ended, *still)]
+    both = [each.progress for each in facts]
     in_training = all(now.phase is not Phase.VALIDATE and now.batch_idx >= 0 for now in both)
-    return in_training and len({(now.epoch, now.batch_idx, now.is_last_batch) for now in both}) == 1
+    may_be_last = all(now.is_last_batch for now in both) or not any(map(_is_of_known_length, facts))
+    return in_training and may_be_last and len({(now.epoch, now.batch_idx) for now in both}) == 1
+
+
+def _is_of_known_length(facts: RankFacts) -> bool:
+    of_epoch = facts.trainer.batches if facts.trainer is not None else None
+    return of_epoch is not None or any(loader.batches is not None for loader in facts.loaders[:1])
 
 
 def _all_joined(view: Timeline) -> bool:

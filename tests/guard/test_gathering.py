@@ -22,7 +22,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.gathering import Gathering, report_deadline_s
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.reporter import Verdict
 
 INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
@@ -218,6 +218,30 @@ def test_a_process_that_kept_the_lock_when_it_was_looked_at_is_told_beside_its_a
     part.hold(INCIDENT, report)
     assert [facts.rank for facts in jobs[0].ranks] == [0, 1]
     assert [seen.gil_held for seen in jobs[0].witnessed] == [True] * gil_held
+
+
+@pytest.mark.parametrize(("leave_cards", "absent"), [(True, (2,)), (False, ())])
+def test_who_has_not_begun_to_watch_is_told_from_who_is_silent(
+    leave_cards: bool, absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before ranks share the job's store nobody has a card in what they share."""
+    monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 0.1)
+    exchange = MemoryExchange()
+    for rank in (0, 1):
+        exchange.set(card_key(rank), b"")
+    jobs: list[JobFacts] = []
+
+    def report(job: JobFacts) -> Verdict:
+        jobs.append(job)
+        return told(job)
+
+    part = Gathering(
+        exchange, round_number=0, rank=0, world_size=3, peers=(), witness=lambda _: [], leave_cards=leave_cards
+    )
+    part.publish(facts_of(0))
+    part.hold(INCIDENT, report)
+    assert (jobs[0].silent, jobs[0].absent) == ((1, 2), absent)
 
 
 class BusyExchange(MemoryExchange):

@@ -549,6 +549,22 @@ def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer
     assert inside(lambda: StepRecord(trainer()).facts().peer) == peer
 
 
+def test_groups_that_are_made_under_a_condition_are_looked_for_while_one_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def setup(look):\n    if rank < 0:\n        new_group([0])\n    new_group([1])\n    look()\n")
+    names: dict[str, Any] = {"rank": 0, "new_group": lambda ranks: None}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    inside = in_main("/venv/torch/distributed/distributed_c10d.py", "new_group", {})
+
+    def look() -> tuple[str, ...]:
+        found: list[tuple[str, ...]] = []
+        names["setup"](lambda: found.append(inside(lambda: StepRecord(trainer()).facts().groups_at)))
+        return found[0]
+
+    assert look() == (f"{path}:3 in setup",)
+    assert StepRecord(trainer()).facts().groups_at == ()
+
+
 def test_noting_a_step_costs_next_to_nothing() -> None:
     """On the training's thread: a few hundred nanoseconds a batch are allowed."""
     of, record = begun()

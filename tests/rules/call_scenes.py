@@ -43,6 +43,7 @@ RESULT = Frame(
 )
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1465, function="save_checkpoint")
 RECV = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="recv", code="work.wait()")
+NEW_GROUP = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5863, function="new_group")
 DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1775, function="_pre_forward")
 INDUCTOR = Frame(file=f"{SITE}/torch/_inductor/async_compile.py", line=818, function="wait")
 WAIT = Frame(file="/usr/lib/python3.12/threading.py", line=327, function="wait", code="waiter.acquire()")
@@ -129,6 +130,24 @@ def _in_group(number: int, name: str, net: Backend) -> RankFacts:
 def groups_in_another_order(net: Backend) -> JobFacts:
     """Rank 1 has entered group 2 first, the others group 1."""
     return job(*(_in_group(n, "2" if n == 1 else "1", net) for n in range(3)), world=3)
+
+
+def tags_that_do_not_match(net: Backend) -> JobFacts:
+    """Gloo records neither isend nor irecv: ranks 0 and 1 wait for what they have begun, rank 2 for both."""
+    wait = user("hand_over", 75, code="work.wait()")
+    pair = (net.working(n, wait, seq=60, action=TRAINING_STEP, world=3) for n in (0, 1))
+    return job(*pair, net.waiting(2, seq=61, world=3), world=3)
+
+
+def makes_group(net: Backend, number: int, made: int, *places: str) -> RankFacts:
+    facts = net.working(number, user("setup", 22), NEW_GROUP, seq=7, phase=Phase.INIT, batch=-1)
+    return replace(facts, steps=StepFacts(groups_made=made, groups_at=places))
+
+
+def groups_made_by_their_members(net: Backend) -> JobFacts:
+    """Rank 0 has made one that the others know nothing of, and is one number ahead."""
+    place = f"{USER_FILE}:20 in setup"
+    return job(*(makes_group(net, n, 3 if n < 1 else 2, place) for n in range(4)))
 
 
 def both_receive(net: Backend) -> JobFacts:
@@ -326,6 +345,14 @@ CALL_SCENES = (
     Scene("another type", another_type, "mismatched-collective", (1,), f"{USER_FILE}:60 in training_step"),
     Scene(
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
+    ),
+    Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene(
+        "groups made by their members",
+        groups_made_by_their_members,
+        "crossed-groups",
+        (0,),
+        f"{USER_FILE}:20 in setup",
     ),
     Scene("both receive", both_receive, "crossed-groups", (0, 1), f"{USER_FILE}:73 in exchange"),
     Scene("metric with a state fewer", metric_with_a_state_fewer, "diverged-log-keys", (0, 1)),

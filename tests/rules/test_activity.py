@@ -188,3 +188,21 @@ def test_where_nothing_is_recorded_a_main_thread_that_sleeps_in_a_backward_pass_
         machine=MachineFacts(main_thread=thread),
     )
     assert activity(facts).waits_for_peers is waits
+
+
+@pytest.mark.parametrize(
+    ("code", "thread", "waits"),
+    [
+        ("work.wait()", SLEEPS, True),
+        ("work.wait()", None, True),
+        ("work.wait()", COMPUTES, False),
+        ("work.start()", SLEEPS, False),
+    ],
+)
+def test_a_wait_in_the_users_own_line_is_for_a_peer(code: str, thread: MainThreadFacts | None, waits: bool) -> None:
+    """As for isend() and irecv(), which gloo does not record; a wait of Python's has a frame of its own."""
+    line = user("hand_over", 40, code=code)
+    facts = replace(GLOO.rank(0, MAIN, RUN, line, seq=7), machine=MachineFacts(main_thread=thread))
+    assert activity(facts).waits_for_peers is waits
+    library = Frame(file="/usr/lib/python3.11/threading.py", line=629, function="wait", code="gotit = waiter.wait()")
+    assert not activity(replace(facts, stack=(*facts.stack, library))).waits_for_peers

@@ -192,6 +192,26 @@ def test_an_exception_before_there_is_anything_to_save_is_none_of_a_save(deepest
     assert set(found(job(culprit, *(GLOO.waiting(n, seq=61) for n in (0, 2, 3))))) == {rule}
 
 
+def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_is_not() -> None:
+    makers = tuple(scenes.makes_group(GLOO, n, 3) for n in (0, 1, 2))
+    waits = replace(GLOO.in_barrier(3, "resume_end", seq=8, phase=Phase.INIT, batch=-1), steps=StepFacts(groups_made=2))
+    told = found(job(*makers, waits))["crossed-groups"]
+    assert (told.ranks, told.confidence, told.location) == ((3,), Confidence.LIKELY, "")
+    assert "ranks 0-2 make number 3, rank 3 has made 2 and waits elsewhere" in told.summary
+    works = replace(GLOO.working(3, user("setup", 20), seq=7), steps=StepFacts(groups_made=2))
+    assert "crossed-groups" not in found(job(*makers, works))
+    assert "crossed-groups" not in found(job(*makers, scenes.makes_group(GLOO, 3, 3)))
+    unknown = tuple(replace(facts, steps=StepFacts()) for facts in makers)
+    assert "crossed-groups" not in found(job(*unknown, waits))
+
+
+def test_who_works_may_be_the_other_side_of_what_is_sent() -> None:
+    scene = scenes.tags_that_do_not_match(GLOO)
+    works = GLOO.working(2, user("training_step", 40), seq=60, world=3)
+    assert "unmatched-p2p" not in found(replace(scene, ranks=(*scene.ranks[:2], works)))
+    assert "unmatched-p2p" not in found(replace(scene, ranks=scene.ranks[:2])), "one does not answer"
+
+
 def test_keys_that_all_have_logged_before_are_only_possible() -> None:
     """Then both are told, and what decides between them."""
     scene = scenes.key_of_one_rank(GLOO)

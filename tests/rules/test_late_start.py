@@ -167,3 +167,24 @@ def grows(mb_per_s: int, rss: int = GB) -> HostFacts:
 def test_when_memory_is_used_up(host: HostFacts, ranks: list[HostFacts | ProcessFacts], words: str) -> None:
     said = used_up_words(host, ranks)
     assert said.startswith(words) and bool(said) == bool(words)
+
+
+@pytest.mark.parametrize("seen", [None, process(0, "sleeping")], ids=["unseen", "seen"])
+def test_a_rank_outside_of_the_trainer_is_not_frozen(seen: ProcessFacts | None) -> None:
+    """It has left the call before, and the others have begun another one; it has no guard that would answer."""
+    options = {"phase": Phase.INIT, "batch": -1, "world": 3}
+    others = (GLOO.in_barrier(rank, "post_setup", seq=23, **options) for rank in (1, 2))  # type: ignore[arg-type]
+    facts = job(*others, world=3, witnessed=() if seen is None else (seen,))
+    finding = judge(replace(facts, absent=(0,))).findings[0]
+    assert (finding.rule, finding.ranks, finding.confidence) == ("late-at-init", (0,), Confidence.POSSIBLE)
+    assert "Rank 0 has not come to this call of the Trainer" in finding.summary
+    assert "while ranks 1-2 wait in" in finding.summary
+    assert "frozen-rank" not in {finding.rule for finding in judge(replace(facts, absent=(0,))).findings}
+    assert judge(facts).findings[0].rule == "frozen-rank"
+
+
+def test_a_rank_outside_of_the_trainer_that_is_gone_is_dead() -> None:
+    others = (GLOO.waiting(rank, seq=23, world=3) for rank in (1, 2))
+    facts = replace(job(*others, world=3, witnessed=(process(0, "gone"),)), absent=(0,))
+    assert judge(facts).findings[0].rule == "dead-rank"
+    assert "late-at-init" not in {finding.rule for finding in judge(facts).findings}

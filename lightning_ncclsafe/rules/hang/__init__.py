@@ -35,6 +35,7 @@ from lightning_ncclsafe.rules.hang.stopped_process import stopped_process
 from lightning_ncclsafe.rules.hang.timeout_misuse import timeout_misuse
 from lightning_ncclsafe.rules.hang.uneven_batches import uneven_batches
 from lightning_ncclsafe.rules.hang.unfinished_rank import unfinished_rank
+from lightning_ncclsafe.rules.hang.unmatched_p2p import unmatched_p2p
 from lightning_ncclsafe.rules.hang.unpresented_loader import unpresented_loader
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.hang.unused_parameters import unused_parameters
@@ -77,6 +78,7 @@ HANG_RULES: tuple[Rule, ...] = (
     stopped_early,
     uneven_batches,
     crossed_groups,
+    unmatched_p2p,
     diverged_log_keys,
     diverged_collectives,
     gpu_stuck,

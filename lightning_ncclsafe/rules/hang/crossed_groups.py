@@ -1,19 +1,25 @@
 """The cause crossed-groups: ranks entered process groups in another order, and wait for one another in a circle."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.known_code import GROUP_CREATION
 from lightning_ncclsafe.rules.activity import Kind
 from lightning_ncclsafe.rules.divergences import calls_location, condition_evidence, where_evidence
 from lightning_ncclsafe.rules.sentences import severity, wait_words
 from lightning_ncclsafe.rules.sharded import gathering_alone
 from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words
+from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
 
 _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
+_REMEDY_MADE = (
+    "Call new_group on all ranks for every group, in the same order, also where this rank is no member; only with "
+    "use_local_synchronization=True its members alone may."
+)
 _SAID = 4
 _LISTED = 8
 _REMEDY = (
@@ -24,25 +30,78 @@ _REMEDY = (
 
 
 def crossed_groups(job: JobFacts) -> Iterable[Finding]:
-    """One rank waits in a group for another, which waits in another group for the first.
+    """One rank waits in a group for another, which waits in another group for the first; or no group comes up.
 
     Symptom:
-        Each group reports a timeout of its own; in each of them some members have called nothing.
+        Each group reports a timeout of its own; in each of them some members have called nothing. Or all ranks stand in
+        new_group.
 
     Cause:
         Groups of overlapping members (data and tensor parallel, experts, pipeline stages) that are entered in an
-        order that depends on the rank.
+        order that depends on the rank; groups that are made by their members only, so that ranks number them
+        differently from then on.
 
     Remedy:
-        One order of groups on all ranks.
+        One order of groups on all ranks; new_group on all ranks for each group, whoever is a member.
 
     Cannot see:
-        Between which ranks an isend or irecv of gloo is, as its recorder does not have them.
+        Between which ranks an isend or irecv of gloo is, as its recorder does not have them. Which group is made out of
+        turn, where no condition on the rank stands before it in a function that ranks are in.
     """
     view = timeline(job)
     circle = _circle(_awaited(view))
     if circle and not gathering_alone(view):
         yield _finding(view, circle)
+    made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
+    # Who makes one waits for the others; who is at work may merely be late for it.
+    making = tuple(rank for rank in view.waiting if _makes_group(view.facts[rank]))
+    all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
+    if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
+        yield _made_apart(view, making, made)
+
+
+def _makes_group(facts: RankFacts) -> bool:
+    return any(GROUP_CREATION.has(frame.file, frame.function) for frame in facts.stack)
+
+
+def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:
+    """Each takes its own count for the number of the group that it makes, and looks for the others there."""
+    parts = []
+    for (count, makes), ranks in _alike(making, made).items():
+        does = f"{verb(ranks, 'makes', 'make')} number {count}"
+        waits = f"{verb(ranks, 'has', 'have')} made {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
+        parts.append(f"{ranks_words(ranks)} {does if makes else waits}")
+    told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
+    condition = f"; new_group stands under a condition on the rank at {_short(told[0])}" if told else ""
+    numbers = "have not taken part in making as many process groups"
+    return Finding(
+        rule="crossed-groups",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=f"Ranks {numbers}, and wait for one another: {', '.join(parts)}{condition}.",
+        ranks=_odd_makers(made),
+        location=told[0] if len(told) == 1 else "",
+        evidence=tuple(where_evidence(view, view.facts)),
+        remedy=_REMEDY_MADE,
+    )
+
+
+def _alike(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
+    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for rank, count in sorted(made.items()):
+        alike[count, rank in making].append(rank)
+    return alike
+
+
+def _odd_makers(made: dict[int, int]) -> tuple[int, ...]:
+    """Those that have made another number than most; all of them where there is no majority."""
+    ((usual, often),) = Counter(made.values()).most_common(1)
+    return tuple(sorted(rank for rank, count in made.items() if 2 * often <= len(made) or count != usual))
+
+
+def _short(place: str) -> str:
+    path, _, rest = place.rpartition(":")
+    return f"{PurePath(path).name}:{rest}"
 
 
 def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.divergences import alone_in_trainer
 from lightning_ncclsafe.rules.memory import (
     memory_clause,
     memory_evidence,
@@ -30,6 +31,10 @@ _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
     "for which Lightning lets the other ranks wait without limit."
 )
+_REMEDY_OUTSIDE = (
+    "Look at what stands before this call of the Trainer, above all under a condition on the rank: what is done there "
+    "takes time, and trainer.save_checkpoint, barriers and gathers have to be called by all ranks."
+)
 
 
 def late_at_init(job: JobFacts) -> Iterable[Finding]:
@@ -53,12 +58,33 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
     if late and view.waiting:
         yield _finding(view, late)
     unborn = tuple(rank for rank in view.silent if is_unborn(view, rank))
-    if unborn:
+    if unborn and view.awaits_joining:
         yield not_joined(view, unborn, _REMEDY)
+    elif unborn and view.waiting and not any(alone_in_trainer(view)):
+        yield _outside(view, unborn)
 
 
 def _is_late(view: Timeline, rank: int) -> bool:
     return begins(view.facts[rank].progress) and view.activities[rank].kind not in _OTHER_RULES
+
+
+def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """No guard is there that would say what they do: it may be work, or a collective that waits for the others."""
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to this call of the Trainer: "
+        f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, at work or in a collective "
+        f"that the others do not call{while_others_wait(view, ranks)}."
+    )
+    known = f"The process group is there, and {ranks_words(ranks)} {verb(ranks, 'has', 'have')} not begun to watch."
+    return Finding(
+        rule="late-at-init",
+        severity=severity(view.job),
+        confidence=Confidence.POSSIBLE,
+        summary=capitalised(text),
+        ranks=ranks,
+        evidence=(Evidence(source="process", text=known), *how_we_know(view, ())),
+        remedy=_REMEDY_OUTSIDE,
+    )
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:

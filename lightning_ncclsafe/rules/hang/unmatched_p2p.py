@@ -1,0 +1,79 @@
+"""The cause unmatched-p2p: ranks wait for sends and receives of which none fits another."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.sentences import batch_words, place_words, severity, stack_evidence
+from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.wording import capitalised, joined, location_of, ranks_words, verb
+
+_REMEDY = (
+    "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "
+    "microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive in "
+    "dist.batch_isend_irecv."
+)
+
+
+def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
+    """Ranks wait for what they have sent or are to receive, and nobody does anything else.
+
+    Symptom:
+        Ranks stand in Work.wait() with no collective outstanding; gloo's recorder has nothing of it.
+
+    Cause:
+        Sends and receives with other tags, peers or numbers than those of the other side; stages of a pipeline that
+        disagree about the number or the order of what they exchange.
+
+    Remedy:
+        Compare peer, tag, shape and order on both sides.
+
+    Cannot see:
+        Which send or receive has no other side, as gloo records none; which side is wrong. A wait() of another library
+        that is written in C looks alike.
+    """
+    view = timeline(job)
+    sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
+    # With a rank that is still at work, or with one that is gone, there may be another side yet.
+    if len(sides) > 1 and set(view.waiting) == set(view.facts) and not view.silent and not view.raised:
+        yield _finding(view, sides)
+
+
+def _waits_for_peer(view: Timeline, rank: int) -> bool:
+    """In a wait() of C++ code, with all of its groups' collectives at an end, and all of them recorded."""
+    facts, doing = view.facts[rank], view.activities[rank]
+    is_wait = doing.kind is Kind.COLLECTIVE and doing.call == "wait" and doing.collective is None
+    return is_wait and not facts.unrecorded and facts.exception is None
+
+
+def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank in sides:
+        places[place_words(view.activities[rank].frame)].append(rank)
+    parts = [f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} {place}" for place, ranks in places.items()]
+    batch = batch_words(view.facts[sides[0]].progress)
+    first = f"{', '.join(parts)}, {batch}, for sends or receives that do not end: none of the other side fits."
+    frames = {location_of(view.activities[rank].frame) for rank in sides}
+    return Finding(
+        rule="unmatched-p2p",
+        severity=severity(view.job),
+        confidence=Confidence.LIKELY,
+        summary=joined((capitalised(first), _others(view, sides))),
+        ranks=sides,
+        location=frames.pop() if len(frames) == 1 else "",
+        evidence=tuple(_evidence(view, sides)),
+        remedy=_REMEDY,
+    )
+
+
+def _others(view: Timeline, sides: tuple[int, ...]) -> str:
+    others = view.held_up(sides)
+    return f"{capitalised(ranks_words(others))} {verb(others, 'waits', 'wait')} for them." if others else ""
+
+
+def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:
+    yield from stack_evidence(view, sides)
+    text = f"{capitalised(ranks_words(sides))}: no collective is outstanding that was called there."
+    yield Evidence(source="flight recorder", text=text)
