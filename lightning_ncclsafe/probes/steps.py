@@ -110,7 +110,7 @@ class StepRecord:
             self._calls.append(self._called_from())
 
     def _called_from(self) -> Call:
-        """The user's functions up to training_step."""
+        """The user's functions up to Lightning's."""
         found: list[tuple[CodeType, int]] = []
         for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(2)), _LOOKED_AT):
             code = frame.f_code
@@ -118,9 +118,9 @@ class StepRecord:
                 self._is_users[code.co_filename] = is_user_code(code.co_filename)
             if self._is_users[code.co_filename]:
                 found.append((code, line))
-            if code.co_name == "training_step" or len(found) >= _MOST_CALLERS:
+            elif found:
                 break
-        return tuple(found)
+        return tuple(found[:_MOST_CALLERS])
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step, on the main thread."""

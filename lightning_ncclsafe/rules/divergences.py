@@ -209,7 +209,7 @@ def _calls_trainer_again(facts: RankFacts) -> Frame | None:
     hooks = {action.name.rpartition(".")[2] for action in facts.progress.actions}
     # What its Trainer does now is not what that hook belongs to.
     is_asked_again = facts.progress.phase in (Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
-    is_in_hook = any(frame.user and frame.function in hooks for frame in between)
+    is_in_hook = not hooks.isdisjoint(frame.function for frame in between if frame.user)
     return deepest_user_frame(between) if is_asked_again and is_in_hook else None
 
 
