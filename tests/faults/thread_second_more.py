@@ -100,7 +100,7 @@ class Augmenter:
     source="https://github.com/MIC-DKFZ/nnUNet/issues/2070",
 )
 def augmenter_whose_thread_has_died(here: Here) -> None:
-    """What is seen: "Exception in thread Thread-1" is in the log, and the loop waits for the next batch of that thread."""
+    """The log says "Exception in thread Thread-1", and the loop waits for the next batch of that thread."""
     here.fit(data=Augmenter(here))
 
 
@@ -132,7 +132,7 @@ class Cached(Dataset[torch.Tensor]):
     source="https://github.com/Project-MONAI/MONAI/issues/3962",
 )
 def cache_whose_pool_waits_for_itself(here: Here) -> None:
-    """What is seen: "Loading dataset: 0%" stays, depending on how many threads fill the cache; here one host has a single core."""
+    """The log stays at "Loading dataset: 0%", depending on how many threads there are; one host has a single core."""
 
     class Volumes(L.LightningDataModule):
         def setup(self, stage: str) -> None:
@@ -173,7 +173,7 @@ class SharedCache(Dataset[torch.Tensor]):
     source="https://github.com/Project-MONAI/MONAI/issues/5573",
 )
 def cache_of_a_manager_that_is_not_there(here: Here) -> None:
-    """What is seen: "Caught FileNotFoundError in DataLoader worker process 0": the manager's socket is not on this host."""
+    """The log says "FileNotFoundError in DataLoader worker process 0": the manager's socket is not on this host."""
     here.fit(data=in_order(here, SharedCache(here), num_workers=1))
 
 
@@ -207,7 +207,7 @@ class SyncedNorm(torch.nn.Module):
     source="https://github.com/pytorch/pytorch/issues/44957",
 )
 def second_stage_left_out_at_the_start_of_a_video(here: Here) -> None:
-    """The second module is for all frames but a video's first, which ranks see in other steps; it has a SyncBatchNorm."""
+    """The second module is for all frames but a video's first; it has a SyncBatchNorm that all have to call."""
 
     class Video(Net):
         def __init__(self, here: Here) -> None:
@@ -281,7 +281,7 @@ class ImageLogger(L.Callback):
     source="https://github.com/rinongal/textual_inversion/issues/72",
 )
 def samples_drawn_again_and_again_for_the_log(here: Here) -> None:
-    """What is seen: "Running DDIM Sampling with 200 timesteps", over and over, for pictures that only the first rank logs."""
+    """The log says "Running DDIM Sampling" over and over, for pictures that only the first rank logs."""
     here.fit(callbacks=[ImageLogger(here)])
 
 
@@ -559,7 +559,7 @@ def gradients_watched_on_the_first_rank(here: Here) -> None:
     source="https://github.com/meta-pytorch/torchrec/pull/4224",
 )
 def state_that_comes_slowly_to_one_rank(here: Here) -> None:
-    """Each rank loads the dense state from remote storage, and the slowest comes minutes after DDP's first gathering."""
+    """Each rank loads the dense state from remote storage, and the slowest comes minutes after DDP's first call."""
 
     class Ranker(Net):
         def configure_model(self) -> None:
