@@ -29,6 +29,9 @@ import thread_loops_backward
 import thread_loops_groups
 import thread_process
 import thread_rank_zero
+import thread_second
+import thread_second_healthy
+import thread_second_more
 import thread_start
 from truths import all_cases
 
@@ -62,6 +65,9 @@ THEMES = (
     thread_loops_groups,
     thread_process,
     thread_rank_zero,
+    thread_second,
+    thread_second_healthy,
+    thread_second_more,
     thread_start,
 )
 
