@@ -21,7 +21,7 @@ from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.wording import joined
 
-_GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.\n'
+_GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.'
 
 
 class Agreement:
@@ -165,19 +165,24 @@ class Agreement:
     def _warn(self, diagnosis: Diagnosis) -> int:
         """Once, also where loaders are made anew for every epoch, and with them data that differs in another way.
 
+        Only a user who has asked to be warned gets a report: elsewhere what cannot hang is no incident.
+
         Returns:
-            The incident's number; 0 if it was told before.
+            The incident's number; 0 without one.
         """
         loaders = [loader.name for facts in diagnosis.job.ranks[:1] if facts.data for loader in facts.data.loaders]
         about = " ".join([*loaders, *sorted(finding.rule for finding in diagnosis.findings)])
         if about in self._said:
             return 0
         self._said.add(about)
+        is_asked_for = all(facts.data and facts.data.on_mismatch == "warn" for facts in diagnosis.job.ranks)
         if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
-            goes_on = _GOES_ON if is_error else ""
-            self._say(f"{render_mismatch(diagnosis)}\n{goes_on}report: {self._write(diagnosis)}")
-        return diagnosis.job.incident.number
+            lines = [render_mismatch(diagnosis)]
+            lines += [_GOES_ON] if is_error else []
+            lines += [f"report: {self._write(diagnosis)}"] if is_asked_for else []
+            self._say("\n".join(lines))
+        return diagnosis.job.incident.number if is_asked_for else 0
 
     def _job(self, ranks: tuple[RankFacts, ...]) -> JobFacts:
         incident = Incident(
