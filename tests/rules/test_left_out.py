@@ -102,8 +102,8 @@ def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batche
 
 
 def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
-    found = rules(stepping(batches((1,), (1,)), batches((1,), (2, 1))))
-    assert "skipped-step" not in found
+    told = judge(stepping(batches((1,), (1,)), batches((1,), (2, 1)))).findings
+    assert not any("batch 1 of epoch 0" in finding.summary for finding in told)
     assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
 
 
