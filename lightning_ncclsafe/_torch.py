@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -146,6 +146,12 @@ def _count(group: Any) -> int | None:
 def counts() -> tuple[int | None, ...]:
     """How many collectives this process has called in each of its groups; takes less than a microsecond a group."""
     return tuple(map(_count, _groups_here()))
+
+
+def calls_besides(descriptions: Collection[str]) -> int:
+    """How many collectives this process has called in its groups, those of these descriptions aside."""
+    groups = (group for group in _groups_here() if group.group_desc not in descriptions)
+    return sum(count for count in map(_count, groups) if count is not None)
 
 
 def recorder_is_known(backend: str) -> bool:

@@ -38,6 +38,8 @@ class Votes(Protocol):
 
 # As plain numbers: they are used before every batch.
 _ENDED, _GOES_ON = int(Flag.ENDED), int(Flag.GOES_ON)
+# Lightning reads a batch ahead: the results of the loader before are reduced when two of this one have been fetched.
+_STEADY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,9 @@ class Lockstep:
         looks_ahead: Whether each batch is fetched when the one before is handed out; the same on all ranks.
         most: Number of batches after which nobody asks for more; None where that is not known. Nothing is looked
             ahead beyond it.
+        called: How many collectives this rank has called by now, votes aside. Where one rank's data ends before
+            another's, and no rank has called any for its batches, each goes on for itself: nothing of it waits for
+            the others. None where that is told in any case.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Lockstep:
         *,
         looks_ahead: bool = False,
         most: int | None = None,
+        called: Callable[[], int] | None = None,
     ) -> None:
         self._begin = begin
         self._votes = votes
@@ -97,6 +103,9 @@ class Lockstep:
         self._given = 0
         self._over = False
         self._told = False
+        self._called = called
+        self._called_before = 0
+        self._goes_alone = False
         self._own = begin()
         self._look_ahead()
 
@@ -106,6 +115,8 @@ class Lockstep:
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
+        if self._goes_alone:
+            return next(self._own)
         if self._vote is None:
             self._fetch()
         self._over = not self._all_go_on()
@@ -122,11 +133,13 @@ class Lockstep:
         return batch
 
     def _look_ahead(self) -> None:
-        if self._looks_ahead and self._given != self._most:
+        if self._looks_ahead and self._given != self._most and not self._goes_alone:
             self._fetch()
 
     def _fetch(self) -> None:
         """Fetches the next batch of this rank, and starts the vote on it."""
+        if self._given == _STEADY and self._called is not None:
+            self._called_before = self._called()
         # In a tuple, as the batch itself may be None.
         try:
             self._next = (next(self._own),)
@@ -147,11 +160,21 @@ class Lockstep:
             return True
         if not outcome & _GOES_ON:
             return False
+        self._goes_alone = self._can_part()
+        if self._goes_alone:
+            return not self._ended
         error = self._tell_once()
         if self._on_uneven == "raise" and error is not None:
             self._over = True
             raise error from self._error
         return self._on_uneven == "repeat"
+
+    def _can_part(self) -> bool:
+        """Whether all ranks have had a batch and called nothing for it; all come to the same answer."""
+        if self._called is None:
+            return False
+        since = self._called() - self._called_before if self._given >= _STEADY else 0
+        return all(given and not calls for given, calls in self._votes.gather(self._given, since))
 
     def _compare_first_batches(self) -> None:
         if self._compare is not None and self._given == 1:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
-from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
 from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
@@ -262,7 +262,10 @@ class Presenter:
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
-            return Lockstep(begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most)
+            called = partial(_torch.calls_besides, VOTE_GROUPS) if terms.may_part else None
+            return Lockstep(
+                begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
+            )
 
         return iterate
 

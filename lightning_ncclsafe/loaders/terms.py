@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.rules.presented import epoch_batches, goes_alone
+from lightning_ncclsafe.rules.presented import epoch_batches, evaluates_alone, goes_alone
 from lightning_ncclsafe.settings import OnUneven
 
 
@@ -17,6 +17,7 @@ class LoaderTerms:
             ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
         looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
             rank's own process takes part in may depend on what has been trained when it is fetched.
+        may_part: Whether ranks that have called no collective meanwhile may end at different batches, as they evaluate.
         hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
         length: The number of batches it has on every rank from now on; None for as many as it says itself.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
@@ -25,6 +26,7 @@ class LoaderTerms:
 
     votes: bool = False
     looks_ahead: bool = False
+    may_part: bool = False
     hides_length: bool = False
     length: int | None = None
     ends_at: int | None = None
@@ -52,7 +54,10 @@ def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:
     if all(map(goes_alone, presented)) or _ends_together(presented):
         return tuple(LoaderTerms() for _ in presented[0].loaders)
     on_uneven = presented[0].on_uneven
-    return tuple(_terms(loaders, on_uneven) for loaders in zip(*(data.loaders for data in presented), strict=True))
+    may_part = all(map(evaluates_alone, presented))
+    return tuple(
+        _terms(loaders, on_uneven, may_part) for loaders in zip(*(data.loaders for data in presented), strict=True)
+    )
 
 
 def _ends_together(ranks: list[DataFacts]) -> bool:
@@ -61,7 +66,7 @@ def _ends_together(ranks: list[DataFacts]) -> bool:
     return known and len({epoch_batches(data) for data in ranks}) == 1
 
 
-def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str) -> LoaderTerms:
+def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_part: bool) -> LoaderTerms:
     lengths = tuple(loader.length for loader in loaders)
     known = tuple(length for length in lengths if length is not None)
     if len(known) == len(lengths) and len(set(known)) == 1:
@@ -72,6 +77,7 @@ def _terms(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str) -> Loade
         return LoaderTerms(
             votes=True,
             looks_ahead=all(loader.made_by_workers for loader in loaders),
+            may_part=may_part,
             length=length,
             hides_length=length is None and bool(known),
         )

@@ -75,10 +75,15 @@ def goes_alone(data: DataFacts) -> bool:
     Lightning calls no collective per batch where it does not train. A step of the user's may, which nobody knows before
     it hangs: only who has asked for a comparison, or for a policy, is not trusted to evaluate uneven data.
     """
-    if data.forward_communicates:
-        return False
+    if data.stage == PREDICT:
+        return not data.forward_communicates
+    return evaluates_alone(data) and _all_have_some(data)
+
+
+def evaluates_alone(data: DataFacts) -> bool:
+    """Whether ranks may evaluate different numbers of batches, as long as they call no collective meanwhile."""
     is_default = data.on_mismatch == "raise_on_hang" and data.on_uneven == "raise"
-    return data.stage == PREDICT or (data.stage in _EVALUATION and is_default and _all_have_some(data))
+    return data.stage in _EVALUATION and is_default and not data.forward_communicates
 
 
 def _all_have_some(data: DataFacts) -> bool:

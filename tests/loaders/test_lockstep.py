@@ -307,3 +307,59 @@ def test_known_data_is_begun_when_the_iterator_is_made() -> None:
 
     until(begin, 1)
     assert begun == ["begun"]
+
+
+class Parting(Rank):
+    """A rank that evaluates; in each of its batches it may call a collective."""
+
+    def __init__(self, rank: int, length: int, votes: ThreadVotes, calls: int) -> None:
+        super().__init__(rank, length, votes, "raise")
+        self.calls, self.called = calls, 7
+
+    def iterator(self) -> Lockstep:
+        return lockstep(self.begin, self.votes, "raise", self.tell, called=lambda: self.called)
+
+    def evaluate(self) -> int:
+        batches = 0
+        for _ in self.iterator():
+            batches += 1
+            self.called += self.calls
+        return batches
+
+
+def evaluated(lengths: tuple[int, ...], calls: tuple[int, ...] = (0, 0, 0)) -> list[Any]:
+    return as_ranks(3, lambda rank, votes: Parting(rank, lengths[rank], votes, calls[rank]).evaluate())
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 2, 9), (2, 2, 2)])
+def test_ranks_that_wait_for_nobody_part_where_one_ends(lengths: tuple[int, ...]) -> None:
+    assert evaluated(lengths) == [*lengths]
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [((5, 3, 4), (0, 0, 1)), ((5, 0, 4), (0, 0, 0))])
+def test_where_any_rank_may_wait_for_the_others_an_uneven_end_is_told(
+    lengths: tuple[int, ...], calls: tuple[int, ...]
+) -> None:
+    """Also where a rank has nothing at all: what it never logs the others reduce."""
+    assert [type(outcome) for outcome in evaluated(lengths, calls)] == [End] * 3
+
+
+def test_what_is_called_at_the_first_batch_may_be_the_loader_before() -> None:
+    """Lightning reduces its results when it has fetched two batches of the next."""
+
+    def body(rank: int, votes: ThreadVotes) -> int:
+        reader = Parting(rank, LENGTHS[rank], votes, 0)
+        batches = reader.iterator()
+        next(batches)
+        reader.called += 2
+        return 1 + sum(1 for _ in batches)
+
+    assert as_ranks(3, body) == [*LENGTHS]
+
+
+def test_another_pass_is_voted_on_again() -> None:
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        reader = Parting(rank, LENGTHS[rank], votes, 0)
+        return [reader.evaluate(), reader.evaluate()]
+
+    assert as_ranks(3, body) == [[length, length] for length in LENGTHS]

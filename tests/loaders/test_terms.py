@@ -81,6 +81,9 @@ def test_ranks_evaluate_each_for_itself_where_nobody_has_set_anything(stage: str
     together = at_end(of(3), of(5), on_mismatch="raise_on_hang", on_uneven="stop_together")
     assert together == LoaderTerms(length=3)
     assert at_end(of(3), STREAM, on_mismatch="raise_on_hang").votes
+    assert at_end(STREAM, STREAM, on_mismatch="raise_on_hang") == LoaderTerms(votes=True, may_part=True)
+    assert at_end(STREAM, STREAM) == LoaderTerms(votes=True)
+    assert at_end(STREAM, STREAM, on_mismatch="raise_on_hang", forward_communicates=True) == LoaderTerms(votes=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What looks like one cause in what ranks call and is another, or two at once: what a report may claim then."""
 
 from dataclasses import replace
+from typing import Any
 
 import call_scenes as scenes
 import machine_scenes
@@ -27,7 +28,7 @@ from builders import (
 )
 
 from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, ModelUnit, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.findings import Confidence, Finding
 from lightning_ncclsafe.machine_facts import GarbageFacts, MainThreadFacts
 from lightning_ncclsafe.rules.judging import judge
@@ -325,6 +326,28 @@ def test_a_machine_that_holds_a_rank_up_does_so_at_any_line(rule: str) -> None:
     in_ours = held_up(GLOO.working(2, *OWN_WAIT, seq=60))[rule]
     assert found(machine_scenes.late(GLOO, in_ours)) == {rule: LIKELY, "own-code": LIKELY}
     assert found(scenes_of_all.rank_zero_evaluates(GLOO))["rank-zero-only-work"] is CERTAIN
+
+
+@pytest.mark.parametrize(
+    ("condition", "late", "rule"),
+    [
+        ("if here.rank == 1:  (line 27)", (1,), "rank-zero-only-work"),
+        ("else of if here.rank == 0:  (line 27)", (1,), "late-at-init"),
+        ("else of if here.rank != 0:  (line 27)", (0,), "rank-zero-only-work"),
+        ("if here.rank != 0:  (line 27)", (1, 2), "late-at-init"),
+    ],
+)
+def test_the_work_of_few_is_told_from_what_the_rest_waits_for(condition: str, late: tuple[int, ...], rule: str) -> None:
+    world = len(late) + 1
+    options: dict[str, Any] = {"phase": Phase.INIT, "batch": -1, "world": world}
+    line = user("setup", 30, condition=condition)
+    ranks = (
+        GLOO.working(n, line, seq=1, action="[LightningDataModule]Data.setup", **options)
+        if n in late
+        else GLOO.in_barrier(n, "post_setup", seq=2, **options)
+        for n in range(world)
+    )
+    assert first(job(*ranks, world=world)).rule == rule
 
 
 def test_a_program_that_was_started_by_a_debugger_stands_in_none() -> None:

@@ -233,7 +233,8 @@ def uneven_stream_with_workers(case: Case) -> None:
     case.loaders = (stream(UNEVEN[RANK], num_workers=1, persistent_workers=True),)
 
 
-def uneven_validation(case: Case) -> None:
+def uneven_validation(case: Case, **agreement: str) -> None:
+    case.agreement = dict(agreement)
     case.loaders = (common(drop_last=True), [stream(2), stream(UNEVEN[RANK])])
     case.trainer_args |= {"use_distributed_sampler": True, "num_sanity_val_steps": 0}
 
@@ -458,7 +459,8 @@ CASES: dict[str, Callable[[Case], None]] = {
     "stop-together-accumulated": lambda case: uneven_stream_accumulated(case, "stop_together"),
     "repeat-accumulated": lambda case: uneven_stream_accumulated(case, "repeat"),
     "workers": uneven_stream_with_workers,
-    "uneven-validation": uneven_validation,
+    "uneven-validation": lambda case: uneven_validation(case, on_uneven="raise"),
+    "uneven-validation-alone": uneven_validation,
     "known-raise": uneven_known,
     "known-stop-together": lambda case: uneven_known(case, on_uneven="stop_together"),
     "known-repeat": lambda case: uneven_known(case, on_uneven="repeat"),

@@ -120,6 +120,14 @@ def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) 
         assert outcome["evaluated"] == batches(rank, 0, 1, 0, 1), "the first whole, of the second all but one"
 
 
+def test_by_the_strategy_alone_ranks_validate_on_streams_of_their_own_length(outcomes: Outcomes) -> None:
+    """As with stock: nothing is called for a batch, and what is logged is reduced at the end."""
+    for rank, outcome in enumerate(outcomes["uneven-validation-alone"]):
+        assert outcome["raised"] == ""
+        assert outcome["evaluated"][:2] == batches(rank, 0, 1)
+        assert len(outcome["evaluated"]) == 2 + (5, 3, 4)[rank]
+
+
 def test_different_claims_are_cut_to_the_least(outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes["claimed-lengths"]):
         assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1)), "0.7 of 3"
