@@ -165,7 +165,7 @@ class Agreement:
     def _warn(self, diagnosis: Diagnosis) -> int:
         """Once, also where loaders are made anew for every epoch, and with them data that differs in another way.
 
-        Only a user who has asked to be warned gets a report: elsewhere what cannot hang is no incident.
+        Where only what would hang is refused, all else is no incident, and gets no report.
 
         Returns:
             The incident's number; 0 without one.
@@ -175,14 +175,15 @@ class Agreement:
         if about in self._said:
             return 0
         self._said.add(about)
-        is_asked_for = all(facts.data and facts.data.on_mismatch == "warn" for facts in diagnosis.job.ranks)
+        policies = {facts.data.on_mismatch for facts in diagnosis.job.ranks if facts.data}
+        is_incident = policies != {"raise_on_hang"}
         if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
             lines = [render_mismatch(diagnosis)]
             lines += [_GOES_ON] if is_error else []
-            lines += [f"report: {self._write(diagnosis)}"] if is_asked_for else []
+            lines += [f"report: {self._write(diagnosis)}"] if is_incident else []
             self._say("\n".join(lines))
-        return diagnosis.job.incident.number if is_asked_for else 0
+        return diagnosis.job.incident.number if is_incident else 0
 
     def _job(self, ranks: tuple[RankFacts, ...]) -> JobFacts:
         incident = Incident(

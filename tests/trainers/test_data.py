@@ -190,7 +190,9 @@ def test_an_unseeded_split_is_trained_on_where_that_is_wanted(outcomes: Outcomes
     for case in ("unseeded-split-alone", "unseeded-split-warn", "unseeded-split-off"):
         assert all((outcome["raised"], outcome["steps"]) == ("", 2) for outcome in outcomes[case])
     assert outcomes["printed"][0]["text"].count("[ncclsafe] different-data: ") == 2
-    assert len(outcomes["unseeded-split-alone"][0]["reports"]) == 1
+    assert len(outcomes["unseeded-split-warn"][0]["reports"]) == 1
+    # Nothing hangs, and nobody has asked for a comparison.
+    assert outcomes["unseeded-split-alone"][0]["reports"] == []
     assert outcomes["unseeded-split-off"][0]["reports"] == []
 
 
