@@ -38,7 +38,8 @@ def positions(view: Timeline) -> dict[int, Position]:
 def begins(progress: Progress) -> bool:
     """Whether a rank has not come to the first batch yet; it may have fetched data, or made its loaders."""
     if progress.phase is Phase.TRAIN:
-        return progress.batch_idx < 0 and progress.epoch == 0 and progress.global_step == 0
+        is_known = bool(progress.actions or progress.last_action)
+        return is_known and progress.batch_idx < 0 and progress.epoch == 0 and progress.global_step == 0
     return progress.phase is Phase.INIT
 
 
@@ -114,12 +115,17 @@ def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
 
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """All have come to one training batch, the last one of all as far as is known: they differ in what they do."""
+    """All have come to one batch, the last one of all as far as is known: they differ in what they do."""
+    loops = {view.facts[rank].progress.phase for rank in still}
     facts = [view.facts[rank] for rank in (*ended, *still)]
+    # Who has gone on from validation to the next epoch tells no more how many batches it had there.
+    if Phase.VALIDATE in loops:
+        facts = [each for each in facts if each.progress.phase is Phase.VALIDATE]
     both = [each.progress for each in facts]
-    in_training = all(now.phase is not Phase.VALIDATE and now.batch_idx >= 0 for now in both)
+    is_one_loop = len({now.phase is Phase.VALIDATE for now in both}) == 1 and len(facts) > len(still)
     may_be_last = all(now.is_last_batch for now in both) or not any(map(_is_of_known_length, facts))
-    return in_training and may_be_last and len({(now.epoch, now.batch_idx) for now in both}) == 1
+    is_one_batch = len({(now.epoch, now.batch_idx) for now in both}) == 1 and both[0].batch_idx >= 0
+    return is_one_loop and may_be_last and is_one_batch
 
 
 def _is_of_known_length(facts: RankFacts) -> bool:

@@ -102,7 +102,11 @@ def _at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]
         return _BRANCH
     count = _apart(own, theirs)
     if count is None:
-        return _against_habit(aligned, index, ranks, before)
+        return (
+            _in_one_call(few, many, own[0], theirs[0], before)
+            if is_majority
+            else _against_habit(aligned, index, ranks, before)
+        )
     if any(_apart(aligned[rank][index:], theirs) != count for rank in few):
         return None
     callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
@@ -111,10 +115,22 @@ def _at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]
     return Shift(ranks=ranks, call=call, callers=callers, others=others, count=abs(count), frame=frame)
 
 
+def _in_one_call(
+    few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, before: Calls
+) -> Shift | None:
+    """All wait in the first call that differs, and most of them in the same."""
+    frame, of_others = deepest_user_frame(own.stack), deepest_user_frame(theirs.stack)
+    # What is called later on anyway has been come to too early.
+    is_usual = any(call.site == own.site for call in before)
+    if of_others is not None and (is_usual or frame is None):
+        return Shift(ranks=few, call=theirs, callers=many, others=few, count=0, frame=of_others)
+    return Shift(ranks=few, call=own, callers=few, others=many, count=0, frame=frame) if frame is not None else None
+
+
 def _against_habit(
     aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...], before: Calls
 ) -> Shift | None:
-    """All wait in the first call that differs, and one side has done what all have always done at this place."""
+    """The same with as many on both sides, one of which has done what all have always done at this place."""
     next_sites = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
     if len(next_sites) != 1:
         return None

@@ -108,7 +108,9 @@ def closing_call(folder: Path) -> Iterator[Exchange]:
     """The store of a call of the Trainer that has nothing else."""
     call = watched.WatchedCall.__new__(watched.WatchedCall)
     vars(call).update(dict.fromkeys(("_presenter", "_stop_signal", "_tuner", "timer", "_guard")))
-    vars(call).update(tracker=PhaseTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder)
+    vars(call).update(
+        tracker=PhaseTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder, _listens=False
+    )
     exchange = call._store()
     try:
         yield exchange

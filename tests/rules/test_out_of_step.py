@@ -390,3 +390,18 @@ def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: in
     other = replace(other, collectives=called, exception=replace(other.exception, stack=(MAIN, RUN, ENGINE)))
     gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, sync, send, BARRIER))
     assert first(job(other, world=2, witnessed=(gone,))).rule == rule
+
+
+def test_who_is_past_a_validation_that_others_are_in_the_last_batch_of_has_had_as_many() -> None:
+    """Rank 1 has left out a call in the last batch, and rank 2 has gone on to the next epoch."""
+    last = {"phase": Phase.VALIDATE, "last": True, "batch": 5}
+    ended = "[LightningModule]Net.on_validation_epoch_end"
+    facts = job(
+        calls(0, user("validation_step", 40), ALL_REDUCE, world=3, **last),
+        calls(1, BARRIER, op="barrier", world=3, **last | {"action": ended}),
+        GLOO.waiting(2, seq=61, world=3, epoch=1, batch=0),
+        world=3,
+    )
+    assert first(facts).rule == "diverged-collectives"
+    longer = replace(facts.ranks[0], progress=replace(facts.ranks[0].progress, batch_idx=6))
+    assert first(replace(facts, ranks=(longer, *facts.ranks[1:]))).rule == "uneven-batches"

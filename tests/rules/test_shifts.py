@@ -70,6 +70,8 @@ def first(facts: JobFacts) -> Finding:
         pytest.param(("rgrgrgr", "rgrgrr", "rgrgrgr"), (1,), 40, id="fewer, and the same follows"),
         pytest.param(("rgrgrg", "rgrgrr", "rgrgrg"), (1,), 40, id="waits where others have gone another way"),
         pytest.param(("rgrgrg", "rgrgrz", "rgrgrg"), (1,), 60, id="waits in what nobody has ever called"),
+        pytest.param(("rrz", "rrr", "rrz"), (1,), 60, id="has left out what nobody has ever called before"),
+        pytest.param(("g", "b", "g"), (1,), 40, id="is in what is not the user's"),
     ],
 )
 def test_the_rank_that_is_out_of_step_is_named_with_the_call(

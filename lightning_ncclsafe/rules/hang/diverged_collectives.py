@@ -235,7 +235,8 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     return Finding(
         rule="diverged-collectives",
         severity=severity(view.job),
-        confidence=Confidence.CERTAIN if apart.is_decided and apart.frame is not None else Confidence.LIKELY,
+        # What follows is the same again, and shows how far they are apart.
+        confidence=Confidence.CERTAIN if apart.count and apart.is_decided and apart.frame else Confidence.LIKELY,
         summary=joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
         ranks=apart.ranks,
         location=location_of(apart.frame) or calls_location(view, apart.ranks),
