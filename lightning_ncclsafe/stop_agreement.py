@@ -90,7 +90,6 @@ class StopAgreement:
             self._pass_on = pass_on
             self._received_at = time.monotonic()
 
-    @marked(Mark.STORE)
     def may_pass(self, position: Position) -> bool:
         """Whether this rank begins its next batch; waits for the decision where one is due.
 
@@ -103,6 +102,11 @@ class StopAgreement:
             if self._promised is None and not self._is_unheard():
                 self._passed = position
                 return True
+        return self._is_to_pass(position)
+
+    @marked(Mark.STORE)
+    def _is_to_pass(self, position: Position) -> bool:
+        """What is decided of a batch, once it is."""
         if not self._is_over.wait(max(0.0, self._waits_until - time.monotonic())):
             self._give_up()
         return self._received_at is None if self._decision is None else position <= self._decision

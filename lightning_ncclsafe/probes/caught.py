@@ -108,17 +108,17 @@ class CaughtExceptions:
         current = _current()
         held = current if current is not None and _handles(current.__traceback__) is not None else None
         # What goes up through Lightning at this moment is not caught, so far.
-        under_way = {id(one) for one in _with_causes(current)} if held is None else set()
-        if held is not None and not any(seen.number == id(held) for seen in [*self._ring]):
+        under_way = [] if held is not None else [*_with_causes(current)]
+        if held is not None and not any(_is_it(seen, held) for seen in [*self._ring]):
             self._note(held, at_s=self._clock() - idle_s)
         now_s, found = self._clock(), []
         for seen in [*self._ring]:
             is_the_end = besides is not None and _first_line(besides.message) == seen.facts.message
-            if is_the_end or seen.number in under_way:
+            if is_the_end or any(_is_it(seen, one) for one in under_way):
                 continue
             stack = with_source(seen.facts.stack)
             caught_at = with_source((seen.facts.caught_at,))[0] if seen.facts.caught_at is not None else None
-            is_held = held is not None and id(held) == seen.number
+            is_held = held is not None and _is_it(seen, held)
             ago_s = round(max(now_s - seen.at_s, 0.0), 1)
             found.append(replace(seen.facts, stack=stack, caught_at=caught_at, ago_s=ago_s, is_held=is_held))
         return tuple(found)
@@ -201,6 +201,11 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         if error is not None:
             yield error
             error = error.__cause__ or error.__context__
+
+
+def _is_it(seen: _Seen, error: BaseException) -> bool:
+    """Whether this very one has been seen; Python gives the next exception the place of one that is gone."""
+    return seen.number == id(error) and seen.raised_at == _raised_at(error.__traceback__)
 
 
 def _is_same(seen: _Seen, error: BaseException, trace: TracebackType | None, thread: str) -> bool:

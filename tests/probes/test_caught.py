@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts
-from lightning_ncclsafe.probes import handlers
+from lightning_ncclsafe.probes import caught, handlers
 from lightning_ncclsafe.probes.caught import CaughtExceptions
 
 LOG = logging.getLogger("a users")
@@ -222,6 +222,19 @@ def test_what_goes_up_through_lightning_is_not_caught_so_far(watch: CaughtExcept
 
     lightning["call"](step, ask)
     assert found == [()]
+    assert only(watch).type == "ValueError"
+
+
+def test_one_whose_place_in_memory_another_has_got_was_caught(
+    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        raise ValueError("no faces in this image")
+    except ValueError as error:
+        logging.getLogger(__name__).warning("left out: %s", error)
+    under_way = RuntimeError("Connection closed by peer")
+    monkeypatch.setattr(caught, "_current", lambda: under_way)
+    watch._ring[-1].number = id(under_way)
     assert only(watch).type == "ValueError"
 
 

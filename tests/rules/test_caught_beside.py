@@ -143,6 +143,13 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     assert "Rank 0's thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
 
 
+def test_who_waits_for_a_thread_that_has_ended_does_no_work_of_its_own() -> None:
+    waits = (user("on_train_epoch_end", 20), QUEUE_GET, CONDITION)
+    culprit = GLOO.working(0, *waits, seq=60, action="[LightningModule]Net.on_train_epoch_end")
+    assert first(behind(culprit)).rule == "rank-zero-only-work"
+    assert first(behind(replace(culprit, caught=(FED,)))).rule == "rank-behind"
+
+
 def _loading(caught: CaughtException) -> JobFacts:
     stack = (NEXT_DATA, FETCH, user("__iter__", 20), QUEUE_GET, CONDITION)
     return behind(replace(GLOO.working(0, *stack, seq=60, action=NEXT), caught=(caught,)))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning_ncclsafe.facts import ELSE, JobFacts
 from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.activity import Kind
+from lightning_ncclsafe.rules.caught import missed_thread
 from lightning_ncclsafe.rules.divergences import call_evidence, condition_evidence, where_evidence
 from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
 from lightning_ncclsafe.rules.overruns import signal_of
@@ -100,8 +101,13 @@ def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
 
 
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
-    """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late."""
+    """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late.
+
+    Who waits for a thread that has ended does no work.
+    """
     doing = view.activities[rank]
+    if missed_thread(view.facts[rank]) is not None:
+        return False
     if doing.kind is not Kind.USER or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
         return False
     if begins(view.facts[rank].progress) or "_batch_" in doing.hook:
