@@ -3,28 +3,14 @@
 import os
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 from catalogue import CASES
 from networks import move_to
-from torch._C import _distributed_c10d
 from training import Here, quick_patience, rank_of_environment
 
 from lightning_ncclsafe.probes import traceback_signal
-
-# When all have come to where they wait, and before Lightning alone gives up.
-DUMPS_AFTER_S = 8.0
-
-
-def dump_when_stuck(folder: Path, rank: int) -> None:
-    """Writes what the Flight Recorder has, for those who would look there without us."""
-    while not any(folder.glob("began-*")):
-        time.sleep(0.25)
-    time.sleep(DUMPS_AFTER_S)
-    (folder / f"_dump_{rank}").write_bytes(_distributed_c10d._dump_fr_trace())
 
 
 def main() -> None:
@@ -40,8 +26,6 @@ def main() -> None:
     if namespace := os.environ.get("NAMESPACE"):
         move_to(namespace)
     here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)
-    if strategy_name == "DDPStrategy":
-        threading.Thread(target=dump_when_stuck, args=(root, here.rank), daemon=True).start()
     if not case.is_healthy:
         here = here.with_(suspect_after_s=float(suspect_after_s))
     else:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class Outcome:
         exit_codes: Of the ranks that have ended by themselves.
         output: What all ranks have said.
         skipped: Why it could not be run; empty if it was.
-        seen: What was looked at in its folder.
     """
 
     report: dict[str, Any] | None = None
@@ -57,7 +56,6 @@ class Outcome:
     exit_codes: tuple[int, ...] = ()
     output: str = ""
     skipped: str = ""
-    seen: Any = None
 
     @property
     def said(self) -> list[str]:
@@ -65,29 +63,14 @@ class Outcome:
         return [line for line in self.output.splitlines() if line.startswith("[ncclsafe]")]
 
 
-def run_case(
-    warm: Warm,
-    case: Case,
-    *,
-    strategy: str = "SafeDDP",
-    suspect_after_s: float = SUSPECT_AFTER_S,
-    look: Callable[[Path], Any] = lambda folder: None,
-) -> Outcome:
-    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over.
-
-    Args:
-        warm: What ranks are forked from.
-        case: The case.
-        strategy: See `Here`.
-        suspect_after_s: See `Here`.
-        look: Is given the folder of the case, after that and before it is removed.
-    """
+def run_case(warm: Warm, case: Case, *, strategy: str = "SafeDDP", suspect_after_s: float = SUSPECT_AFTER_S) -> Outcome:
+    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
         if not PERMITTED.get(case.scenario.needs, lambda: True)():
             raise PermissionError(f"it needs {case.scenario.needs}")
         with _environments(case) as envs:
-            return replace(_run(warm, case, folder, envs, [strategy, str(suspect_after_s)]), seen=look(folder))
+            return _run(warm, case, folder, envs, [strategy, str(suspect_after_s)])
     except PermissionError as error:
         return Outcome(skipped=str(error))
     finally:
