@@ -237,8 +237,9 @@ def test_scalars_reach_the_loggers(fitted: Fitted) -> None:
     # Now and then another program makes rank 0 later than that.
     assert statistics.mode(float(row["straggler/rank"]) for row in rows) == 1.0
     assert all(math.isfinite(float(row["collectives/all_reduce/skew_ms"])) for row in rows)
-    # A linear layer of four weights and a bias; now and then something else is reduced, too.
-    assert any(float(row["collectives/all_reduce/size_bytes"]) == 20 for row in rows)
+    # A linear layer of four weights and a bias. The first window, the only one where sharing is slow, has the length of
+    # Lightning's loader as well: one reduction of eight bytes among more than a hundred.
+    assert min(abs(float(row["collectives/all_reduce/size_bytes"]) - 20) for row in rows) < 0.2
     events = EventAccumulator(str(folder / "tb/version_0")).Reload()
     assert {"straggler/rank", "straggler/late_ms_per_step", "collectives/all_reduce/skew_ms"} <= {
         *events.Tags()["scalars"]
