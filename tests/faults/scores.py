@@ -9,7 +9,7 @@ from typing import Any
 from truths import Case
 
 UNREHEARSED = "from public threads"
-"""The row of faults that were written by somebody who had not seen a rule."""
+"""The row of faults that were written without sight of a rule."""
 QUIET = "watching "
 """How the only line begins that a healthy run says."""
 
@@ -21,7 +21,7 @@ class Score:
     Attributes:
         case: Its name.
         causes: True names of the cause; none for a healthy one.
-        is_unrehearsed: Whether it was written after a public thread, by somebody who had not seen a rule.
+        is_unrehearsed: Whether it was written after a public thread, without sight of a rule.
         named: The name that was given first; empty if there was none.
         confidence: How sure that answer says to be: ``"certain"``, ``"likely"`` or ``"possible"``; empty without one.
         cause_right: Whether that is a true one.

@@ -60,8 +60,8 @@ class Scenario:
         strategies: Names of those that it is for.
         is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
-        source: Address of the public thread that it was written after, by somebody who had not read a rule, and with
-            the truth written down before its first run; empty for the others.
+        source: Address of the public thread that it was written after, without sight of a rule, and with the truth
+            written down before its first run; empty for the others.
     """
 
     name: str
