@@ -398,14 +398,14 @@ def recorder_entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Unimported(ModuleType):
-    """Stands for a module that is not to be imported for one function of its own; all else is the module's."""
+    """Stands for a module that is not imported just for one of its functions; everything else is the module's own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
 
 
 class _NothingGenerated:
-    """Stands for Inductor's cache of the code that it has generated: it has none, and of that there are no stacks."""
+    """Stands for Inductor's cache of generated code, which is empty while Inductor is not imported."""
 
     def stack_frames_for_code(self, path: str, lineno: int) -> None:
         return None
@@ -416,10 +416,9 @@ class _NothingGenerated:
 
 @contextmanager
 def _inductor_not_imported() -> Iterator[None]:
-    """For reading stacks, for which torch asks Inductor what it has generated (torch 2.13: python_tracer.cpp).
+    """For reading stacks: torch asks Inductor what code it has generated (torch 2.13: python_tracer.cpp).
 
-    To import it for that would take a second and 800 modules, and wait for ever where the main thread stands still
-    while it imports the same.
+    Importing it for that takes a second and 800 modules, and never ends where the main thread hangs in that import.
     """
     codecache = sys.modules.get("torch._inductor.codecache")
     if hasattr(codecache, "PyCodeCache") and getattr(vars(torch).get("_inductor"), "codecache", None) is codecache:

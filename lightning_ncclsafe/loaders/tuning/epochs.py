@@ -26,7 +26,7 @@ class Pools(Protocol):
         """Has workers back at the end of an epoch: they may be there for the next, and are waited for otherwise."""
 
     def leave(self, pool: WorkerPool) -> None:
-        """Has workers back of an epoch that is not read on for now: as with `release`, but they are not waited for."""
+        """Has workers back from an epoch that is not read on for now: as `release`, without waiting for their end."""
 
     def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
         """Whether it is not for the user to see that workers have failed: they were not his."""

@@ -154,7 +154,7 @@ class TunedLoader:
         finally:
             started_at = time.perf_counter()
             self._end_leaving()
-            # What is waited for workers to end is the last epoch's.
+            # The wait for workers to end counts for the last epoch.
             self.observer.ends(asked_at - began_at + time.perf_counter() - started_at)
         self.observer.begins(self._wish.setting.workers, started_at - asked_at)
         return epoch
@@ -262,7 +262,7 @@ class TunedLoader:
             self.end(pool)
 
     def leave(self, pool: WorkerPool) -> None:
-        """Has workers back of an epoch that is not read on for now: as with `release`, but they are not waited for."""
+        """Has workers back from an epoch that is not read on for now: as `release`, without waiting for their end."""
         if pool is not self._kept:
             pool.ask_to_end()
             self._leaving.append(pool)

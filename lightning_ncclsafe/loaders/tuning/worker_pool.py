@@ -95,8 +95,7 @@ class WorkerPool:
             _torch.ask_for_batch(self.iterator)
 
     def ask_to_end(self) -> None:
-        """Has its workers end meanwhile; what it has not handed out is due again."""
-        self.gate.take_back()
+        """Has its workers end, and does not wait for them: :meth:`end` does. What they had to make was taken back."""
         if not self._is_silent:
             _torch.ask_to_end_loading(self.iterator)
 
