@@ -38,6 +38,11 @@ PRELOADED = (
 # Until a program is there: includes all imports, on a machine that is busy.
 START_S = 50
 
+# torch looks up the name of each address that it connects to (pytorch#159007), that of 127.0.0.1 included, which
+# /etc/hosts does not have in the form ::ffff:127.0.0.1. Where a name server loses the question, a rank would wait for
+# 5 s in the constructor of its store. Also for what is forked from whatever imports this.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 class Running:
     """A program that was started.
