@@ -59,26 +59,26 @@ matrix: $(INSTALLED)
 	exit $$status
 
 bench: $(INSTALLED)
-	$(BIN)/python tests/benchmarks/step_overhead.py
+	$(BIN)/python tests/programs/benchmarks/step_overhead.py
 
 # SOAK takes options: make soak MINUTES=15 SOAK="--with stock --json samples.json"
 soak: $(INSTALLED)
-	$(BIN)/python tests/benchmarks/soak.py --minutes $(MINUTES) $(SOAK)
+	$(BIN)/python tests/programs/benchmarks/soak.py --minutes $(MINUTES) $(SOAK)
 
 # FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
 faults: $(INSTALLED)
-	$(BIN)/python tests/faults/scoreboard.py $(FAULTS)
+	$(BIN)/python tests/programs/faults/scoreboard.py $(FAULTS)
 
 # CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
 clients: $(INSTALLED)
-	$(BIN)/python tests/clients/run.py $(CLIENTS)
+	$(BIN)/python tests/programs/clients/run.py $(CLIENTS)
 
-# See tests/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
+# See tests/programs/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)
 	@status=0; \
-	$(BIN)/python tests/gpu/record.py || status=1; \
-	$(BIN)/python -m pytest tests/gpu || status=1; \
-	$(BIN)/python tests/gpu/overhead.py || status=1; \
+	$(BIN)/python tests/programs/gpu/record.py || status=1; \
+	$(BIN)/python -m pytest tests/programs/gpu || status=1; \
+	$(BIN)/python tests/programs/gpu/overhead.py || status=1; \
 	exit $$status
 
 install: $(INSTALLED)

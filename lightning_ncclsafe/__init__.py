@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
+    from lightning_ncclsafe.guard.pause import pause as pause
+    from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.lightning import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.lightning import DatasetAgreement as DatasetAgreement
     from lightning_ncclsafe.lightning import HostPreflight as HostPreflight
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.lightning import SafeFSDP as SafeFSDP
     from lightning_ncclsafe.lightning import SafeModelParallel as SafeModelParallel
     from lightning_ncclsafe.lightning import safe_callbacks as safe_callbacks
-    from lightning_ncclsafe.pauses import pause as pause
-    from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -46,9 +46,9 @@ _HOMES = {
     "CollectiveTimeoutError": "lightning_ncclsafe.errors",
     "DatasetMismatchError": "lightning_ncclsafe.errors",
     "HostPreflightError": "lightning_ncclsafe.errors",
-    "PhaseTimeouts": "lightning_ncclsafe.phase_timeouts",
+    "PhaseTimeouts": "lightning_ncclsafe.guard.phase_timeouts",
     "UnevenDataError": "lightning_ncclsafe.errors",
-    "pause": "lightning_ncclsafe.pauses",
+    "pause": "lightning_ncclsafe.guard.pause",
 }
 
 
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 
 # A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal.
 if "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ:
-    from lightning_ncclsafe.probes.traceback_signal import arm_early
+    from lightning_ncclsafe.probes.process.traceback_signal import arm_early
 
     arm_early()
 

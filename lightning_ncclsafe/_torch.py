@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.recorder import MOST_ENTRIES
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 
 # torch._C._distributed_c10d is absent from builds without distributed support.
 try:

@@ -1,6 +1,6 @@
 """What the guard raises."""
 
-from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.facts.findings import Finding
 
 
 class CollectiveTimeoutError(RuntimeError):

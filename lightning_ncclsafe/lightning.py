@@ -18,16 +18,16 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeou
 from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
 from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
 from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
-from lightning_ncclsafe.guarded_strategy import GuardedStrategy
-from lightning_ncclsafe.pauses import pause as pause
-from lightning_ncclsafe.phase_timeouts import PhaseTimeouts as PhaseTimeouts
+from lightning_ncclsafe.guard.pause import pause as pause
+from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
+from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
 
 class SafeDDP(GuardedStrategy, DDPStrategy):
     """:class:`~lightning.pytorch.strategies.DDPStrategy` that says why ranks wait, and ends a run that cannot go on.
 
     Ranks that disagree about their data do not start; see :class:`~lightning_ncclsafe.DatasetAgreement`. Takes the
-    arguments of :class:`~lightning_ncclsafe.guarded_strategy.GuardedStrategy`, and all of ``DDPStrategy``.
+    arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``DDPStrategy``.
 
     Example::
 
@@ -38,7 +38,7 @@ class SafeDDP(GuardedStrategy, DDPStrategy):
 class SafeFSDP(GuardedStrategy, FSDPStrategy):
     """:class:`~lightning.pytorch.strategies.FSDPStrategy` with the same guard as :class:`SafeDDP`.
 
-    Takes the arguments of :class:`~lightning_ncclsafe.guarded_strategy.GuardedStrategy`, and all of ``FSDPStrategy``.
+    Takes the arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``FSDPStrategy``.
 
     Example::
 
@@ -53,7 +53,7 @@ class SafeModelParallel(GuardedStrategy, ModelParallelStrategy):
 
     For FSDP2 and tensor parallelism. Tensor-parallel peers, ranks of one data-parallel rank, have to read the same
     data, which is checked before they do. Takes the arguments of
-    :class:`~lightning_ncclsafe.guarded_strategy.GuardedStrategy`, and all of ``ModelParallelStrategy``.
+    :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``ModelParallelStrategy``.
 
     Example::
 

@@ -4,10 +4,11 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from lightning_ncclsafe.data_facts import DataFacts, SamplerFacts
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
+    DataFacts,
+    DirectoryFacts,
     Frame,
     Group,
     HostFacts,
@@ -16,14 +17,15 @@ from lightning_ncclsafe.facts import (
     JobFacts,
     LoaderFacts,
     Phase,
+    PreflightFacts,
     ProcessFacts,
     Progress,
     RankFacts,
+    RecordFacts,
+    SamplerFacts,
     StorageFacts,
 )
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.preflight_facts import DirectoryFacts, PreflightFacts
-from lightning_ncclsafe.recorded_facts import RecordFacts
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
-from lightning_ncclsafe.facts import Frame, Phase, Progress, RankFacts
-from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
+from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.loggers.intake import Intake
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.preflight import Preflight
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.probes import stacks
-from lightning_ncclsafe.watchdog import Watchdog
+from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.probes.process import stacks
 
 FACTS = RankFacts(rank=1, progress=Progress(phase=Phase.TRAIN))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from lightning_ncclsafe import known_code
-from lightning_ncclsafe.known_code import Code, Package, Place, glob
+from lightning_ncclsafe.code import libraries
+from lightning_ncclsafe.code.libraries import Code, Package, Place, glob
 
-TABLE = {name: code for name, code in vars(known_code).items() if isinstance(code, Code)}
+TABLE = {name: code for name, code in vars(libraries).items() if isinstance(code, Code)}
 PLACES = list(dict.fromkeys(place for code in TABLE.values() for place in code.places))
 # Whose code must be there, under one of its names.
 NEEDED = ("torch", "lightning")
@@ -94,7 +94,7 @@ def test_torch_and_lightning_are_among_what_is_looked_at(name: str) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    torch = known_code.COLLECTIVES.places[0].package
+    torch = libraries.COLLECTIVES.places[0].package
     folder = folder_of("torch")
     assert folder is not None
     c10d = "distributed/distributed_c10d.py"
@@ -109,22 +109,22 @@ SITE = "/venv/lib/python3.12/site-packages"
 @pytest.mark.parametrize(
     ("code", "file", "function", "is_in"),
     [
-        (known_code.TRAINER_RUN, f"{SITE}/lightning/pytorch/trainer/trainer.py", "_run", True),
-        (known_code.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run", True),
-        (known_code.TRAINER_RUN, "C:\\venv\\Lib\\pytorch_lightning\\trainer\\trainer.py", "_run", True),
-        (known_code.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run_stage", False),
-        (known_code.TRAINER_RUN, f"{SITE}/my_pytorch_lightning/trainer/trainer.py", "_run", False),
-        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_saver.py", "save", True),
-        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_loader.py", "load", False),
-        (known_code.SAVING_SHARDED, "torch/distributed/checkpoint/planner.py", "_load_state_dict", False),
-        (known_code.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "_new_group_with_tag", True),
-        (known_code.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "broadcast", False),
-        (known_code.LOG_WRITERS, f"{SITE}/wandb/sdk/lib/mailbox.py", "wait", True),
-        (known_code.LOG_WRITERS, "/home/me/wandb/agents.py", "wait", False),
-        (known_code.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/queue.py", "get", True),
-        (known_code.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/my_queue.py", "get", False),
-        (known_code.DEBUGGERS, "/opt/pycharm/helpers/pydev/pydevd_file_utils.py", "f", True),
-        (known_code.DEBUGGERS, f"{SITE}/IPython/core/debugger.py", "cmdloop", True),
+        (libraries.TRAINER_RUN, f"{SITE}/lightning/pytorch/trainer/trainer.py", "_run", True),
+        (libraries.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run", True),
+        (libraries.TRAINER_RUN, "C:\\venv\\Lib\\pytorch_lightning\\trainer\\trainer.py", "_run", True),
+        (libraries.TRAINER_RUN, f"{SITE}/pytorch_lightning/trainer/trainer.py", "_run_stage", False),
+        (libraries.TRAINER_RUN, f"{SITE}/my_pytorch_lightning/trainer/trainer.py", "_run", False),
+        (libraries.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_saver.py", "save", True),
+        (libraries.SAVING_SHARDED, "torch/distributed/checkpoint/state_dict_loader.py", "load", False),
+        (libraries.SAVING_SHARDED, "torch/distributed/checkpoint/planner.py", "_load_state_dict", False),
+        (libraries.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "_new_group_with_tag", True),
+        (libraries.GROUP_CREATION, "/opt/torch/distributed/distributed_c10d.py", "broadcast", False),
+        (libraries.LOG_WRITERS, f"{SITE}/wandb/sdk/lib/mailbox.py", "wait", True),
+        (libraries.LOG_WRITERS, "/home/me/wandb/agents.py", "wait", False),
+        (libraries.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/queue.py", "get", True),
+        (libraries.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/my_queue.py", "get", False),
+        (libraries.DEBUGGERS, "/opt/pycharm/helpers/pydev/pydevd_file_utils.py", "f", True),
+        (libraries.DEBUGGERS, f"{SITE}/IPython/core/debugger.py", "cmdloop", True),
     ],
 )
 def test_a_frame_is_found_by_the_end_of_its_path(code: Code, file: str, function: str, is_in: bool) -> None:

@@ -14,31 +14,22 @@ import lightning_ncclsafe
 PACKAGE = "lightning_ncclsafe"
 FOLDER = Path(lightning_ncclsafe.__file__).parent
 
-# From the bottom up. A module may import what stands below it and, within the same name, its own neighbours; what
-# stands side by side does not know each other. A name stands for a module, or for a package with all that is in it,
-# unless that is named itself.
+# From the bottom up, room by room. What is in a room may import what stands below it and its own neighbours; what
+# stands side by side does not know each other. A name stands for a module, or for a package with all that is in it, but
+# for what is named itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("data_facts", "logger_facts", "recorded_facts", "recorder", "step_facts", "trainer_facts", "capacity_facts"),
-    ("known_code", "marks", "own_work"),
-    ("methods", "_torch", "_lightning"),
-    ("preflight_facts",),
-    ("machine_facts",),
-    ("facts",),
-    ("findings", "codec", "moments"),
-    ("errors", "settings", "phases", "watchdog"),
-    ("phase_timeouts", "standstills"),
-    ("rules", "timing"),
-    ("report", "exchange", "probes", "pauses"),
-    ("patience", "reporter", "rounds", "ending", "reading"),
-    ("gathering", "neighbours", "stop_agreement", "group_timeouts", "starts", "whereabouts"),
-    ("guard", "loaders", "loggers", "stop_signal", "collectives"),
-    ("preflight",),
-    ("watched", "guarded_launchers"),
-    ("guarded_strategy",),
+    ("code", "facts", "recorder"),
+    ("_lightning", "_torch", "errors", "settings"),
+    ("exchange", "rules.kit", "timing"),
+    ("probes", "rules.agreement", "rules.hang", "rules.preflight"),
+    ("rules.recorded",),
+    ("rules",),
+    ("report",),
+    ("collectives", "guard", "loaders", "loggers", "preflight", "reading", "sigterm"),
+    ("strategies",),
     ("callbacks", "cli"),
     ("lightning", "pytorch_lightning"),
     (PACKAGE,),
-    ("strategies",),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
@@ -49,10 +40,10 @@ IMPORTS_TORCH = {
     "loggers.events",
     "loggers.starting",
     "loggers.tensorboard_backend",
-    "probes.arrays",
-    "probes.dataset_chain",
-    "probes.random_state",
-    "probes.samplers",
+    "probes.data.arrays",
+    "probes.data.dataset_chain",
+    "probes.data.random_state",
+    "probes.data.samplers",
 }
 # Of Lightning, each imports the package of its name; others ask which package something is of.
 IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}
@@ -63,9 +54,9 @@ ASKS_ABOUT_LIGHTNING = {
     "callbacks.loader_tuner",
     "callbacks.logger_offload",
     "callbacks.recommended",
-    "guarded_launchers",
-    "guarded_strategy",
     "loggers.starting",
+    "strategies.guarded",
+    "strategies.launchers",
     PACKAGE,
 }
 
@@ -175,17 +166,17 @@ def test_torch_and_lightning_are_imported_where_that_is_said() -> None:
     ("module", "line", "said"),
     [
         ("facts", "from lightning_ncclsafe.rules import judge", "facts imports rules"),
-        ("facts", "from lightning_ncclsafe import findings", "facts imports findings"),
+        ("rules.kit.new", "from lightning_ncclsafe.rules import hang", "rules.kit.new imports rules.hang"),
         (
             "rules.hang.new",
             "from lightning_ncclsafe.report.text import render_text",
             "rules.hang.new imports report.text",
         ),
-        ("report.new", "import lightning_ncclsafe.guard", "report.new imports guard"),
+        ("report.new", "import lightning_ncclsafe.guard.new", "report.new imports guard"),
         ("exchange.new", "from lightning_ncclsafe.probes import rank", "exchange.new imports probes.rank"),
         ("errors", "from lightning_ncclsafe import settings", "errors imports settings"),
         ("guard", "from lightning_ncclsafe import SafeDDP", f"guard imports {PACKAGE}"),
-        ("probes.new", "def f():\n    from lightning_ncclsafe.guard import Guard", "probes.new imports guard"),
+        ("probes.new", "def f():\n    from lightning_ncclsafe.guard.new import Guard", "probes.new imports guard"),
     ],
 )
 def test_an_import_that_points_up_is_found(module: str, line: str, said: str) -> None:
@@ -226,7 +217,15 @@ def loaded_with(statement: str) -> list[str]:
 
 
 def test_judging_and_reporting_need_neither_torch_nor_lightning() -> None:
-    names = ("", ".facts", ".findings", ".codec", ".errors", ".rules", ".report.text", ".report.json", ".report.folder")
+    names = (
+        ".facts.findings",
+        ".facts.codec",
+        ".errors",
+        ".rules.judging",
+        ".report.text",
+        ".report.json",
+        ".report.folder",
+    )
     assert loaded_with("; ".join(f"import {PACKAGE}{name}" for name in names)) == []
 
 
@@ -235,7 +234,7 @@ def test_the_command_line_needs_neither_torch_nor_lightning() -> None:
 
 
 def test_what_is_heavy_would_be_seen() -> None:
-    assert loaded_with(f"import {PACKAGE}.probes.host") == ["psutil"]
+    assert loaded_with(f"import {PACKAGE}.probes.host.resources") == ["psutil"]
 
 
 def test_public_names_are_there_when_asked_for() -> None:

@@ -17,25 +17,24 @@ import torch
 from standing import FACTS, in_offload, in_preflight, meeting, of_guard, seen, standing
 
 import lightning_ncclsafe
-from lightning_ncclsafe import _torch, codec, marks
-from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.code import marks
+from lightning_ncclsafe.code.marks import Mark, mark_at, marked
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
-from lightning_ncclsafe.collectives.trail import Trail
-from lightning_ncclsafe.ending import stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.exchange import MemoryExchange
-from lightning_ncclsafe.facts import Frame, RankFacts
-from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.facts import Capacity, Frame, PreflightFacts, RankFacts, codec
+from lightning_ncclsafe.guard.ending import stay_until_all_finished, wait_for_others
+from lightning_ncclsafe.guard.restarts import agree_on_start
 from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.marks import Mark, mark_at, marked
-from lightning_ncclsafe.preflight import Preflight
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.probes.stacks import exception_facts
-from lightning_ncclsafe.probes.traceback_signal import parse_threads
-from lightning_ncclsafe.rules.activity import Kind, activity
+from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.probes.process.stacks import exception_facts
+from lightning_ncclsafe.probes.process.traceback_signal import parse_threads
+from lightning_ncclsafe.rules.kit.activity import Kind, activity
 from lightning_ncclsafe.settings import TimerSettings, TunerSettings
-from lightning_ncclsafe.starts import agree_on_start
-from lightning_ncclsafe.stop_agreement import StopAgreement
+from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 FOLDER = Path(lightning_ncclsafe.__file__).parent
 OURS = tuple(path.relative_to(FOLDER.parent).as_posix() for path in FOLDER.rglob("*.py"))
@@ -154,7 +153,7 @@ def comparing_clocks() -> Wait:
 
 def ending_the_timer() -> Wait:
     exchange = MemoryExchange()
-    timer = Timer(TimerSettings(), exchange, rank=0, world_size=2, trail=Trail(), boot_id="", say=quiet)
+    timer = Timer(TimerSettings(), exchange, rank=0, world_size=2, phase_history=PhaseHistory(), boot_id="", say=quiet)
     timer.start()
     return Wait(Timer.end, timer.end, exchange.close)
 
@@ -243,53 +242,53 @@ NOT_FOR_RANKS = {
     "collectives.clock_follower.Follower._answer": ASIDE,
     "collectives.clock_reference.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,
-    "collectives.timer.Timer._run": ASIDE,
     "collectives.timer.Timer._await_others": ASIDE,
     "collectives.timer.Timer._pass_on_others": ASIDE,
-    "ending.Ending.exit_after_main_thread.watch": ASIDE,
-    "ending._close": ASIDE,
-    "ending._stay": "the thread of a run that has ended",
-    "ending._try_for": ASIDE,
-    "ending._write_logs": ASIDE,
-    "exchange.tcp_store.TcpStoreExchange.close": ITSELF,
+    "collectives.timer.Timer._run": ASIDE,
     "exchange.tcp_store.TcpStoreExchange._call": "the store's answer to one question",
-    "gathering.Gathering.hold": ASIDE,
-    "gathering.Gathering._set": ASIDE,
-    "gathering.Gathering._wait_until_seen": ASIDE,
-    "gathering.Gathering._collect": ASIDE,
-    "guard.Guard._ask_who_stays": "below Guard.finish",
-    "guard.Guard._settle": "below Guard.finish",
-    "guard.Guard._let_the_failed_leave": "below Guard.failed and Guard.finish",
-    "guard.Guard._gather": ASIDE,
-    "guarded_launchers._later": ASIDE,
-    "loaders.tuning.tuner.Tuner.close": ITSELF,
+    "exchange.tcp_store.TcpStoreExchange.close": ITSELF,
+    "guard.ending.Ending.exit_after_main_thread.watch": ASIDE,
+    "guard.ending._close": ASIDE,
+    "guard.ending._stay": "the thread of a run that has ended",
+    "guard.ending._try_for": ASIDE,
+    "guard.ending._write_logs": ASIDE,
+    "guard.gathering.Gathering._collect": ASIDE,
+    "guard.gathering.Gathering._set": ASIDE,
+    "guard.gathering.Gathering._wait_until_seen": ASIDE,
+    "guard.gathering.Gathering.hold": ASIDE,
+    "guard.guard.Guard._ask_who_stays": "below Guard.finish",
+    "guard.guard.Guard._gather": ASIDE,
+    "guard.guard.Guard._let_the_failed_leave": "below Guard.failed and Guard.finish",
+    "guard.guard.Guard._settle": "below Guard.finish",
+    "guard.restarts._wait": "below agree_on_start",
+    "guard.watchdog.Watchdog.stop": ITSELF,
     "loaders.tuning.tuner.Tuner._run": ASIDE,
-    "loggers.delivery.Delivery.flush": LOGGER,
-    "loggers.delivery.Delivery.wait_until": ASIDE,
-    "loggers.delivery.Delivery.close": LOGGER,
+    "loaders.tuning.tuner.Tuner.close": ITSELF,
     "loggers.delivery.Delivery._run": ASIDE,
     "loggers.delivery.Delivery._wait_for_work": ASIDE,
+    "loggers.delivery.Delivery.close": LOGGER,
+    "loggers.delivery.Delivery.flush": LOGGER,
+    "loggers.delivery.Delivery.wait_until": ASIDE,
     "loggers.intake.Intake.put": LOGGER,
     "loggers.intake.Intake.take_media": ASIDE,
     "loggers.intake.Intake.wait_for_entries": ASIDE,
     "loggers.intake.Intake.wait_until_empty": LOGGER,
     "loggers.media.MediaProcess.close": ASIDE,
-    "loggers.stager.Stager.join": LOGGER,
     "loggers.stager.Stager._stage": ASIDE,
-    "preflight.Preflight.wait": ITSELF,
-    "preflight.Preflight.compare": ITSELF,
-    "probes.deadline._outputs": ITSELF,
-    "probes.ended_children.ChildWatch.close": ITSELF,
-    "probes.deadline._end": ITSELF,
-    "probes.gpu_state.GpuWatch.read": ITSELF,
-    "probes.preflight.run_parts": ITSELF,
-    "probes.preflight._watched_swap": ASIDE,
-    "probes.rank.RankProbe.witness": ASIDE,
+    "loggers.stager.Stager.join": LOGGER,
+    "preflight.check.Preflight.compare": ITSELF,
+    "preflight.check.Preflight.wait": ITSELF,
+    "preflight.probe._watched_swap": ASIDE,
+    "preflight.probe.run_parts": ITSELF,
+    "probes.gpu.state.GpuWatch.read": ITSELF,
+    "probes.network.reach.reach": ASIDE,
+    "probes.process.ended_children.ChildWatch.close": ITSELF,
+    "probes.process.traceback_signal._read_answer": ASIDE,
     "probes.rank.RankProbe._run": ASIDE,
-    "probes.reach.reach": ASIDE,
-    "probes.traceback_signal._read_answer": ASIDE,
-    "starts._wait": "below agree_on_start",
-    "watchdog.Watchdog.stop": ITSELF,
+    "probes.rank.RankProbe.witness": ASIDE,
+    "probes.storage.deadline._end": ITSELF,
+    "probes.storage.deadline._outputs": ITSELF,
+    "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}
 # Those of text and paths.
@@ -328,7 +327,12 @@ def waits(node: ast.AST) -> bool:
 
 
 def test_whatever_waits_says_so_or_is_known_to_wait_for_something_else() -> None:
-    for module in ("strategies", "callbacks.loader_tuner", "callbacks.logger_offload", "callbacks.collective_timer"):
+    for module in (
+        "strategies.guarded",
+        "callbacks.loader_tuner",
+        "callbacks.logger_offload",
+        "callbacks.collective_timer",
+    ):
         __import__(f"lightning_ncclsafe.{module}")
     found = {
         name: mark_at(str(path), function.lineno, function.name) not in (Mark.OWN, "")
@@ -364,11 +368,12 @@ def test_no_code_of_ours_is_known_by_its_path() -> None:
         if (name := own_name_in(text))
     }
     # A program of its own, which is started by that path; and Python's and torch's files that are called like ours.
-    assert found == {("probes/directories.py", "directory_trial.py")}
+    assert found == {("probes/storage/directories.py", "directory_trial.py")}
 
 
 @pytest.mark.parametrize(
-    "text", [r"/lightning_ncclsafe/loaders/agreement\.py$", "/lightning_ncclsafe/", "loaders/meeting.py", "watchdog.py"]
+    "text",
+    [r"/lightning_ncclsafe/loaders/agreement\.py$", "/lightning_ncclsafe/", "exchange/meeting.py", "watchdog.py"],
 )
 def test_a_path_of_ours_would_be_found(text: str) -> None:
     assert own_name_in(text)

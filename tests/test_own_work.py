@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe import own_work
-from lightning_ncclsafe.loaders import presenting
-from lightning_ncclsafe.loaders.presenting import Presenter
+from lightning_ncclsafe.code import own_work
+from lightning_ncclsafe.code.own_work import OwnWork, take_own_work
+from lightning_ncclsafe.loaders import collecting
+from lightning_ncclsafe.loaders.collecting import LoaderCollector
 from lightning_ncclsafe.loggers.intake import MARKER
 from lightning_ncclsafe.loggers.offload import Offload
-from lightning_ncclsafe.own_work import OwnWork, take_own_work
-from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.settings import AgreementSettings
 
 MS = 1_000_000
@@ -77,14 +77,14 @@ class Loader:
         return iter((1, 2, 3))
 
 
-def presenter(**more: Any) -> Presenter:
-    return Presenter(
+def presenter(**more: Any) -> LoaderCollector:
+    return LoaderCollector(
         trainer=None,
         strategy=None,
         agreement=None,
         settings=AgreementSettings(),
         combined=tuple,
-        tracker=PhaseTracker(),
+        tracker=ActionTracker(),
         timeout_s=1.0,
         **more,
     )
@@ -97,7 +97,7 @@ def test_the_comparison_of_loaders_and_their_tuning_are_ours() -> None:
 
 def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     iterates: list[Any] = []
-    monkeypatch.setattr(presenting, "Replaced", lambda _, iterate, **__: iterates.append(iterate))
+    monkeypatch.setattr(collecting, "Replaced", lambda _, iterate, **__: iterates.append(iterate))
     tuner = SimpleNamespace(take=lambda *_, **__: [lambda begin: (work(), begin())[1]])
     presenter(tuner=tuner).prepared(Loader())
     take_own_work()

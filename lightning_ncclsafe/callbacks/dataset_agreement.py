@@ -1,8 +1,8 @@
 """The callback that says what ranks do about their data."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
-from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
+from lightning_ncclsafe.strategies.guarded import guards
 
 
 class DatasetAgreementHooks:

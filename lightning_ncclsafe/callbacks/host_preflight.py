@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
-from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import OnProblem, PreflightSettings
+from lightning_ncclsafe.strategies.guarded import guards
 
 
 class HostPreflightHooks:

@@ -1,8 +1,8 @@
 """The callback that gives loaders more workers where that pays."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
-from lightning_ncclsafe.guarded_strategy import guards
 from lightning_ncclsafe.settings import TunerSettings
+from lightning_ncclsafe.strategies.guarded import guards
 
 
 class LoaderTunerHooks:

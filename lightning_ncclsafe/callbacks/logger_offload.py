@@ -11,7 +11,7 @@ from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import goes_to_storage, is_mock, start_offload, writes_on_this_rank
 from lightning_ncclsafe.loggers.trial import Trial
-from lightning_ncclsafe.reporter import say_own_failure
+from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
 # Loggers that are offloaded, or may be, and for which Trainer, by identity: whoever shares one leaves it to that one.

@@ -8,9 +8,9 @@ from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.marks import lacks_mark
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.kit.rule import Rule, name_of
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
-from lightning_ncclsafe.rules.rule import Rule, name_of
 
 _EXPLAIN = "what a cause means, and what to do about it"
 _DESCRIPTION = (

@@ -12,13 +12,12 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, TcpStoreExchange
-from lightning_ncclsafe.facts import Phase, Progress, RankFacts
-from lightning_ncclsafe.findings import Severity
-from lightning_ncclsafe.loaders.meeting import Agreed
-from lightning_ncclsafe.preflight import Preflight
-from lightning_ncclsafe.preflight_facts import LoadFacts, PreflightFacts
-from lightning_ncclsafe.probes.launched import Launched, launched
-from lightning_ncclsafe.report.preflight_table import render_preflight, render_preflight_all
+from lightning_ncclsafe.exchange.meeting import Agreed
+from lightning_ncclsafe.facts import LoadFacts, Phase, PreflightFacts, Progress, RankFacts
+from lightning_ncclsafe.facts.findings import Severity
+from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.probes.process.launcher import Launched, launched
+from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
 
 _PREFLIGHT = "looks at the hosts of a job before it starts"
 _DESCRIPTION = (
@@ -91,7 +90,7 @@ def _run(config: Namespace, place: Launched) -> int:
 
 
 def _look(config: Namespace, place: Launched) -> PreflightFacts:
-    from lightning_ncclsafe.probes.preflight import preflight_facts  # psutil: not for the other commands
+    from lightning_ncclsafe.preflight.probe import preflight_facts  # psutil: not for the other commands
 
     named = {"logs": config.log_dir, "checkpoints": config.checkpoint_dir, "data": config.data_dir}
     directories: Mapping[str, str] = {role: str(Path(path)) for role, path in named.items() if path is not None}
@@ -120,7 +119,7 @@ def _compare_all(compared: Preflight, place: Launched, timeout_s: float) -> Agre
     compared.wait()
     with _quiet_torch():
         from lightning_ncclsafe import _torch
-    from lightning_ncclsafe.ending import say_goodbye, wait_for_others
+    from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 
     # Torch tries for that long, and then once more.
     store = _torch.launched_store(

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
 from lightning_ncclsafe.report.safe import safe
 
@@ -93,11 +93,11 @@ def _rendered(diagnosis: Diagnosis, format: Format) -> str:
 def _renderer(format: Format) -> Callable[[Diagnosis], str]:
     """Imported when it is known which: each needs others, which take their time."""
     if format is Format.HTML:
-        from lightning_ncclsafe.report.html import render_html
+        from lightning_ncclsafe.report.html.page import render_html
 
         return render_html
     if format is Format.TRACE:
-        from lightning_ncclsafe.report.incident_trace import render_trace
+        from lightning_ncclsafe.report.trace.incident import render_trace
 
         return render_trace
     from lightning_ncclsafe.report.text import render_text

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.results import save
 from lightning_ncclsafe.collectives.timer import Timer
-from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.methods import ReplacedMethod
-from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes.machine import host_boot_id
-from lightning_ncclsafe.reporter import say_on_stderr
+from lightning_ncclsafe.probes.host.boot_id import host_boot_id
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.step_phases import LOG_METRICS
 
@@ -36,7 +36,7 @@ class AttachedTimer:
     def __init__(
         self,
         trainer: Any,
-        tracker: PhaseTracker,
+        tracker: ActionTracker,
         exchange: Exchange,
         settings: TimerSettings,
         *,
@@ -49,9 +49,14 @@ class AttachedTimer:
         self._settings = settings
         self._report_dir = report_dir
         self._tracker = tracker
-        self._trail = Trail()
+        self._phase_history = PhaseHistory()
         self.timer = Timer(
-            settings, exchange, rank=rank, world_size=world_size, trail=self._trail, boot_id=host_boot_id()
+            settings,
+            exchange,
+            rank=rank,
+            world_size=world_size,
+            phase_history=self._phase_history,
+            boot_id=host_boot_id(),
         )
         # Before anything is changed: threads may be what this process has too many of.
         self.timer.start()
@@ -60,7 +65,7 @@ class AttachedTimer:
         self._log_metrics = (
             ReplacedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
         )
-        tracker.listeners += (self._trail,)
+        tracker.listeners += (self._phase_history,)
 
     def stragglers(self) -> tuple[Straggler, ...]:
         """Ranks that keep others waiting, as far as this rank has been told."""
@@ -78,7 +83,9 @@ class AttachedTimer:
 
     def detach(self) -> None:
         """Everything it listened to is as it was. Where nobody has ended it, there was an error: the trace is kept."""
-        self._tracker.listeners = tuple(listen for listen in self._tracker.listeners if listen is not self._trail)
+        self._tracker.listeners = tuple(
+            listen for listen in self._tracker.listeners if listen is not self._phase_history
+        )
         if self._log_metrics is not None:
             self._log_metrics.remove()
         if not self._has_ended:

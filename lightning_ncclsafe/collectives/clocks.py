@@ -25,7 +25,7 @@ class ClockSync:
         rank: Global rank.
         world_size: Number of ranks.
         boot_id: What the ranks on this host have in common and others do not; see
-            :func:`~lightning_ncclsafe.probes.machine.host_boot_id`.
+            :func:`~lightning_ncclsafe.probes.host.boot_id.host_boot_id`.
         now_ns: The wall clock by which collectives are timed.
         sleep: Waits for some seconds.
         monotonic: A steady clock that all processes on the host share, seconds.

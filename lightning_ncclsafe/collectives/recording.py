@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.collectives.sizes import size_bytes
-from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.code.own_work import take_own_work
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
-from lightning_ncclsafe.own_work import take_own_work
-from lightning_ncclsafe.recorder import Kind, Recorder, told_once
+from lightning_ncclsafe.recorder.model import Kind, Recorder, told_once
+from lightning_ncclsafe.recorder.sizes import size_bytes
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 Entry = dict[str, Any]
@@ -29,7 +29,7 @@ class Recording:
 
     Args:
         rank: This rank.
-        trail: Where its main thread has been.
+        phase_history: Where its main thread has been.
         since_ns: What was recorded before this moment, wall-clock time, is left aside: the recorder is the process's,
             and has that of earlier calls of the Trainer.
         entries: What gives the entries of each recorder; for tests.
@@ -42,13 +42,13 @@ class Recording:
     def __init__(
         self,
         rank: int,
-        trail: Trail,
+        phase_history: PhaseHistory,
         *,
         since_ns: int = 0,
         entries: Callable[[], Iterable[list[Entry]]] = _torch.recorder_entries,
     ) -> None:
         self._rank = rank
-        self._trail = trail
+        self._phase_history = phase_history
         self._since_ns = since_ns
         self._entries = entries
         self._read_to: dict[int, int] = {}
@@ -169,7 +169,7 @@ class Recording:
         )
 
     def _read_starts(self) -> None:
-        starts = self._trail.starts
+        starts = self._phase_history.starts
         while starts:
             self._starts.append(starts.popleft())
             self.steps += 1
@@ -184,7 +184,7 @@ class Recording:
         return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)
 
     def _spans(self) -> Any:
-        marks, current = self._trail.marks, self._trail.current
+        marks, current = self._phase_history.marks, self._phase_history.current
         found = []
         while marks:
             found.append(marks.popleft())

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.report.heat_map import heat_map
-from lightning_ncclsafe.report.timing_table import render_timing
-from lightning_ncclsafe.report.trace import write_trace
-from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.tables.timing import render_timing
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.history import LatenessHistory

@@ -5,19 +5,19 @@ import time
 from collections.abc import Callable
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.pace import Pace
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.scalars import Scalars
-from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.collectives.tree import Told, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.own_work import OwnWork
-from lightning_ncclsafe.recorder import MOST_ENTRIES
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
-from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import TRACE_BYTES, Analysis
 from lightning_ncclsafe.timing.windows import Window, joined
@@ -45,7 +45,7 @@ class Timer:
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        trail: Where the main thread has been.
+        phase_history: Where the main thread has been.
         boot_id: What is equal on processes that share a clock.
         say: Prints one or more lines to the user.
 
@@ -61,7 +61,7 @@ class Timer:
         *,
         rank: int,
         world_size: int,
-        trail: Trail,
+        phase_history: PhaseHistory,
         boot_id: str,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
@@ -72,7 +72,7 @@ class Timer:
         self._world_size = world_size
         self._say = say
         most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
-        self._recording = Recording(rank, trail, since_ns=time.time_ns())
+        self._recording = Recording(rank, phase_history, since_ns=time.time_ns())
         self._tree = Tree(exchange, rank=rank, world_size=world_size, most_calls=most_calls)
         self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
         self._scalars = Scalars(world_size) if rank == 0 else None

@@ -6,10 +6,9 @@ what lies on the store is bounded: where a reader is behind, the writer keeps wh
 
 from dataclasses import dataclass
 
-from lightning_ncclsafe import codec
+from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.exchange import Exchange
-from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.own_work import OwnWork
+from lightning_ncclsafe.facts import Straggler, codec
 from lightning_ncclsafe.timing.limits import limited
 from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined
 

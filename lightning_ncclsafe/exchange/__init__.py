@@ -1,4 +1,8 @@
-"""How ranks share facts without touching the training's process groups."""
+"""How ranks share without touching the training's process groups: a few keys that all of them see.
+
+``Exchange`` is the door, over the job's TCPStore, files or memory; ``meeting`` brings all ranks to one verdict over it.
+Imports facts and marks alone.
+"""
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
 from lightning_ncclsafe.exchange.fallback import FallbackExchange

@@ -5,21 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Diagnosis, Severity
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.facts import DataFacts, Incident, IncidentKind, JobFacts, LoaderFacts, LoaderTerms, RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.lockstep import Reading, Votes
-from lightning_ncclsafe.loaders.meeting import Agreed, Meeting
-from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
-from lightning_ncclsafe.report.data_table import render_mismatch
-from lightning_ncclsafe.report.folder import write_page, write_report
+from lightning_ncclsafe.loaders.terms import terms_of
+from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
+from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
-from lightning_ncclsafe.reporter import IncidentNumbers
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.rules.kit.wording import joined
 
 _GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.'
 

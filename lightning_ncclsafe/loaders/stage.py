@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.probes.loaders import loader_facts
-from lightning_ncclsafe.probes.random_state import random_states
-from lightning_ncclsafe.rules.presented import TRAIN
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.probes.data.loaders import loader_facts
+from lightning_ncclsafe.probes.data.random_state import random_states
+from lightning_ncclsafe.rules.kit.data import TRAIN
 from lightning_ncclsafe.settings import AgreementSettings
 
 

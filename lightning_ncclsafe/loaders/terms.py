@@ -1,41 +1,10 @@
 """What follows for each loader from what all ranks have presented: does it need a vote, does its length change."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.rules.presented import epoch_batches, evaluates_alone, goes_alone
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts, LoaderTerms
+from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_alone, goes_alone
 from lightning_ncclsafe.settings import OnUneven
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderTerms:
-    """What ranks have agreed on about one loader.
-
-    Attributes:
-        votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
-            ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
-        looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
-            rank's own process takes part in may depend on what has been trained when it is fetched.
-        may_part: Whether ranks that have called no collective meanwhile may end at different batches, as they evaluate.
-        hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
-        length: The number of batches it has on every rank from now on; None for as many as it says itself.
-        ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
-        lengths: Its length on each rank, by rank, where it ends in an error.
-    """
-
-    votes: bool = False
-    looks_ahead: bool = False
-    may_part: bool = False
-    hides_length: bool = False
-    length: int | None = None
-    ends_at: int | None = None
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether the loader stays as it is, and costs nothing."""
-        return self == LoaderTerms()
 
 
 def terms_of(ranks: Iterable[DataFacts]) -> tuple[LoaderTerms, ...]:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.loggers.delivery import Sink
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.methods import ReplacedMethod
 
 if TYPE_CHECKING:
     from lightning_ncclsafe.loggers.offload import Offload

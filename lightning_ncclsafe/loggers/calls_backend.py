@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.backend import Replacements
 from lightning_ncclsafe.loggers.copies import Copied
 from lightning_ncclsafe.loggers.frames import Frame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.marks import Mark, marked
 
 LOG_METRICS = "log_metrics"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
@@ -20,7 +21,6 @@ from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.marks import Mark, marked
 
 _ROW = "log_metrics"
 _HPARAMS = "hparams.yaml"

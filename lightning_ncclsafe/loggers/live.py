@@ -7,8 +7,8 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.marks import Mark, marked
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.facts import LoggerFacts
 
 if TYPE_CHECKING:
     from lightning_ncclsafe.loggers.offload import Offload

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.calls_backend import LOG_METRICS, CallsBackend, is_permanent
 from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.marks import Mark, marked
 
 # What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
 _MOST_METRICS = 1000

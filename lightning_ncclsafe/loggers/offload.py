@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.own_work import OwnWork
+from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import live, readers
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
@@ -18,8 +20,6 @@ from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what came in at the last moment may take once everything else has been delivered.

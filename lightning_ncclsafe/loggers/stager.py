@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
 from lightning_ncclsafe.loggers.frames import Frame
@@ -12,7 +13,6 @@ from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
-from lightning_ncclsafe.own_work import OwnWork
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what was accepted may stay in memory only.

@@ -23,6 +23,7 @@ from lightning_ncclsafe._lightning import (
     rank_zero_only,
     save_hparams_to_yaml,
 )
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend, experiment_is_known
 from lightning_ncclsafe.loggers.csv_backend import CSVBackend
@@ -35,8 +36,7 @@ from lightning_ncclsafe.loggers.staging import leftovers, make_staging, remove_u
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 from lightning_ncclsafe.loggers.wandb_backend import WandbBackend
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.reporter import say_on_stderr
+from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import OffloadSettings
 
 # Experiments of these may be asked for: Lightning itself has made them by now.

@@ -1,7 +1,7 @@
 """What became of everything that was logged, in a line."""
 
-from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.rules.wording import size_words
+from lightning_ncclsafe.facts import LoggerFacts
+from lightning_ncclsafe.rules.kit.wording import size_words
 
 # A write that takes longer than this is late: there is one about every second.
 _LATE_WRITE_S = 2.0

@@ -14,6 +14,7 @@ from torch.utils.tensorboard._convert_np import make_np
 from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.copies import Copied
@@ -26,7 +27,6 @@ from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaPro
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.loggers.thinning import Scalars
-from lightning_ncclsafe.marks import Mark, marked
 
 # Traced, or read from a file, when they are called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}

@@ -8,8 +8,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.methods import ReplacedMethod
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.patching import ReplacedMethod
 
 # A call is slow that has waited so long; memory, or a file on a local disk, takes a thousandth of it.
 _SLOW_CALL_S = 0.05

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend
 from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.marks import Mark, marked
 
 _LOG = "experiment._log"
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts, MainThreadFacts, PressureFacts
+from lightning_ncclsafe.facts import InterfaceFacts, MachineFacts, MainThreadFacts, PressureFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.cgroups import ControlGroups
-from lightning_ncclsafe.probes.ended_children import ChildWatch
-from lightning_ncclsafe.probes.garbage import GarbageWatch
-from lightning_ncclsafe.probes.main_thread import ThreadLook, look_at_main_thread
-from lightning_ncclsafe.probes.pressure import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.settings_seen import settings_seen
+from lightning_ncclsafe.probes.host.cgroups import ControlGroups
+from lightning_ncclsafe.probes.host.pressure import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.process.ended_children import ChildWatch
+from lightning_ncclsafe.probes.process.environment import settings_seen
+from lightning_ncclsafe.probes.process.garbage import GarbageWatch
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 # How often it is looked; a look takes some 0.3 ms.
 _EVERY_S = 1.0

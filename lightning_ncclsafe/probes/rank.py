@@ -12,25 +12,32 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.facts import ExceptionFacts, HostFacts, ProcessFacts, RankFacts, Straggler
-from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.machine_facts import MachineFacts
-from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes import flight_recorder, model_units, stacks, traceback_signal
-from lightning_ncclsafe.probes.caught import CaughtExceptions
-from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.gpu import gpu_state
-from lightning_ncclsafe.probes.gpu_state import GpuWatch
-from lightning_ncclsafe.probes.growth import LEAST_S, Growth
-from lightning_ncclsafe.probes.host import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
-from lightning_ncclsafe.probes.last_words import ENDED, LastWords
+from lightning_ncclsafe.facts import (
+    ExceptionFacts,
+    HostFacts,
+    LoggerFacts,
+    MachineFacts,
+    ProcessFacts,
+    RankFacts,
+    Straggler,
+)
+from lightning_ncclsafe.probes.gpu.nvml import gpu_state
+from lightning_ncclsafe.probes.gpu.state import GpuWatch
+from lightning_ncclsafe.probes.host.resources import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
 from lightning_ncclsafe.probes.machine_state import MachineProbe
-from lightning_ncclsafe.probes.main_thread import look_at_main_thread
-from lightning_ncclsafe.probes.network import taken_interface
-from lightning_ncclsafe.probes.steps import StepRecord
-from lightning_ncclsafe.probes.traceback_signal import Armed
-from lightning_ncclsafe.probes.trainer import TrainerProbe
-from lightning_ncclsafe.probes.witnessing import ANSWERING, guard_rests, needs_time, with_shares
+from lightning_ncclsafe.probes.network.links import taken_interface
+from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.process.caught import CaughtExceptions
+from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
+from lightning_ncclsafe.probes.process.growth import LEAST_S, Growth
+from lightning_ncclsafe.probes.process.last_words import ENDED, LastWords
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
+from lightning_ncclsafe.probes.process.traceback_signal import Armed
+from lightning_ncclsafe.probes.process.witnessing import ANSWERING, guard_rests, needs_time, with_shares
+from lightning_ncclsafe.probes.trainer import model_units
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
+from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
 # Asking a worker for its stack takes some milliseconds, one after the other; a few are enough to see what they do.
 _WORKERS_ASKED = 4
@@ -96,7 +103,7 @@ class RankProbe:
         rank: int,
         local_rank: int,
         local_world_size: int = 0,
-        tracker: PhaseTracker,
+        tracker: ActionTracker,
         trainer: TrainerProbe,
         loggers: Callable[[], tuple[LoggerFacts, ...]] = tuple,
         stragglers: Callable[[], tuple[Straggler, ...]] = tuple,

@@ -5,12 +5,11 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.entries import Parsed, is_dump, parsed
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.unpickling import MOST_BYTES, MOST_CONTAINERS, unpickled
 from lightning_ncclsafe.reading.values import MOST_RANKS
-from lightning_ncclsafe.recorded_facts import RecordFacts
 
 __all__ = ["MOST_BYTES", "MOST_CONTAINERS", "Dump", "from_json", "from_pickle", "rank_of", "read_dump"]
 

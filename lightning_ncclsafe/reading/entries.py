@@ -13,7 +13,7 @@ from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.reading.frames import Stacks
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
 from lightning_ncclsafe.reading.values import items, mapping, shapes, text, texts, whole
-from lightning_ncclsafe.recorder import MOST_ENTRIES, Entry, Kind, Recorder, State, Work, backend_of, is_known
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Kind, Recorder, State, Work, backend_of, is_known
 
 # A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
 _NEWEST = 64

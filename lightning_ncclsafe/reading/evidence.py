@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts import JobFacts, RankFacts, RecordFacts
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, from_json, from_pickle, rank_of, read_dump
 from lightning_ncclsafe.reading.entries import is_dump
 from lightning_ncclsafe.reading.errors import ReadingError
@@ -23,9 +23,8 @@ from lightning_ncclsafe.reading.merging import job_of, later, renamed
 from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
 from lightning_ncclsafe.reading.values import whole
-from lightning_ncclsafe.recorded_facts import RecordFacts
-from lightning_ncclsafe.recorder import MOST_ENTRIES
-from lightning_ncclsafe.rules.wording import ranks_words
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES
+from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"

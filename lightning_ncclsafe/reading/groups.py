@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.reading.values import mapping, ranks, text
-from lightning_ncclsafe.recorder import Position, Recorder
+from lightning_ncclsafe.recorder.model import Position, Recorder
 
 DEFAULT_GROUP = ("0", "default_pg")
 MOST_GROUPS = 4096

@@ -5,17 +5,16 @@ import zlib
 from collections.abc import Iterable
 from typing import IO, NamedTuple
 
-from lightning_ncclsafe.facts import ExceptionFacts
+from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
 from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.reading.frames import frame
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
-from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import RANKS_OF_A_HOST, Starts
 from lightning_ncclsafe.reading.statements import Statements
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
-from lightning_ncclsafe.recorded_facts import LogFacts, Statement, StatementKind
 
 _Key = tuple[int | None, str]
 _MOST_OPEN = 4096
@@ -61,8 +60,8 @@ class Log:
         self._rank_of: dict[str, int] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
-        self._failed: Said | None = None
-        self._last: Said | None = None
+        self._failed: RankLog | None = None
+        self._last: RankLog | None = None
         self._summary = launchers.Summary()
         self._statements = Statements()
         self._file = _File(None)
@@ -122,7 +121,7 @@ class Log:
             elif tracebacks.is_telling(exception):
                 self._starts.now.has_raised(exception)
 
-    def said(self) -> tuple[Said, ...]:
+    def said(self) -> tuple[RankLog, ...]:
         """What was said of each rank, by rank; ranks of which it is only known that they live are left out.
 
         Of several starts of a run in one log, the last one of which anything is said counts.
@@ -168,7 +167,7 @@ class Log:
             return True
         return launchers.has_started(text) and self._file.rank is None and self._starts.now.tells
 
-    def _of(self, rank: int | None) -> Said | None:
+    def _of(self, rank: int | None) -> RankLog | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
             return None
         return self._starts.now.of(rank)
@@ -362,7 +361,7 @@ class Log:
             self._file.took_at = self._file.line
         return self._of_its_thread(said, text) or is_read or call is not None or standing is not None
 
-    def _has_timed_out(self, said: Said, call: watchdog.TimedOut, line: Line, text: str) -> None:
+    def _has_timed_out(self, said: RankLog, call: watchdog.TimedOut, line: Line, text: str) -> None:
         if not said.timeouts:
             self._file.spoke_at = self._file.line
         if pid := _PID.search(line.stream):
@@ -372,7 +371,7 @@ class Log:
         said.has_timed_out(call)
         said.quote(text)
 
-    def _of_its_thread(self, said: Said, text: str) -> bool:
+    def _of_its_thread(self, said: RankLog, text: str) -> bool:
         """What becomes of the watchdog itself; whether this says anything of that."""
         error, lost, stuck = watchdog.device_error(text), watchdog.backend_error(text), watchdog.stuck_s(text)
         if error:
@@ -394,7 +393,7 @@ class Log:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else None
 
-    def _awaits(self, awaited: watchdog.Awaited, said: Said | None, text: str) -> None:
+    def _awaits(self, awaited: watchdog.Awaited, said: RankLog | None, text: str) -> None:
         # A desync report is some lines below the one that says whose it is; a monitored barrier fails on rank 0.
         speaker = self._of(awaited.by) or said or self._last or self._of(0)
         if speaker is not None:

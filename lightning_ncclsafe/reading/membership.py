@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.said import UNKNOWN_GROUP, Said
+from lightning_ncclsafe.reading.rank_log import UNKNOWN_GROUP, RankLog
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.reading.watchdog import TimedOut
 
@@ -27,7 +27,7 @@ class Membership:
         members: Global ranks of the groups, as far as they are known.
     """
 
-    def __init__(self, all_said: Collection[Said], size: int) -> None:
+    def __init__(self, all_said: Collection[RankLog], size: int) -> None:
         """Takes what was said of all ranks, and the number of ranks where a log gives it; 0 otherwise."""
         _complete(all_said)
         _mix(all_said)
@@ -48,7 +48,7 @@ class Membership:
         } | self._of_all(alike, sizes, all_said)
 
     def _of_all(
-        self, alike: Iterable[str], sizes: dict[str, int], all_said: Iterable[Said]
+        self, alike: Iterable[str], sizes: dict[str, int], all_said: Iterable[RankLog]
     ) -> dict[str, tuple[int, ...]]:
         """Groups that all ranks of the job are in."""
         if not self.size:
@@ -58,7 +58,7 @@ class Membership:
         return dict.fromkeys(whole, everybody)
 
 
-def _complete(all_said: Iterable[Said]) -> None:
+def _complete(all_said: Iterable[RankLog]) -> None:
     """Of a rank that does not say in which group it waits, another one does that waits in the same."""
     known: dict[tuple[int, str], set[str]] = defaultdict(set)
     for said in all_said:
@@ -72,7 +72,7 @@ def _complete(all_said: Iterable[Said]) -> None:
                 said.at.setdefault(call.seq, next(iter(groups)))
 
 
-def _mix(all_said: Iterable[Said]) -> None:
+def _mix(all_said: Iterable[RankLog]) -> None:
     """A watchdog gives up one collective of its group: whose rank gave up several has several groups.
 
     Where none of them has a name, a number on one rank is not comparable with another one on another rank.
@@ -93,7 +93,7 @@ def _mix(all_said: Iterable[Said]) -> None:
         said.is_apart = len(unknown) > 1
 
 
-def _adopt(all_said: Iterable[Said]) -> None:
+def _adopt(all_said: Iterable[RankLog]) -> None:
     """Of a rank that says only at which number it stands, the others say what that is, if they agree.
 
     Otherwise it waits there in an operation that is not known.
@@ -112,7 +112,7 @@ def _adopt(all_said: Iterable[Said]) -> None:
                 said.at.setdefault(place[1], place[0])
 
 
-def _numbered_alike(all_said: Iterable[Said]) -> set[str]:
+def _numbered_alike(all_said: Iterable[RankLog]) -> set[str]:
     """Groups in which every rank that is seen has the same number as in the job."""
     alike: dict[str, bool] = defaultdict(lambda: True)
     for said in all_said:

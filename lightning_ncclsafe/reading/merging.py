@@ -4,13 +4,22 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import Collective, ExceptionFacts, Group, Incident, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    Collective,
+    ExceptionFacts,
+    Group,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    LogFacts,
+    RankFacts,
+    RecordFacts,
+)
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.membership import Membership
-from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.survivals import lived_on
-from lightning_ncclsafe.recorded_facts import LogFacts, RecordFacts
-from lightning_ncclsafe.rules.wording import ranks_words
+from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _UNSIZED = (
     "Nothing that was read says how many ranks the job has: {size} are the fewest that it can have had. Ranks of which "
@@ -20,7 +29,7 @@ _UNSIZED = (
 
 def job_of(
     dumps: Mapping[int, RankFacts],
-    said: Collection[Said],
+    said: Collection[RankLog],
     size: int,
     *,
     unnamed: Iterable[ExceptionFacts] = (),

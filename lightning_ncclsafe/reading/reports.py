@@ -1,6 +1,6 @@
 """Our own reports: the facts in a ``report.json``, to be judged again."""
 
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.errors import ReadingError
 from lightning_ncclsafe.report.json import ReportError, read_report
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Group, RankFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.rules.wording import group_words, ranks_words
+from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
 
 # Of these no rank sees the end before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ncclsafe.facts import ExceptionFacts
-from lightning_ncclsafe.reading.said import Said
+from lightning_ncclsafe.facts import ExceptionFacts, Statement, StatementKind
+from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.statements import WAITS
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 
 _MOST_SAID = 100_000
 _MOST_UNNAMED = 16
@@ -31,7 +30,7 @@ class Start:
         limits_s: Timeouts of what was given up, seconds.
     """
 
-    said: dict[int, Said] = field(default_factory=dict)
+    said: dict[int, RankLog] = field(default_factory=dict)
     unnamed: list[ExceptionFacts] = field(default_factory=list)
     world_size: int = 0
     statements: list[Statement] = field(default_factory=list)
@@ -43,11 +42,11 @@ class Start:
         """Whether any rank is said to wait, to fail or to end."""
         return bool(self.unnamed or self.statements) or any(one.tells for one in self.said.values())
 
-    def of(self, rank: int) -> Said | None:
+    def of(self, rank: int) -> RankLog | None:
         """What is said of a rank; None where there is no room for more."""
         if rank not in self.said and len(self.said) >= _MOST_SAID:
             return None
-        return self.said.setdefault(rank, Said(rank))
+        return self.said.setdefault(rank, RankLog(rank))
 
     def has_said(self, statement: Statement) -> None:
         """Keeps a statement; what is said twice counts once."""
@@ -70,7 +69,7 @@ class Start:
             self.limits_s.add(limit_s)
 
     @property
-    def settled(self) -> dict[int, Said]:
+    def settled(self) -> dict[int, RankLog]:
         """What is said of each rank, with the ends of processes of which it follows which rank they were."""
         has_table = any(one.exit_code is not None for one in self.said.values())
         for statement in [one for one in self.statements if one.kind is StatementKind.ENDED]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.reading.values import MOST_RANKS, ranks, whole
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
 
 WAITS = "still waits"
 """Said of a rank that waits at the store, and has not given up."""

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import ExceptionFacts, RankFacts
-from lightning_ncclsafe.recorded_facts import RecordFacts
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.wording import short_location
+from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, RecordFacts
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.wording import short_location
 
 _LONGEST = 300
 

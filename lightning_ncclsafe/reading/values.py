@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from lightning_ncclsafe.recorder import whole
+from lightning_ncclsafe.recorder.model import whole
 
 __all__ = ["MOST_RANKS", "items", "mapping", "ranks", "shapes", "text", "texts", "whole"]
 

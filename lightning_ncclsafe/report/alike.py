@@ -5,9 +5,9 @@ from functools import cached_property
 
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.report.recorded import is_recorded
-from lightning_ncclsafe.rules.sentences import batch_words, wait_words
-from lightning_ncclsafe.rules.timeline import Timeline
-from lightning_ncclsafe.rules.wording import location_of
+from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import location_of
 
 _Key = tuple[object, ...]
 

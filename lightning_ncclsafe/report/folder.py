@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from lightning_ncclsafe.facts import Incident
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_text
 
@@ -55,7 +55,7 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
         if len(diagnosis.job.ranks) > _MOST_RANKS:
             raise TimeoutError(f"there are more than {_MOST_RANKS:,} ranks")
         # Jinja is needed for nothing else, and only if something is wrong.
-        from lightning_ncclsafe.report.html import render_html
+        from lightning_ncclsafe.report.html.page import render_html
 
         _write_file(path, render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace"))
     except Exception as error:  # of all that a report is, it can be done without
@@ -90,3 +90,20 @@ def _write_file(path: Path, content: bytes) -> None:
     except OSError:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+class IncidentNumbers:
+    """Numbers the incidents of a process, from 1; the ranks of a job come to the same ones.
+
+    What is looked at and turns out to be nothing to tell has no number: the next incident gets it.
+
+    Attributes:
+        last: Number of the last incident; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def note(self, number: int) -> None:
+        """An incident with this number was told, perhaps by another rank."""
+        self.last = max(self.last, number)

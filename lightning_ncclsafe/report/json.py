@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe.codec import DecodeError, encode, from_plain, to_plain
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.codec import DecodeError, encode, from_plain, to_plain
+from lightning_ncclsafe.facts.findings import Diagnosis
 
 SCHEMA = 1
 _KEYS = ("findings", "unanswered", "job")

@@ -1,11 +1,11 @@
 """How every report on an incident begins: the answer, and why ranks were asked."""
 
 from lightning_ncclsafe.facts import Incident, IncidentKind
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.compared import compared_words, compares, nothing_words
 from lightning_ncclsafe.report.recorded import NOTHING, is_recorded, recorded_words
-from lightning_ncclsafe.rules.sentences import batch_words
-from lightning_ncclsafe.rules.wording import duration_words, ranks_words
+from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 
 _OPENINGS = {
     IncidentKind.SUSPECT: "made no progress for {idle}",

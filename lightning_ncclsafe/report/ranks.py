@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.alike import Alike
-from lightning_ncclsafe.rules.sentences import batch_words
-from lightning_ncclsafe.rules.timeline import Timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, location_of, ranks_words
+from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, location_of, ranks_words
 
 _MAX_LINES = 40
 _MAX_STACKS = 12

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words
 from lightning_ncclsafe.rules.recorded.telling import Words
 from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40

@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
-from lightning_ncclsafe.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.compared import compares
-from lightning_ncclsafe.report.data_table import data_table
 from lightning_ncclsafe.report.lines import cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, incident_words
-from lightning_ncclsafe.report.preflight_table import preflight_table
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
 from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.rules.wording import duration_words, ranks_words
+from lightning_ncclsafe.report.tables.data import data_table
+from lightning_ncclsafe.report.tables.preflight import preflight_table
+from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 
 _SHORT_EVIDENCE = 3
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
-from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.rules.caught import with_caught
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.kit.caught import with_caught
+from lightning_ncclsafe.rules.kit.places import with_places
+from lightning_ncclsafe.rules.kit.rule import Rule, name_of
+from lightning_ncclsafe.rules.kit.timeline import forget
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
-from lightning_ncclsafe.rules.places import with_places
-from lightning_ncclsafe.rules.rule import Rule, name_of
-from lightning_ncclsafe.rules.timeline import forget
 from lightning_ncclsafe.rules.unknowns import unknowns
 
 # Causes that are read from an exception, so that it need not be told twice.

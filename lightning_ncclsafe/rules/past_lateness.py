@@ -5,8 +5,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import JobFacts, Straggler
-from lightning_ncclsafe.findings import Evidence, Finding
-from lightning_ncclsafe.rules.wording import duration_words
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.rules.kit.wording import duration_words
 
 
 def with_past_lateness(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:

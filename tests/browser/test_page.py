@@ -12,7 +12,7 @@ import pytest
 from chromium import Browser, Page, found
 from incidents import data_incident, incident_of, poisoned, preflight_incident, recorded_incident
 
-from lightning_ncclsafe.report.html import render_html
+from lightning_ncclsafe.report.html.page import render_html
 
 pytestmark = pytest.mark.skipif(not found(), reason="there is no chromium or chrome on this machine")
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_ncclsafe import rules
 from lightning_ncclsafe.cli import explain, main
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.rule import Rule, name_of
+from lightning_ncclsafe.rules.kit.rule import Rule, name_of
 
 Explained = Callable[[str], str]
 KINDS = [import_module(f"{rules.__name__}.{kind.name}") for kind in iter_modules(rules.__path__) if kind.ispkg]

@@ -13,7 +13,7 @@ import pytest
 from incidents import incident_of, poisoned
 
 from lightning_ncclsafe.cli import main
-from lightning_ncclsafe.report.html import render_html
+from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_text
 

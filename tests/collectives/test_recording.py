@@ -16,10 +16,10 @@ from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives import recording as recording_module
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.recording import Recording
-from lightning_ncclsafe.collectives.sizes import size_bytes
-from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
+from lightning_ncclsafe.recorder.sizes import size_bytes
 from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window
 
@@ -42,8 +42,8 @@ class Read:
     def __init__(self, *entries: dict[str, Any], size: int = 1000, rank: int = 0) -> None:
         self.recorder = Recorder(size)
         self.recorder.add(*entries)
-        self.trail = Trail()
-        self.recording = Recording(rank, self.trail, entries=self.recorder.entries)
+        self.phase_history = PhaseHistory()
+        self.recording = Recording(rank, self.phase_history, entries=self.recorder.entries)
 
     def __call__(self, *entries: dict[str, Any], last: bool = False) -> Window:
         self.recorder.add(*entries)
@@ -153,7 +153,7 @@ def test_two_recorders_are_read_each_for_itself() -> None:
     first, second = Recorder(), Recorder()
     first.add(entry(0), entry(1))
     second.add(nccl(0, duration_ms=1, group=("7", "mine")))
-    recording = Recording(0, Trail(), entries=lambda: [*first.entries(), *second.entries()])
+    recording = Recording(0, PhaseHistory(), entries=lambda: [*first.entries(), *second.entries()])
     window = recording.read(CLOCK)
     assert [window.groups[number].name for number in window.calls["group"]] == ["0", "0", "7"]
     second.add(nccl(1, duration_ms=1, group=("7", "mine")))
@@ -245,7 +245,7 @@ def test_that_this_torch_does_not_time_is_said_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_recorder_that_is_off_gives_empty_windows() -> None:
     for entries in ([], [[]]):
-        recording = Recording(0, Trail(), entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
+        recording = Recording(0, PhaseHistory(), entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
         window = recording.read(CLOCK)
         assert len(window.calls) == 0 and window.lost == {} and recording.new == 0
 
@@ -259,18 +259,18 @@ def test_what_is_to_be_said_is_said_once() -> None:
 
 def test_calls_belong_to_the_step_whose_batch_was_fetched_last() -> None:
     read = Read()
-    read.trail.starts.extend(BEGAN_NS + at * MS for at in (10, 20, 30))
+    read.phase_history.starts.extend(BEGAN_NS + at * MS for at in (10, 20, 30))
     window = read(*(entry(number, at_ms=at) for number, at in enumerate((5, 15, 25, 29, 35))))
     assert window.calls["step"].tolist() == [0, 1, 2, 2, 3]
     assert read.recording.steps == 3
-    read.trail.starts.append(BEGAN_NS + 40 * MS)
+    read.phase_history.starts.append(BEGAN_NS + 40 * MS)
     assert read(entry(5, at_ms=38), entry(6, at_ms=45)).calls["step"].tolist() == [3, 4]
 
 
 def test_steps_are_counted_on_over_thousands() -> None:
     read = Read()
     for number in range(10_000):
-        read.trail.starts.append(BEGAN_NS + number * MS)
+        read.phase_history.starts.append(BEGAN_NS + number * MS)
         if number % 100 == 0:
             read()
     window = read(entry(0, at_ms=20_000), entry(1, at_ms=9_998.5))
@@ -280,27 +280,27 @@ def test_steps_are_counted_on_over_thousands() -> None:
 
 def test_phases_are_read_once_with_the_rank() -> None:
     read, (data, compute) = Read(rank=2), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
-    read.trail.marks.extend([(BEGAN_NS, compute), (BEGAN_NS + MS, data)])
-    read.trail.current = (BEGAN_NS + 2 * MS, compute)
+    read.phase_history.marks.extend([(BEGAN_NS, compute), (BEGAN_NS + MS, data)])
+    read.phase_history.current = (BEGAN_NS + 2 * MS, compute)
     assert read().spans.tolist() == [(2, compute, BEGAN_NS), (2, data, BEGAN_NS + MS), (2, compute, BEGAN_NS + 2 * MS)]
     assert len(read().spans) == 0
     # What went on has ended, and is among the marks now.
-    read.trail.marks.append(read.trail.current)
-    read.trail.current = (BEGAN_NS + 3 * MS, data)
+    read.phase_history.marks.append(read.phase_history.current)
+    read.phase_history.current = (BEGAN_NS + 3 * MS, data)
     assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
 def test_a_span_is_told_once_also_when_the_wall_clock_was_set_back() -> None:
     read, (data, compute) = Read(), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
-    read.trail.current = (BEGAN_NS + 1000 * MS, data)
+    read.phase_history.current = (BEGAN_NS + 1000 * MS, data)
     assert read().spans.tolist() == [(0, data, BEGAN_NS + 1000 * MS)]
-    read.trail.marks.extend([read.trail.current, (BEGAN_NS, compute)])
-    read.trail.current = (BEGAN_NS + MS, data)
+    read.phase_history.marks.extend([read.phase_history.current, (BEGAN_NS, compute)])
+    read.phase_history.current = (BEGAN_NS + MS, data)
     assert read().spans.tolist() == [(0, compute, BEGAN_NS), (0, data, BEGAN_NS + MS)]
     assert len(read().spans) == 0
 
 
-class MovesOn(Trail):
+class MovesOn(PhaseHistory):
     """Its rank is in the next phase each time somebody looks where it is."""
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again() -
     """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
     recorder = Recorder(size=1000)
     recorder.add(*(entry(number) for number in range(10)))
-    recording = Recording(0, Trail(), since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
+    recording = Recording(0, PhaseHistory(), since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
     assert seqs(recording.read(CLOCK)) == [] and recording.new == 0
     recorder.add(entry(10, at_ms=11))
     window = recording.read(CLOCK)
@@ -339,9 +339,9 @@ REAL = """
 import torch, torch.distributed as dist
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.recording import Recording
-from lightning_ncclsafe.collectives.trail import Trail
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.timing.windows import Clock
-recording = Recording(0, Trail())
+recording = Recording(0, PhaseHistory())
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(10))
 dist.broadcast(torch.ones(3), 0)

@@ -10,8 +10,8 @@ from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives import recording, timer
+from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
-from lightning_ncclsafe.collectives.trail import Trail
 from lightning_ncclsafe.collectives.tree import Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Straggler
@@ -61,7 +61,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             exchange,
             rank=rank,
             world_size=world_size,
-            trail=Trail(),
+            phase_history=PhaseHistory(),
             boot_id="this host",
             say=say or Said(),
         )
@@ -120,7 +120,7 @@ def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> Non
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)
     for rank, one in enumerate(ranks):
-        one._recording._trail.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
+        one._recording._phase_history.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
         recorders[rank].add(*(entry(number, at_ms=number * 50 + 1 + rank * 30) for number in range(300)))
     until(lambda: said[0].said)
     until(lambda: ranks[1].stragglers)

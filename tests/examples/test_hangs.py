@@ -14,7 +14,7 @@ from hit_rate import HANGS, TRUTHS, errors, wait_for_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm import Warm
 
-from lightning_ncclsafe.ending import EXIT_CODE
+from lightning_ncclsafe.guard.ending import EXIT_CODE
 
 # In the error of one rank: the rank, whose row it is, and that one's fingerprint.
 _ROW = re.compile(r"^\[rank(\d)\]:   (\d) .* values:(\w+) ", re.MULTILINE)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from lightning_ncclsafe import _torch, watched
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, TcpStoreExchange, in_parts
 from lightning_ncclsafe.exchange.parts import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
-from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.strategies import guarded_call
 
 
 class CountingStore:
@@ -89,7 +90,7 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
         return PrefixStore(prefix, client)
 
     monkeypatch.setattr(_torch, "own_store_connection", connect)
-    monkeypatch.setattr(watched, "_published", type(watched._published)())
+    monkeypatch.setattr(guarded_call, "_published", type(guarded_call._published)())
     keys = []
     with closing_call(tmp_path) as outer:
         outer.set("card/0", b"outer")
@@ -106,10 +107,10 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
 @contextmanager
 def closing_call(folder: Path) -> Iterator[Exchange]:
     """The store of a call of the Trainer that has nothing else."""
-    call = watched.WatchedCall.__new__(watched.WatchedCall)
-    vars(call).update(dict.fromkeys(("_presenter", "_stop_signal", "_tuner", "timer", "_guard")))
+    call = guarded_call.GuardedCall.__new__(guarded_call.GuardedCall)
+    vars(call).update(dict.fromkeys(("_collector", "_stop_signal", "_tuner", "timer", "_guard")))
     vars(call).update(
-        tracker=PhaseTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder, _listens=False
+        tracker=ActionTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder, _listens=False
     )
     exchange = call._store()
     try:

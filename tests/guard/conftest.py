@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from thread_ranks import Job
 
-from lightning_ncclsafe import guard as guard_module
-from lightning_ncclsafe import reporter
+from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard import reporter
 from lightning_ncclsafe.settings import Limits, OnTimeout
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ncclsafe import codec, gathering
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import (
     Collective,
@@ -20,10 +19,12 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     Progress,
     RankFacts,
+    codec,
 )
-from lightning_ncclsafe.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.guard import gathering
+from lightning_ncclsafe.guard.gathering import Gathering, report_deadline_s
+from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.rank import Card, card_key
-from lightning_ncclsafe.reporter import Verdict
 
 INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
 

@@ -10,15 +10,15 @@ import pytest
 from standing import seen
 from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 
-from lightning_ncclsafe import guard as guard_module
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.guard import Guard, Place
+from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard.guard import Guard, Place
+from lightning_ncclsafe.guard.incident_log import IncidentEntry, IncidentLog
 from lightning_ncclsafe.probes.rank import Card
-from lightning_ncclsafe.reporter import IncidentNumbers
-from lightning_ncclsafe.rounds import Round, RoundLog
-from lightning_ncclsafe.rules.activity import activity
+from lightning_ncclsafe.report.folder import IncidentNumbers
+from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.settings import Limits
 
 
@@ -323,9 +323,9 @@ def test_the_same_exception_a_moment_apart_is_no_alarm(make_job: Callable[..., J
 def test_a_job_that_was_left_behind_tells_the_next_one_nothing(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[0].card = replace(job.probes[0].card, started=4e9)
-    stale = RoundLog(job.exchanges[0])
-    stale.write(Round(incident=Incident(number=1, kind=IncidentKind.TIMEOUT, opened_by=0, opened_ns=1)))
-    log = RoundLog(job.exchanges[1], not_before_ns=int(job.probes[0].card.started * 1e9))
+    stale = IncidentLog(job.exchanges[0])
+    stale.write(IncidentEntry(incident=Incident(number=1, kind=IncidentKind.TIMEOUT, opened_by=0, opened_ns=1)))
+    log = IncidentLog(job.exchanges[1], not_before_ns=int(job.probes[0].card.started * 1e9))
     assert log.read() is None
     assert log.number == 1
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe import codec, gathering, neighbours
-from lightning_ncclsafe import guard as guard_module
 from lightning_ncclsafe.exchange import DirectoryExchange
-from lightning_ncclsafe.facts import Incident, IncidentKind
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.guard import Guard
-from lightning_ncclsafe.neighbours import Place
-from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.facts import Incident, IncidentKind, codec
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.guard import gathering, local_ranks
+from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.report.json import read_report
-from lightning_ncclsafe.reporter import Verdict
-from lightning_ncclsafe.rounds import Round
 from lightning_ncclsafe.settings import Limits
 
 # A rank that expands its data before it makes a Trainer: 20 MB/s, at most 200 MB.
@@ -49,7 +49,7 @@ class Waiting:
         self.ended = threading.Event()
         self.ended_with: dict[str, Any] = {}
         monkeypatch.setattr(guard_module, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
-        tracker = PhaseTracker()
+        tracker = ActionTracker()
         trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=None)))
         self.action = tracker.action("init_process_group")
         self.exchange = DirectoryExchange(folder / "init")
@@ -79,8 +79,8 @@ class Waiting:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow one another faster, and those that cannot answer are not waited for."""
-    monkeypatch.setattr(neighbours, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(neighbours, "_LOOK_S", 0.6)
+    monkeypatch.setattr(local_ranks, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(local_ranks, "_LOOK_S", 0.6)
     monkeypatch.setattr(gathering, "ANSWER_S", 0.1)
     monkeypatch.setattr(gathering, "PATIENCE_S", 0.2)
 
@@ -107,7 +107,7 @@ def test_the_start_ends_with_the_line_and_the_growth_of_the_rank_that_has_not_co
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: "subprocess.Popen[bytes]"
 ) -> None:
     # Nobody has looked around before the limit: it is found, and looked at twice, for the report.
-    monkeypatch.setattr(neighbours, "_PATIENCE_S", 100.0)
+    monkeypatch.setattr(local_ranks, "_PATIENCE_S", 100.0)
     waiting = Waiting(tmp_path, monkeypatch, timeout_s=1.5)
     began_s = time.monotonic()
     waiting.wait()
@@ -136,7 +136,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
 ) -> None:
     waiting = Waiting(tmp_path, monkeypatch, timeout_s=900)
     met = threading.Event()
-    monkeypatch.setattr(neighbours.Neighbours, "_know", _then(neighbours.Neighbours._know, met.set))
+    monkeypatch.setattr(local_ranks.LocalRanks, "_know", _then(local_ranks.LocalRanks._know, met.set))
 
     def kill() -> None:
         assert met.wait(10)
@@ -168,7 +168,7 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
     waiting = Waiting(tmp_path, monkeypatch, timeout_s=0.5)
     incident = Incident(number=1, kind=IncidentKind.TIMEOUT, opened_by=0, opened_ns=time.time_ns())
     verdict = Verdict(incident=incident, answer="Rank 1 has not joined.", ends_run=True)
-    waiting.exchange.set("log/0", codec.encode(Round(incident=incident)))
+    waiting.exchange.set("log/0", codec.encode(IncidentEntry(incident=incident)))
     waiting.exchange.set("round/0/verdict", codec.encode(verdict))
     waiting.exchange.set("round/0/here/0", b"")
     waiting.wait()

@@ -8,12 +8,12 @@ import pytest
 from standing import in_agreement
 from thread_ranks import COMPILE, Job, wait_on_all_but
 
-from lightning_ncclsafe import guard as guard_module
-from lightning_ncclsafe import standstills
 from lightning_ncclsafe.facts import IncidentKind, Phase
-from lightning_ncclsafe.moments import Moment
-from lightning_ncclsafe.rounds import Round
-from lightning_ncclsafe.rules import expected
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard import idle_times
+from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.rules.kit import expected
 
 LONG_S = 1.5
 
@@ -21,7 +21,7 @@ LONG_S = 1.5
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
-    monkeypatch.setattr(standstills, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(idle_times, "UNKNOWN_S", 0.2)
     monkeypatch.setattr(expected, "LONG_S", LONG_S)
     monkeypatch.setattr(guard_module, "LONG_S", LONG_S)
 
@@ -30,8 +30,8 @@ def count_rounds(job: Job) -> threading.Semaphore:
     """Goes up by one with every verdict that there is to be quiet."""
     rounds = threading.Semaphore(0)
     for guard in job.guards:
-        be_quiet = guard._patience.be_quiet_for
-        guard._patience.be_quiet_for = lambda s, be_quiet=be_quiet: (be_quiet(s), rounds.release())[0]  # type: ignore[method-assign]
+        be_quiet = guard._thresholds.be_quiet_for
+        guard._thresholds.be_quiet_for = lambda s, be_quiet=be_quiet: (be_quiet(s), rounds.release())[0]  # type: ignore[method-assign]
     return rounds
 
 
@@ -153,7 +153,9 @@ def test_after_very_many_quiet_rounds_ranks_are_asked_later(make_job: Callable[.
 def test_a_rank_is_ended_at_the_limit_of_the_phase_it_waits_in(make_job: Callable[..., Job]) -> None:
     job = make_job(on_timeout="report")
     job.limits = replace(job.limits, phases_s={"checkpoint": 0.6})
-    job.moments = [Moment(phase=Phase.CHECKPOINT) if rank == 2 else moment for rank, moment in enumerate(job.moments)]
+    job.moments = [
+        PhaseKind(phase=Phase.CHECKPOINT) if rank == 2 else phase_kind for rank, phase_kind in enumerate(job.moments)
+    ]
     wait_on_all_but(job, 0)
     job.start()
     job.wait_for(lambda: len(job.said) == 2)
@@ -192,10 +194,10 @@ def test_a_recovery_of_which_nothing_was_told_is_not_told(make_job: Callable[...
     job.start()
     (guard,) = job.guards
     incident = guard._incident(IncidentKind.SUSPECT, 0.3)
-    guard._take_part(Round(incident=incident, recovered_after_s=3.0), 0.0)
+    guard._take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
     assert not job.said
     guard._open = incident
-    guard._take_part(Round(incident=incident, recovered_after_s=3.0), 0.0)
+    guard._take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
     assert job.said == ["recovered after 3 s (incident 1)"]
 
 
@@ -216,7 +218,7 @@ def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still(make
     job = make_job(world_size=1)
     job.start(without=0)
     (guard,) = job.guards
-    guard._take_part(Round(incident=guard._incident(IncidentKind.SUSPECT, 5.0)), 5.0)
+    guard._take_part(IncidentEntry(incident=guard._incident(IncidentKind.SUSPECT, 5.0)), 5.0)
     assert guard._recovery(0.1) is None
     assert guard._recovery(0.2) is not None
 

@@ -18,10 +18,10 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.guard import Guard, Place
-from lightning_ncclsafe.moments import Moment
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.guard.guard import Guard, Place
 from lightning_ncclsafe.probes.rank import Card
-from lightning_ncclsafe.reporter import IncidentNumbers
+from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.settings import Limits
 
 BROADCAST = Frame(file="/site-packages/torch/distributed/distributed_c10d.py", line=9, function="broadcast")
@@ -112,7 +112,7 @@ class Job:
         self.exchanges: list[Exchange] = [MemoryExchange(shared) for _ in range(self.world_size)]
         self.probes = [HandMadeProbe(rank, self.world_size) for rank in range(self.world_size)]
         self.guards: list[Guard] = []
-        self.moments = [Moment(phase=Phase.TRAIN, per_batch=True)] * self.world_size
+        self.moments = [PhaseKind(phase=Phase.TRAIN, per_batch=True)] * self.world_size
 
     def start(self, *, without: int = -1) -> None:
         for rank in range(self.world_size):
@@ -124,7 +124,7 @@ class Job:
                 exchange=MemoryExchange(),
                 probe=self.probes[rank],  # type: ignore[arg-type]
                 incidents=self.incidents[rank],
-                moment=lambda rank=rank: (self.moments[rank], 7),  # type: ignore[misc]
+                phase_kind=lambda rank=rank: (self.moments[rank], 7),  # type: ignore[misc]
                 say=self._say,
             )
             self.guards.append(guard)

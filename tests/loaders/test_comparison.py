@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
-from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
-from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory, meeting
+from lightning_ncclsafe.exchange.meeting import Meeting
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts, LoaderTerms, Phase, Progress, RankFacts, SamplerFacts
 from lightning_ncclsafe.loaders import agreement as module
-from lightning_ncclsafe.loaders import meeting
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.lockstep import Reading
-from lightning_ncclsafe.loaders.meeting import Meeting
-from lightning_ncclsafe.loaders.terms import LoaderTerms
+from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.json import read_report
-from lightning_ncclsafe.reporter import IncidentNumbers
 
 EQUAL = LoaderFacts(name="train_dataloader", length=4, batches=4)
 STREAM = LoaderFacts(name="train_dataloader", iterable=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.loaders.terms import LoaderTerms, terms_of
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts, LoaderTerms
+from lightning_ncclsafe.loaders.terms import terms_of
 
 LISTED = LoaderFacts(length=4, batches=4)
 STREAM = LoaderFacts(iterable=True)

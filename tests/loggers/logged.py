@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import slow_storage
 
 from lightning_ncclsafe import LoggerOffload
-from lightning_ncclsafe.methods import ReplacedMethod
+from lightning_ncclsafe.code.patching import ReplacedMethod
 
 STALL = slow_storage.STALL
 

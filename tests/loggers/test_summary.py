@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ncclsafe.logger_facts import LoggerFacts
+from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 
 FACTS = LoggerFacts(

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.loggers.trial import Trial
-from lightning_ncclsafe.methods import ReplacedMethod
 
 
 class Time:

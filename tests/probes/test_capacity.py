@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.probes import capacity as module
-from lightning_ncclsafe.probes import machine
-from lightning_ncclsafe.probes.capacity import capacity, cpus, process_limit_bytes
-from lightning_ncclsafe.probes.cgroups import ControlGroups
+from lightning_ncclsafe.probes.host import boot_id
+from lightning_ncclsafe.probes.host import capacity as module
+from lightning_ncclsafe.probes.host.capacity import capacity, cpus, process_limit_bytes
+from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 Stat = namedtuple("Stat", "f_blocks f_bavail f_frsize")
 Memory = namedtuple("Memory", "vms data")
@@ -130,8 +130,8 @@ def test_a_host_that_tells_nothing(nowhere: ControlGroups, monkeypatch: pytest.M
 def test_hosts_are_told_apart_by_their_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = tmp_path / "boot_id"
     told.write_text("6d0c-11\n")
-    assert machine.host_boot_id(told) == "6d0c-11"
+    assert boot_id.host_boot_id(told) == "6d0c-11"
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
-    assert machine.host_boot_id(tmp_path / "none") == "node7"
+    assert boot_id.host_boot_id(tmp_path / "none") == "node7"
     told.write_text("\n")
-    assert machine.host_boot_id(told) == "node7"
+    assert boot_id.host_boot_id(told) == "node7"

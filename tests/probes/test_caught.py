@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts
-from lightning_ncclsafe.probes import caught, handlers
-from lightning_ncclsafe.probes.caught import CaughtExceptions
+from lightning_ncclsafe.probes.process import caught, handlers
+from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 
 LOG = logging.getLogger("a users")
 

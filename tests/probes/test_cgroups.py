@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ncclsafe.probes.cgroups import ControlGroups, MemoryLimit, Quota, Throttling
+from lightning_ncclsafe.probes.host.cgroups import ControlGroups, MemoryLimit, Quota, Throttling
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ncclsafe.facts import Action, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.machine_facts import InterfaceFacts, MachineFacts
-from lightning_ncclsafe.probes import data_paths
-from lightning_ncclsafe.probes.data_paths import try_addresses
+from lightning_ncclsafe.facts import (
+    Action,
+    Incident,
+    IncidentKind,
+    InterfaceFacts,
+    JobFacts,
+    MachineFacts,
+    Phase,
+    Progress,
+    RankFacts,
+)
+from lightning_ncclsafe.probes.network import data_paths
+from lightning_ncclsafe.probes.network.data_paths import try_addresses
 
 
 def rank(number: int, host: str, address: str, **more: bool) -> RankFacts:

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_ncclsafe.probes import deadline
-from lightning_ncclsafe.probes.deadline import run_all
+from lightning_ncclsafe.probes.storage import deadline
+from lightning_ncclsafe.probes.storage.deadline import run_all
 
 LONG_S = 20.0
 

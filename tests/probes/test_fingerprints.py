@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_ncclsafe.probes import items, sampling
-from lightning_ncclsafe.probes.fingerprints import digest_of_batch, fingerprints
-from lightning_ncclsafe.probes.random_state import random_states, random_states_kept, seed_all
-from lightning_ncclsafe.probes.sampling import SAMPLED, WHOLE, positions
+from lightning_ncclsafe.probes.data import items, sampling
+from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch, fingerprints
+from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all
+from lightning_ncclsafe.probes.data.sampling import SAMPLED, WHOLE, positions
 
 
 @pytest.fixture(autouse=True)
@@ -510,7 +510,7 @@ def test_a_dataset_that_raises_at_every_touch_is_no_error() -> None:
 SAME_EVERYWHERE = """
 import torch, numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
-from lightning_ncclsafe.probes.fingerprints import digest_of_batch, fingerprints
+from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch, fingerprints
 
 class Made:
     def __init__(self, **stored): vars(self).update(stored)

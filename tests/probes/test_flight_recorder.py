@@ -9,8 +9,8 @@ import pytest
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.probes import flight_recorder
-from lightning_ncclsafe.probes.stacks import call_site
+from lightning_ncclsafe.probes.process import flight_recorder
+from lightning_ncclsafe.probes.process.stacks import call_site
 
 # As torch 2.13 writes it (`_dump_fr_trace_json`), with 2 ranks, the second all_reduce outstanding.
 GLOO: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.preflight_facts import GpuFacts
-from lightning_ncclsafe.probes.gpu import gpu_facts, gpu_state
-from lightning_ncclsafe.probes.xids import xids
+from lightning_ncclsafe.facts import GpuFacts
+from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state
+from lightning_ncclsafe.probes.gpu.xids import xids
 
 GB = 10**9
 OWN, PEER, STRANGER, HIDDEN = os.getpid(), 2**22 + 1, os.getppid(), 2**22 + 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ncclsafe.probes.growth import Growth
+from lightning_ncclsafe.probes.process.growth import Growth
 
 MB = 1_000_000
 

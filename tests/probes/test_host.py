@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import HostFacts
-from lightning_ncclsafe.probes.host import (
+from lightning_ncclsafe.probes.host.resources import (
     GONE,
     HostProbe,
     child_processes,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.last_words import LastWords, parse, why
+from lightning_ncclsafe.probes.process.last_words import LastWords, parse, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -59,7 +59,7 @@ def test_they_outlive_their_process(words: LastWords) -> None:
 
     script = (
         "import faulthandler, os, sys, time\n"
-        "from lightning_ncclsafe.probes.traceback_signal import TracebackSignal\n"
+        "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
         "first, on = TracebackSignal(), faulthandler.is_enabled\n"
         "states = [on(), bool(first.arm()) and on(), first.close() or on()]\n"
         "faulthandler.enable()\n"
@@ -113,7 +113,7 @@ def test_why_a_process_has_aborted_itself(text: str, said: str) -> None:
 def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: LastWords, tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
-        "from lightning_ncclsafe.probes.traceback_signal import TracebackSignal\n"
+        "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
         "signal = TracebackSignal()\n"
         "print(signal.arm().fd, flush=True)\n"
         "sys.stdin.readline()\n"

@@ -34,11 +34,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_ncclsafe.codec import decode, encode
-from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
-from lightning_ncclsafe.probes.dataset_chain import chain
-from lightning_ncclsafe.probes.loaders import limited, loader_facts
-from lightning_ncclsafe.probes.random_state import random_states, random_states_kept
+from lightning_ncclsafe.facts import LoaderFacts, SamplerFacts
+from lightning_ncclsafe.facts.codec import decode, encode
+from lightning_ncclsafe.probes.data.dataset_chain import chain
+from lightning_ncclsafe.probes.data.loaders import limited, loader_facts
+from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept
 
 DATA = TensorDataset(torch.arange(20.0))
 

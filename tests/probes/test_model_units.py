@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, Progress, RankFacts
-from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.model_units import MAX_UNITS, plain_name, read_units
+from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
+from lightning_ncclsafe.probes.process.stacks import main_thread_stack
 from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.probes.stacks import main_thread_stack
-from lightning_ncclsafe.probes.trainer import TrainerProbe
-from lightning_ncclsafe.rules.meaning import meaning
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.model_units import MAX_UNITS, plain_name, read_units
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
+from lightning_ncclsafe.rules.kit.meaning import meaning
 
 _FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
@@ -262,7 +262,7 @@ class Broken(nn.Module):
 def test_a_model_that_cannot_be_read_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlightRecorder, "read", lambda self: ((), (OUTSTANDING,)))
     trainer = TrainerProbe(SimpleNamespace(strategy=SimpleNamespace(model=Broken())))
-    probe = RankProbe(rank=0, local_rank=0, tracker=PhaseTracker(), trainer=trainer)
+    probe = RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=trainer)
     try:
         facts = probe.look(1.0, deadline_s=20)
     finally:

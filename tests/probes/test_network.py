@@ -9,11 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.machine_facts import InterfaceFacts
-from lightning_ncclsafe.preflight_facts import NetworkFacts
-from lightning_ncclsafe.probes import interfaces as module
-from lightning_ncclsafe.probes.interfaces import Interface, gloo_interface, is_meant, nccl_interface
-from lightning_ncclsafe.probes.network import infiniband_off, interfaces, network_facts, taken_interface
+from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
+from lightning_ncclsafe.probes.network import interfaces as module
+from lightning_ncclsafe.probes.network.interfaces import Interface, gloo_interface, is_meant, nccl_interface
+from lightning_ncclsafe.probes.network.links import infiniband_off, interfaces, network_facts, taken_interface
 
 Address = namedtuple("Address", "family address netmask", defaults=("255.255.255.0",))
 Stats = namedtuple("Stats", "isup speed")

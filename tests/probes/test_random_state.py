@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ncclsafe.data_facts import RandomState
-from lightning_ncclsafe.probes.random_state import random_states, random_states_kept, seed_all
+from lightning_ncclsafe.facts import RandomState
+from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_another_generator_of_numpys_is_left_alone() -> None:
 
 def test_numpys_generator_is_given_back_even_if_it_was_not_loaded_before() -> None:
     script = (
-        "from lightning_ncclsafe.probes.random_state import random_states, random_states_kept, seed_all\n"
+        "from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all\n"
         "with random_states_kept():\n"
         "    import numpy.random\n"
         "    seed_all(1)\n"
@@ -122,7 +122,7 @@ def test_numpys_generator_is_given_back_even_if_it_was_not_loaded_before() -> No
 
 def test_a_process_that_has_not_seeded_has_drawn_nothing() -> None:
     script = (
-        "from lightning_ncclsafe.probes.random_state import random_states\n"
+        "from lightning_ncclsafe.probes.data.random_state import random_states\n"
         "import numpy.random\n"
         "print([(state.name, state.drawn) for state in random_states()])"
     )

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes import flight_recorder, rank, stacks, traceback_signal
-from lightning_ncclsafe.probes.growth import LEAST_S, Growth
-from lightning_ncclsafe.probes.host import HostProbe
+from lightning_ncclsafe.probes import rank
+from lightning_ncclsafe.probes.host.resources import HostProbe
+from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.process.growth import LEAST_S, Growth
 from lightning_ncclsafe.probes.rank import Card, RankProbe
-from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
@@ -29,7 +30,7 @@ AFTER_HOST_FACTS = [
 
 @pytest.fixture
 def probe() -> Iterator[RankProbe]:
-    tracker = PhaseTracker()
+    tracker = ActionTracker()
     tracker.enter("setup")
     made = RankProbe(rank=3, local_rank=1, tracker=tracker, trainer=TrainerProbe(SimpleNamespace()))
     yield made
@@ -247,7 +248,7 @@ def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> No
     traceback_signal.arm_early({"LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     early = traceback_signal.armed_in(os.getpid())
     assert early is not None
-    probe = RankProbe(rank=0, local_rank=0, tracker=PhaseTracker(), trainer=TrainerProbe(SimpleNamespace()))
+    probe = RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
     assert (probe.card.signum, probe.card.fd) == (early.signum, early.fd)
     probe.close()
     assert traceback_signal.armed_in(os.getpid()) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ncclsafe.probes import stacks
+from lightning_ncclsafe.probes.process import stacks
 
 SOURCE = """\
 import torch.distributed as dist
@@ -195,7 +195,7 @@ def test_a_very_deep_stack_keeps_both_ends() -> None:
     assert stack[-1].line == stack[-2].line - 1
 
 
-OURS = f"{Path(stacks.__file__).parents[1]}/made.py"
+OURS = f"{Path(stacks.__file__).parents[2]}/made.py"
 LIGHTNING = "/x/site-packages/lightning/pytorch/strategies/strategy.py"
 DATASETS = "/x/site-packages/datasets/iterable_dataset.py"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.phases import PhaseTracker, _Heard
-from lightning_ncclsafe.probes import steps
-from lightning_ncclsafe.probes.source_lines import HookSource
-from lightning_ncclsafe.probes.steps import StepRecord
-from lightning_ncclsafe.step_facts import MetricFacts
+from lightning_ncclsafe.facts import MetricFacts
+from lightning_ncclsafe.probes.trainer import steps
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker, _Heard
+from lightning_ncclsafe.probes.trainer.source_lines import HookSource
+from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
 HERE = str(Path(__file__))
 
@@ -491,7 +491,7 @@ def test_a_source_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_save_that_failed_and_was_caught() -> None:
-    record, tracker = StepRecord(trainer()), PhaseTracker()
+    record, tracker = StepRecord(trainer()), ActionTracker()
     tracker.on_failed = lambda name, error: record.save_failed(error)
     with pytest.raises(OSError, match="No space"), _Heard(tracker, "save_checkpoint"):
         raise OSError("No space")  # <- raise

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.machine_facts import COLLECTOR
-from lightning_ncclsafe.probes import traceback_signal
-from lightning_ncclsafe.probes.traceback_signal import (
+from lightning_ncclsafe.facts import COLLECTOR, Frame
+from lightning_ncclsafe.probes.process import traceback_signal
+from lightning_ncclsafe.probes.process.traceback_signal import (
     Armed,
     TracebackSignal,
     arm_early,

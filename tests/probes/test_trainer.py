@@ -13,13 +13,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import Action, Phase, Progress, StorageFacts
-from lightning_ncclsafe.moments import Moment
-from lightning_ncclsafe.phases import PhaseTracker
-from lightning_ncclsafe.probes import trainer as trainer_probe
-from lightning_ncclsafe.probes.trainer import TrainerProbe
-from lightning_ncclsafe.trainer_facts import LoopEnd
+from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.probes.trainer import state as trainer_probe
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 
 BATCHES = 3
 
@@ -156,7 +154,7 @@ def test_until_all_have_met_the_phase_is_init(tmp_path: Path) -> None:
 
 
 def test_while_a_checkpoint_is_saved_that_is_the_phase(tmp_path: Path) -> None:
-    tracker = PhaseTracker()
+    tracker = ActionTracker()
     look = Look(
         "on_save_checkpoint",
         "on_train_batch_start",
@@ -172,7 +170,7 @@ def test_while_a_checkpoint_is_saved_that_is_the_phase(tmp_path: Path) -> None:
 
 def limit_name(probe: TrainerProbe) -> str:
     name = probe.limit_name(is_saving=False)
-    assert name == probe.moment(()).limit_name
+    assert name == probe.phase_kind(()).limit_name
     return name
 
 
@@ -218,9 +216,9 @@ def test_where_training_is_resumed_within_an_epoch_the_first_batch_is_the_first_
 
 
 def test_hooks_of_an_epoch_are_not_what_happens_for_every_batch(tmp_path: Path) -> None:
-    tracker = PhaseTracker()
+    tracker = ActionTracker()
     hooks = ("on_train_epoch_start", "on_train_batch_start", "on_validation_batch_end", "on_validation_epoch_end")
-    look = Look(*hooks, "on_train_epoch_end", part=lambda probe: probe.moment(tracker.actions()))
+    look = Look(*hooks, "on_train_epoch_end", part=lambda probe: probe.phase_kind(tracker.actions()))
     trainer = make_trainer(tmp_path, look, max_epochs=1)
     tracker.attach(trainer.profiler)
     look.probe = TrainerProbe(trainer)
@@ -234,7 +232,7 @@ def test_hooks_of_an_epoch_are_not_what_happens_for_every_batch(tmp_path: Path) 
         "on_validation_epoch_end": (Phase.VALIDATE, False),
         "on_train_epoch_end": (Phase.TRAIN, False),
     }
-    assert [moment.first for moment in look.seen["on_validation_batch_end"]] == [False] * BATCHES
+    assert [phase_kind.first for phase_kind in look.seen["on_validation_batch_end"]] == [False] * BATCHES
 
 
 def test_finished_is_said_from_outside_and_is_the_last_word(tmp_path: Path) -> None:
@@ -332,7 +330,7 @@ def test_what_is_no_trainer_yet_is_read_without_an_error(trainer: Any) -> None:
     assert progress(probe) == Progress(phase=Phase.INIT)
     assert (probe.loaders(), probe.storage()) == ((), ())
     probe.started = True
-    assert (probe.moment(()), probe.batch_idx()) == (Moment(phase=Phase.INIT), -1)
+    assert (probe.phase_kind(()), probe.batch_idx()) == (PhaseKind(phase=Phase.INIT), -1)
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.ending import Ending
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.guard import Guard, Place
-from lightning_ncclsafe.phases import PhaseTracker
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.guard.ending import Ending
+from lightning_ncclsafe.guard.guard import Guard, Place
 from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.probes.trainer import TrainerProbe
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.report.json import read_report
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
@@ -135,7 +135,7 @@ def _rank(
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     world_size = len(pipes)
-    tracker = PhaseTracker()
+    tracker = ActionTracker()
     trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=SimpleNamespace(value="train"))))
     place = Place(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     ENDING.is_called_here()

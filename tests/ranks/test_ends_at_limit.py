@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from harness import ENDING, Ranks, all_reduce, run_ranks
 
-from lightning_ncclsafe import ending, reporter
-from lightning_ncclsafe.ending import EXIT_CODE
+from lightning_ncclsafe.guard import ending, reporter
+from lightning_ncclsafe.guard.ending import EXIT_CODE
 
 GOOD, WRONG = {"weights": torch.zeros(3)}, {"weights": torch.full((3,), float("nan"))}
 # Long enough for a woken thread to do what it wants to.
@@ -233,7 +233,7 @@ def test_a_report_that_cannot_be_written_does_not_hold_up_the_end(
 ) -> None:
     """The storage that it goes to may be what hangs."""
     monkeypatch.setattr(reporter, "write_report", lambda *_: threading.Event().wait())
-    monkeypatch.setattr("lightning_ncclsafe.guard.AT_LIMIT_S", 4.0)
+    monkeypatch.setattr("lightning_ncclsafe.guard.guard.AT_LIMIT_S", 4.0)
     assert ending.AT_LIMIT_S < 30
 
     def body(rank: int) -> None:

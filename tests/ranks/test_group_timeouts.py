@@ -12,13 +12,14 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_ncclsafe import _torch, group_timeouts
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, Phase
-from lightning_ncclsafe.group_timeouts import GroupTimeouts
-from lightning_ncclsafe.moments import Moment
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.guard import group_timeouts
+from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.settings import Limits, check_limits
 
-TRAIN, CHECKPOINT, INIT = Moment(phase=Phase.TRAIN), Moment(phase=Phase.CHECKPOINT), Moment(phase=Phase.INIT)
+TRAIN, CHECKPOINT, INIT = PhaseKind(phase=Phase.TRAIN), PhaseKind(phase=Phase.CHECKPOINT), PhaseKind(phase=Phase.INIT)
 LIMITS = check_limits(None, 30, "abort", {"train": 100.0, "checkpoint": 1200.0})
 HOUR = timedelta(hours=1)
 
@@ -31,8 +32,8 @@ class Followed(GroupTimeouts):
         said = [] if failures is None else failures
         super().__init__(limits, lambda: self.now.limit_name, said.append)
 
-    def enter(self, moment: Moment, action: str = "barrier:x") -> None:
-        self.now = moment
+    def enter(self, phase_kind: PhaseKind, action: str = "barrier:x") -> None:
+        self.now = phase_kind
         self.listen(action)
 
 
@@ -188,14 +189,14 @@ def test_what_happens_for_every_batch_is_no_reason_to_look(groups: list[FakeGrou
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("moment", [CHECKPOINT, Moment(phase=Phase.TRAIN, first=True)])
+@pytest.mark.parametrize("phase_kind", [CHECKPOINT, PhaseKind(phase=Phase.TRAIN, first=True)])
 def test_the_end_of_a_checkpoint_or_first_batch_is_seen_whatever_comes_next(
-    groups: list[FakeGroup], moment: Moment
+    groups: list[FakeGroup], phase_kind: PhaseKind
 ) -> None:
     groups.append(FakeGroup(45))
     phases = Followed(LIMITS)
     phases.listen("run_training_batch")
-    phases.enter(moment, "[Callback]X.on_train_epoch_start")
+    phases.enter(phase_kind, "[Callback]X.on_train_epoch_start")
     phases.enter(TRAIN, "run_training_batch")
     assert groups[0].timeout_s == 115
 

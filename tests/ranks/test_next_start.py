@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import TcpStoreExchange
-from lightning_ncclsafe.starts import agree_on_start
+from lightning_ncclsafe.guard.restarts import agree_on_start
 
 FORK = multiprocessing.get_context("fork")
 RANKS = 2

@@ -16,9 +16,9 @@ from harness import all_reduce, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.ending import EXIT_CODE
 from lightning_ncclsafe.facts import IncidentKind
-from lightning_ncclsafe.guarded_launchers import TELL_S
+from lightning_ncclsafe.guard.ending import EXIT_CODE
+from lightning_ncclsafe.strategies.launchers import TELL_S
 
 HERE = Path(__file__).name
 

@@ -3,7 +3,7 @@
 import io
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES

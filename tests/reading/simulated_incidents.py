@@ -13,7 +13,7 @@ from typing import Any
 
 from nccl_simulator import GPU_DIES, NEVER, Call, Dump, Job, Mesh, program
 
-from lightning_ncclsafe.findings import Confidence, Diagnosis
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from simulated_incidents import diagnosis_of, incidents, scores
 
-from lightning_ncclsafe.findings import Confidence, Diagnosis
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 
 HERE = Path(__file__).parent / "nccl_dumps"
 EVERYBODY = tuple(range(16))

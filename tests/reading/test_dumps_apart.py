@@ -7,7 +7,7 @@ import pytest
 from made_dumps import dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES

@@ -7,7 +7,7 @@ import pytest
 from made_logs import TRACEBACK, judged, prefixed, timeout
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.lines import parts
 from lightning_ncclsafe.rules.judging import judge

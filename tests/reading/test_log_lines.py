@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
-from lightning_ncclsafe.findings import Confidence
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.lines import lines, taken_apart
 from lightning_ncclsafe.reading.logs import Log

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
-from lightning_ncclsafe.findings import Confidence
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.reading.evidence import Evidence
 
 LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE

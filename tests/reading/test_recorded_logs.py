@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_ncclsafe.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_ncclsafe.reading.entries import parsed
 from lightning_ncclsafe.reading.evidence import Evidence
-from lightning_ncclsafe.recorder import MOST_ENTRIES, Kind, Recorder, State
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Kind, Recorder, State
 
 HERE = Path(__file__).parent / "nccl_dumps"
 BEGAN_NS = 1_758_610_505_000_000_000

@@ -8,7 +8,7 @@ import pytest
 from made_dumps import FRAMES, as_json, dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import Group
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.reading.dumps import from_pickle, rank_of
 from lightning_ncclsafe.reading.entries import parsed
 from lightning_ncclsafe.reading.errors import ReadingError

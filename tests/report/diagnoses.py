@@ -13,7 +13,7 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.findings import Confidence, Diagnosis, Evidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Evidence, Finding
 
 EVALUATE = Frame(file="/home/me/train.py", line=73, function="evaluate", code="score(x)", user=True)
 BROADCAST = Frame(file="/venv/site-packages/torch/distributed/distributed_c10d.py", line=3150, function="broadcast")

@@ -3,10 +3,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
-from lightning_ncclsafe.facts import Frame, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.findings import Diagnosis, Severity
-from lightning_ncclsafe.report.data_table import data_table, render_mismatch
+from lightning_ncclsafe.facts import (
+    DataFacts,
+    Frame,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    LoaderFacts,
+    Phase,
+    Progress,
+    RankFacts,
+    SamplerFacts,
+)
+from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.report.tables.data import data_table, render_mismatch
 from lightning_ncclsafe.report.text import render_short, render_text
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.judging import judge

@@ -15,10 +15,10 @@ import pytest
 from diagnoses import diagnosis, with_first
 
 from lightning_ncclsafe.facts import Incident, IncidentKind
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report import folder as report_folder
-from lightning_ncclsafe.report import html
 from lightning_ncclsafe.report.folder import folder_name, write_page, write_report
+from lightning_ncclsafe.report.html import page
 from lightning_ncclsafe.report.json import read_report
 
 # 2026-03-04T05:06:07Z
@@ -188,7 +188,7 @@ def test_the_page_is_put_beside_the_report_for_the_user_alone(tmp_path: Path) ->
     folder = write_report(at(incident()), tmp_path / "reports")
     assert write_page(at(incident()), folder) == ""
     assert names(folder) == FILES | {"report.html"}
-    assert (folder / "report.html").read_text() == html.render_html(at(incident()))
+    assert (folder / "report.html").read_text() == page.render_html(at(incident()))
     assert mode(folder / "report.html") == 0o600
 
 
@@ -201,7 +201,7 @@ def test_a_page_that_cannot_be_made_takes_nothing_with_it_and_leaves_no_earlier_
 ) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
     assert write_page(at(incident()), folder) == ""
-    monkeypatch.setattr(html, "render_html", broken)
+    monkeypatch.setattr(page, "render_html", broken)
     problem = f"there is no report.html ('in the page'); to make it: ncclsafe render {folder} --format html"
     assert write_page(at(incident()), folder) == problem
     assert names(folder) == FILES

@@ -24,8 +24,8 @@ from incidents import (
 )
 
 from lightning_ncclsafe.facts import ExceptionFacts
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.report.html import render_html
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.report.html.page import render_html
 
 VOID = frozenset({"meta", "br"})
 OPTIONAL = frozenset({"li", "td", "th", "tr", "thead", "tbody"})

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from incidents import job_of
 
-from lightning_ncclsafe import reporter
-from lightning_ncclsafe.reporter import Reporter
+from lightning_ncclsafe.guard import reporter
+from lightning_ncclsafe.guard.reporter import Reporter
 from lightning_ncclsafe.settings import Limits
 
 

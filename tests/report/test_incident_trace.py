@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from incidents import STALL_S, incident_of, poisoned
 
-from lightning_ncclsafe.findings import Diagnosis
-from lightning_ncclsafe.report.incident_trace import render_trace
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.report.trace.incident import render_trace
 
 Event = dict[str, Any]
 

@@ -7,11 +7,11 @@ from diagnoses import diagnosis
 from incidents import NOW_NS, STALL_S, S, all_different, incident_of, job_of, recorded_incident
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.alike import Alike
-from lightning_ncclsafe.report.picture import Lane, Picture, picture
-from lightning_ncclsafe.report.picture_axis import Axis
-from lightning_ncclsafe.rules.timeline import Timeline
+from lightning_ncclsafe.report.html.picture import Lane, Picture, picture
+from lightning_ncclsafe.report.html.picture_axis import Axis
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 
 def drawn(of: Diagnosis) -> Picture:

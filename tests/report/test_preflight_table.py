@@ -5,20 +5,26 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ncclsafe.capacity_facts import Capacity
-from lightning_ncclsafe.codec import decode, encode
-from lightning_ncclsafe.facts import Frame, Incident, IncidentKind, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.findings import Diagnosis, Severity
-from lightning_ncclsafe.preflight_facts import (
+from lightning_ncclsafe.facts import (
+    Capacity,
     DirectoryFacts,
+    Frame,
     GpuFacts,
+    Incident,
+    IncidentKind,
+    JobFacts,
     LoadFacts,
     NetworkFacts,
+    Phase,
     PreflightFacts,
+    Progress,
+    RankFacts,
     SwapFacts,
 )
+from lightning_ncclsafe.facts.codec import decode, encode
+from lightning_ncclsafe.facts.findings import Diagnosis, Severity
 from lightning_ncclsafe.report.json import read_report, report_json
-from lightning_ncclsafe.report.preflight_table import preflight_table, render_preflight, render_preflight_all
+from lightning_ncclsafe.report.tables.preflight import preflight_table, render_preflight, render_preflight_all
 from lightning_ncclsafe.report.text import render_short, render_text
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.report import trace, trace_selection
-from lightning_ncclsafe.report.trace import write_trace
+from lightning_ncclsafe.report.trace import collectives, selection
+from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.summary import RankSummary, TimingSummary
 from lightning_ncclsafe.timing.windows import GAP, SPAN, UNKNOWN_NS, Clock, GroupMembers, Spans
@@ -300,7 +300,7 @@ def test_the_phases_before_a_kept_collective_are_kept_and_no_others(path: Path) 
 
 
 def test_of_very_many_phases_some_tell_how_many_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_selection, "_ENOUGH_SPANS", 500)
+    monkeypatch.setattr(selection, "_ENOUGH_SPANS", 500)
     calls, spans = big_job()
     read = written(path, calls=calls, spans=spans, most_events=3000)
     assert 2400 <= len(read["traceEvents"]) <= 3000
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_the_earlier_trace_and_nothing_else(path: Path, monke
                 raise OSError(28, "No space left on device")
             return super().write(data)
 
-    monkeypatch.setattr(trace.gzip, "GzipFile", Full)
+    monkeypatch.setattr(collectives.gzip, "GzipFile", Full)
     with pytest.raises(OSError, match="No space left"):
         write_trace(path, calls=[block([[0], [1]])], spans=NO_SPANS, summary=TimingSummary())
     assert (os.listdir(path.parent), path.read_text()) == ([path.name], "earlier")

@@ -25,18 +25,19 @@ from scenes import Scene
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
+    EndedProcess,
     ExceptionFacts,
     Frame,
     Group,
     JobFacts,
+    LoggedKey,
     ModelUnit,
     Phase,
     Progress,
     RankFacts,
+    StepFacts,
     UnitKind,
 )
-from lightning_ncclsafe.machine_facts import EndedProcess
-from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
 
 RESULT = Frame(
     file=f"{SITE}/lightning/pytorch/trainer/connectors/logger_connector/result.py", line=248, function="compute"

@@ -24,27 +24,25 @@ from builders import (
 from scenes import Scene
 
 from lightning_ncclsafe.facts import (
+    COLLECTOR,
     Action,
+    EndedProcess,
     Frame,
+    GarbageFacts,
+    GpuFacts,
+    GpuStateFacts,
     HostFacts,
+    InterfaceFacts,
     JobFacts,
     LoaderFacts,
+    MachineFacts,
+    MainThreadFacts,
     Phase,
+    PressureFacts,
     ProcessFacts,
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.machine_facts import (
-    COLLECTOR,
-    EndedProcess,
-    GarbageFacts,
-    GpuStateFacts,
-    InterfaceFacts,
-    MachineFacts,
-    MainThreadFacts,
-    PressureFacts,
-)
-from lightning_ncclsafe.preflight_facts import GpuFacts
 
 GB = 1_000_000_000
 COLLECTS = Frame(file=COLLECTOR, line=0, function="collect")

@@ -4,14 +4,20 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from lightning_ncclsafe.capacity_facts import Capacity
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.preflight_facts import (
+from lightning_ncclsafe.facts import (
+    Capacity,
     DirectoryFacts,
     GpuFacts,
+    Incident,
+    IncidentKind,
+    JobFacts,
     LoadFacts,
     NetworkFacts,
+    Phase,
     PreflightFacts,
+    ProcessFacts,
+    Progress,
+    RankFacts,
     SwapFacts,
 )
 

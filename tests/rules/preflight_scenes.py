@@ -6,9 +6,8 @@ from typing import Any
 
 from preflight_builders import GB, checking, directory, having, healthy, setting
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.findings import Severity
-from lightning_ncclsafe.preflight_facts import PreflightFacts
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts, ProcessFacts
+from lightning_ncclsafe.facts.findings import Severity
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 MIB = 2**20

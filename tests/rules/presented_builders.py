@@ -3,8 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, RandomState, SamplerFacts
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
+from lightning_ncclsafe.facts import (
+    DataFacts,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    LoaderFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RandomState,
+    RankFacts,
+    SamplerFacts,
+)
 
 NAMES = ("python", "numpy", "torch")
 

@@ -38,17 +38,18 @@ from lightning_ncclsafe.facts import (
     HostFacts,
     JobFacts,
     LoaderFacts,
+    LoggerFacts,
+    LoopEnd,
     Phase,
     ProcessFacts,
     Progress,
     RankFacts,
     SilentHost,
+    StepFacts,
     StorageFacts,
+    TrainerFacts,
 )
-from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.rules.wording import location_of
-from lightning_ncclsafe.step_facts import StepFacts
-from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
+from lightning_ncclsafe.rules.kit.wording import location_of
 
 EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
 

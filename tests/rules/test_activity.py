@@ -27,10 +27,17 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Frame, NotRecorded, Phase, RankFacts, UnrecordedGroup
-from lightning_ncclsafe.machine_facts import MachineFacts, MainThreadFacts
-from lightning_ncclsafe.rules.activity import Kind, activity, hook_words
-from lightning_ncclsafe.rules.meaning import meaning
+from lightning_ncclsafe.facts import (
+    Frame,
+    MachineFacts,
+    MainThreadFacts,
+    NotRecorded,
+    Phase,
+    RankFacts,
+    UnrecordedGroup,
+)
+from lightning_ncclsafe.rules.kit.activity import Kind, activity, hook_words
+from lightning_ncclsafe.rules.kit.meaning import meaning
 
 STEP = user("training_step", 40, code="loss = self.model(x)")
 MONITORED = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5400, function="monitored_barrier")

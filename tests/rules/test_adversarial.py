@@ -25,7 +25,7 @@ from builders import (
 from scenes import rank_zero_evaluates, slow_step
 
 from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.findings import Confidence, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Severity
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 

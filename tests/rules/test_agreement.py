@@ -18,14 +18,13 @@ from presented_builders import (
     with_sampler,
 )
 
-from lightning_ncclsafe.data_facts import LoaderFacts, SamplerFacts
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, SamplerFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.rule import name_of
+from lightning_ncclsafe.rules.kit.rule import name_of
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 NO_SAMPLER = SamplerFacts(name="Mine")

@@ -21,12 +21,21 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import VOTE_GROUP, Collective, Frame, Group, HostFacts, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.machine_facts import MachineFacts
-from lightning_ncclsafe.marks import Mark
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.facts import (
+    VOTE_GROUP,
+    Collective,
+    Frame,
+    Group,
+    HostFacts,
+    JobFacts,
+    MachineFacts,
+    Phase,
+    RankFacts,
+    StepFacts,
+)
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.step_facts import StepFacts
 
 
 def found(facts: JobFacts) -> dict[str, Finding]:

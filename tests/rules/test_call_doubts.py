@@ -27,10 +27,20 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, ModelUnit, Phase, RankFacts, UnitKind
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.machine_facts import GarbageFacts, MainThreadFacts
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    GarbageFacts,
+    Group,
+    JobFacts,
+    LoaderFacts,
+    MainThreadFacts,
+    ModelUnit,
+    Phase,
+    RankFacts,
+    UnitKind,
+)
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ncclsafe.codec import decode
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence
+from lightning_ncclsafe.facts.codec import decode
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 FOLDER = Path(__file__).parent / "recordings"

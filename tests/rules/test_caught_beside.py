@@ -20,9 +20,16 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.machine_facts import EndedProcess, MachineFacts
+from lightning_ncclsafe.facts import (
+    CaughtException,
+    EndedProcess,
+    Frame,
+    IncidentKind,
+    JobFacts,
+    MachineFacts,
+    RankFacts,
+)
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
 NO_FACES = CaughtException(

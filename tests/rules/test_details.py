@@ -10,10 +10,10 @@ import scenes
 from builders import GLOO, NCCL, RUN, Backend, user
 
 from lightning_ncclsafe.facts import Frame, HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
-from lightning_ncclsafe.findings import Finding
+from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.memory import short_of_memory, swaps
-from lightning_ncclsafe.rules.storage import directories, directory_words
+from lightning_ncclsafe.rules.kit.memory import short_of_memory, swaps
+from lightning_ncclsafe.rules.kit.storage import directories, directory_words
 
 GB = 1_000_000_000
 

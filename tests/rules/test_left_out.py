@@ -6,11 +6,9 @@ import pytest
 from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
 from call_scenes import RESULT, UNUSED, in_backward
 
-from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts import Frame, JobFacts, LoggedKey, LoopEnd, Phase, RankFacts, StepFacts, TrainerFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.step_facts import LoggedKey, StepFacts
-from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 CRITIC, GENERATOR = f"{USER_FILE}:61 in training_step", f"{USER_FILE}:46 in train_generator"

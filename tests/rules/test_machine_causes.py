@@ -9,28 +9,26 @@ from scenes import _in_init as scenes_in_init
 
 from lightning_ncclsafe.facts import (
     Collective,
+    EndedProcess,
     Frame,
+    GarbageFacts,
+    GpuFacts,
+    GpuStateFacts,
     Group,
     IncidentKind,
+    InterfaceFacts,
     JobFacts,
+    MainThreadFacts,
     Phase,
+    PressureFacts,
     ProcessFacts,
     Progress,
     RankFacts,
-)
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.machine_facts import (
-    EndedProcess,
-    GarbageFacts,
-    GpuStateFacts,
-    InterfaceFacts,
-    MainThreadFacts,
-    PressureFacts,
     TriedAddress,
 )
-from lightning_ncclsafe.preflight_facts import GpuFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
 
 GB = 1_000_000_000
 

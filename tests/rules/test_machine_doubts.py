@@ -11,16 +11,18 @@ from builders import transport_error as lost
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
+    EndedProcess,
     HostFacts,
     JobFacts,
     LoaderFacts,
+    MainThreadFacts,
     Phase,
+    PressureFacts,
     ProcessFacts,
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.machine_facts import EndedProcess, MainThreadFacts, PressureFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
 GB = 1_000_000_000

@@ -23,11 +23,18 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Frame, JobFacts, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts import (
+    Frame,
+    JobFacts,
+    MetricFacts,
+    Phase,
+    ProcessFacts,
+    RankFacts,
+    StepFacts,
+    TrainerFacts,
+)
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.step_facts import MetricFacts, StepFacts
-from lightning_ncclsafe.trainer_facts import TrainerFacts
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 ZERO = "if rank == 0:  (line 30)"

@@ -7,8 +7,8 @@ from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_WAIT, SITE, TRAINING_STEP, 
 from scenes import rank_zero_evaluates_before_it_presents_its_loaders
 
 from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.preflight import Preflight
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.rules.judging import judge
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])

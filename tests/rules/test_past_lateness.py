@@ -7,7 +7,7 @@ import pytest
 from builders import GLOO, NEXT, NEXT_DATA, job
 
 from lightning_ncclsafe.facts import JobFacts, Straggler
-from lightning_ncclsafe.findings import Evidence, Finding
+from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.past_lateness import with_past_lateness
 

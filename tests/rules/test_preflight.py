@@ -34,15 +34,15 @@ from preflight_scenes import (
 )
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.report.preflight_table import render_preflight, render_preflight_all
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.cores import core_shares
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.hosts import Checked
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.cores import core_shares
+from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit.rule import name_of
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
-from lightning_ncclsafe.rules.rule import name_of
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
 

@@ -9,10 +9,10 @@ from machine_scenes import MACHINE_SCENES
 from scenes import SCENES as OTHER_SCENES
 from scenes import Scene
 
-from lightning_ncclsafe.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.rule import name_of
+from lightning_ncclsafe.rules.kit.rule import name_of
 
 BACKENDS = (GLOO, NCCL)
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)

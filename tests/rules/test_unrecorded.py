@@ -7,7 +7,7 @@ import pytest
 from builders import BARRIER, GLOO, MAIN, RUN, job, user
 
 from lightning_ncclsafe.facts import NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.unknowns import not_recorded, unknowns
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_ncclsafe.facts import Collective
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     collective_words,
     condition_words,

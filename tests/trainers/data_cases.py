@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
+from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.facts import VOTE_GROUPS
 from lightning_ncclsafe.loaders import stage
-from lightning_ncclsafe.methods import ReplacedMethod
 
 RANK = int(os.environ["LOCAL_RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])

@@ -14,7 +14,7 @@ from warm import Warm, ranks_of
 
 import lightning_ncclsafe
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.ending import EXIT_CODE
+from lightning_ncclsafe.guard.ending import EXIT_CODE
 
 PACKAGE = str(Path(lightning_ncclsafe.__file__).parent)
 SCENARIO = Path(__file__).with_name("scenario.py")

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_ncclsafe import codec
-from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of
-from lightning_ncclsafe.marks import Mark, marked
 
 BUDGET_S = 10.0
 """How long ranks have to say what their hosts have, once the process group is there."""

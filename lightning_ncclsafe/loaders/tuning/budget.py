@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from lightning_ncclsafe.capacity_facts import Capacity
-from lightning_ncclsafe.rules.wording import size_words
+from lightning_ncclsafe.facts import Capacity
+from lightning_ncclsafe.rules.kit.wording import size_words
 
 Bound = Literal["memory", "shm", "files"]
 

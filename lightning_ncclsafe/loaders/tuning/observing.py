@@ -10,7 +10,7 @@ import psutil
 
 from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
 from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
-from lightning_ncclsafe.reporter import say_own_failure
+from lightning_ncclsafe.report.terminal import say_own_failure
 
 # An epoch that lasts longer is measured, and decided on, in parts.
 STRETCH_S = 120.0

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe import _torch, codec
-from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.endings import Begin
 from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.agreed_budget import BUDGET_S, agree_on_budget
@@ -26,8 +27,7 @@ from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Se
 from lightning_ncclsafe.loaders.tuning.observing import BatchSize
 from lightning_ncclsafe.loaders.tuning.pools import unsafe
 from lightning_ncclsafe.loaders.tuning.stretches import Moment
-from lightning_ncclsafe.marks import Mark, marked
-from lightning_ncclsafe.reporter import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import TunerSettings
 
 Tuning = Callable[[Begin], Any]

@@ -4,7 +4,7 @@ from lightning_ncclsafe.loaders.tuning.budget import Bound, Budget
 from lightning_ncclsafe.loaders.tuning.observing import BatchSize
 from lightning_ncclsafe.loaders.tuning.trials import Change, Promise
 from lightning_ncclsafe.report.times import share_words, time_words
-from lightning_ncclsafe.rules.wording import size_words
+from lightning_ncclsafe.rules.kit.wording import size_words
 
 # Why a loader stays as it is, and what to do.
 ADVICE_ONLY = "LoaderTuner(apply=False) only advises: set it"

@@ -15,7 +15,7 @@ from lightning_ncclsafe.rules.agreement.uneven_end import uneven_end
 from lightning_ncclsafe.rules.agreement.unpresented_loader import unpresented_loader
 from lightning_ncclsafe.rules.agreement.unreadable_loader import unreadable_loader
 from lightning_ncclsafe.rules.agreement.validation_step import validation_step
-from lightning_ncclsafe.rules.rule import Rule
+from lightning_ncclsafe.rules.kit.rule import Rule
 
 # Of presented data; what other findings follow from comes before these.
 AGREEMENT_RULES: tuple[Rule, ...] = (

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.unequal_samples import OWN_SHARDS
-from lightning_ncclsafe.rules.agreement.words import deviating, spread, told
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, grouped
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, grouped
+from lightning_ncclsafe.rules.kit.differences import deviating, spread, told
+from lightning_ncclsafe.rules.kit.wording import joined
 
 # What comes out of a loader is a rank's own share, also where the data is the same on all ranks; so is the place where
 # it keeps its copy.
@@ -40,7 +40,7 @@ def different_data(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Data of which no fingerprint could be had on all ranks.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         if loader.replicated and not loader.unequal_samples and not unlike(loader):
             found = _differing(loader)
@@ -48,7 +48,7 @@ def different_data(job: JobFacts) -> Iterable[Finding]:
                 yield _finding(view, loader, found)
 
 
-def _differing(loader: PresentedLoader) -> Differences:
+def _differing(loader: JobLoader) -> Differences:
     """The kinds that differ. Items of one and the same data differ only by what is done to them after reading."""
     all_kinds = {kind: grouped(_prints(loader, kind)) for kind in loader.kinds if kind not in _OWN}
     same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in _SOURCES)
@@ -56,11 +56,11 @@ def _differing(loader: PresentedLoader) -> Differences:
     return {} if same_source and set(found) == {"items"} else found
 
 
-def _prints(loader: PresentedLoader, kind: str) -> dict[int, object]:
+def _prints(loader: JobLoader, kind: str) -> dict[int, object]:
     return {rank: facts.fingerprints[kind] for rank, facts in loader.facts.items()}
 
 
-def _finding(view: Presented, loader: PresentedLoader, found: Differences) -> Finding:
+def _finding(view: JobData, loader: JobLoader, found: Differences) -> Finding:
     only_items = set(found) == {"items"}
     listed = "; ".join(f"fingerprint of {kind}: {spread(groups, _short)}" for kind, groups in found.items())
     text = f"The {loader.name}'s data is split among ranks by a sampler and is not the same on all of them ({listed})."

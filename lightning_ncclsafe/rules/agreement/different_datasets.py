@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, differences
+from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.kit.wording import joined
 
 _QUESTIONS: Questions[LoaderFacts] = {
     "loader": lambda facts: facts.loader,
@@ -35,18 +34,18 @@ def different_datasets(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Classes of one name that are defined twice.
     """
-    for loader in Presented(job).loaders:
+    for loader in JobData(job).loaders:
         found = unlike(loader)
         if found:
             yield _finding(loader, found)
 
 
-def unlike(loader: PresentedLoader) -> Differences:
+def unlike(loader: JobLoader) -> Differences:
     """The classes in which ranks differ; nothing where that only some have a length says it already."""
     return {} if loader.half_sized else differences(loader.facts, _QUESTIONS)
 
 
-def _finding(loader: PresentedLoader, found: Differences) -> Finding:
+def _finding(loader: JobLoader, found: Differences) -> Finding:
     text = f"The {loader.name} reads other classes of data on some ranks: {differing_words(found)}."
     return Finding(
         rule="different-datasets",

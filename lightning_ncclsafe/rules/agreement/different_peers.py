@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import (
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, differences
+from lightning_ncclsafe.rules.kit.differences import (
     batches_words,
     deviating,
     differing_evidence,
     differing_words,
 )
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, differences
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.rules.kit.wording import joined
 
 # Where a rank keeps its copy of the data is its own affair.
 _OWN = "paths"
@@ -40,14 +40,14 @@ def different_peers(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Augmentation, and what an IterableDataset of known length gives.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         found = peer_differences(view, loader)
         if found:
             yield _finding(loader, found)
 
 
-def peer_differences(view: Presented, loader: PresentedLoader) -> Differences:
+def peer_differences(view: JobData, loader: JobLoader) -> Differences:
     """What differs within a group of peers, each named with its data-parallel rank; nothing where nobody has peers."""
     found: Differences = {}
     for data_rank, ranks in view.by(lambda data: data.data_rank).parts:
@@ -57,7 +57,7 @@ def peer_differences(view: Presented, loader: PresentedLoader) -> Differences:
     return found
 
 
-def _differing(view: Presented, loader: PresentedLoader, ranks: tuple[int, ...]) -> Differences:
+def _differing(view: JobData, loader: JobLoader, ranks: tuple[int, ...]) -> Differences:
     kinds = set(loader.kinds) & _OF_SPLIT if loader.replicated else set(loader.kinds) - {_OWN}
     facts = {rank: loader.facts[rank] for rank in ranks}
     found = differences(
@@ -73,7 +73,7 @@ def _differing(view: Presented, loader: PresentedLoader, ranks: tuple[int, ...])
     return found | differences({rank: _drawn_order(view, loader, rank) for rank in ranks}, {"random order": str})
 
 
-def _drawn_order(view: Presented, loader: PresentedLoader, rank: int) -> str:
+def _drawn_order(view: JobData, loader: JobLoader, rank: int) -> str:
     """Of the state that the order of the samples is drawn from; empty where it is not drawn from torch's global one."""
     sampler = loader.facts[rank].sampler
     if sampler is None or sampler.order != "random":
@@ -81,7 +81,7 @@ def _drawn_order(view: Presented, loader: PresentedLoader, rank: int) -> str:
     return next((state.digest[:8] for state in view.data[rank].random if state.name == "torch"), "")
 
 
-def _finding(loader: PresentedLoader, found: Differences) -> Finding:
+def _finding(loader: JobLoader, found: Differences) -> Finding:
     text = (
         f"Ranks that are one data-parallel rank together have to read the same of the {loader.name}, and do not: "
         f"{differing_words(found)}."

@@ -1,9 +1,9 @@
 """Whether ranks that disagree about their data can go on all the same: what would hang, and what a user may allow."""
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
+from lightning_ncclsafe.facts.findings import Finding, Severity
 from lightning_ncclsafe.rules.agreement.unequal_batches import ends_apart
-from lightning_ncclsafe.rules.presented import Presented
+from lightning_ncclsafe.rules.kit.data import JobData
 
 # With these there is no going on: ranks would call different collectives next.
 _NEVER = frozenset({"loader-count", "settings-disagreement"})
@@ -45,5 +45,5 @@ def way_on(findings: tuple[Finding, ...], job: JobFacts) -> str:
 
 
 def _end_apart(job: JobFacts) -> bool:
-    view = Presented(job)
+    view = JobData(job)
     return any(ends_apart(view, loader) for loader in view.loaders)

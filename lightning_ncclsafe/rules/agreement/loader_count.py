@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import DataFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import deviating, differing_evidence, spread
-from lightning_ncclsafe.rules.presented import Presented, Questions, differences
+from lightning_ncclsafe.facts import DataFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import JobData, Questions, differences
+from lightning_ncclsafe.rules.kit.differences import deviating, differing_evidence, spread
 
 _QUESTIONS: Questions[DataFacts] = {
     "stage": lambda data: data.stage,
@@ -34,7 +33,7 @@ def loader_count(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Loaders that the user's own code makes and goes through by itself.
     """
-    view = Presented(job)
+    view = JobData(job)
     found = differences(view.data, _QUESTIONS)
     if found:
         what, groups = next(iter(found.items()))

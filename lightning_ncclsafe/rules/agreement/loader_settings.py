@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import Differences, Presented, PresentedLoader, Questions, differences
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, differences
+from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.kit.wording import joined
 
 _QUESTIONS: Questions[LoaderFacts] = {
     "batch_size": lambda facts: facts.batch_size,
@@ -37,7 +36,7 @@ def loader_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         The sizes of batches that a batch sampler of the user's own makes.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         found = _differing(loader)
         if found:
@@ -45,12 +44,12 @@ def loader_settings(job: JobFacts) -> Iterable[Finding]:
             yield _finding(loader, found, severity)
 
 
-def setting_errors(view: Presented, loader: PresentedLoader) -> Differences:
+def setting_errors(view: JobData, loader: JobLoader) -> Differences:
     """The settings that are not the same on all ranks and let these have different numbers of batches."""
     return {name: groups for name, groups in _differing(loader).items() if not _may_differ(view, loader, name)}
 
 
-def _may_differ(view: Presented, loader: PresentedLoader, name: str) -> bool:
+def _may_differ(view: JobData, loader: JobLoader, name: str) -> bool:
     if view.goes_alone:
         return True  # no rank waits for another one there
     if name == "batch_size":
@@ -59,7 +58,7 @@ def _may_differ(view: Presented, loader: PresentedLoader, name: str) -> bool:
     return name == "num_workers" and view.policy != "raise"
 
 
-def _differing(loader: PresentedLoader) -> Differences:
+def _differing(loader: JobLoader) -> Differences:
     """The settings that decide how samples become batches and are not the same on all ranks."""
     # Where only some ranks iterate their data, that is the finding, and not how many workers they have for it.
     asked = dict(_QUESTIONS)
@@ -68,7 +67,7 @@ def _differing(loader: PresentedLoader) -> Differences:
     return differences(loader.facts, asked)
 
 
-def _finding(loader: PresentedLoader, found: Differences, severity: Severity) -> Finding:
+def _finding(loader: JobLoader, found: Differences, severity: Severity) -> Finding:
     text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
     return Finding(
         rule="loader-settings",

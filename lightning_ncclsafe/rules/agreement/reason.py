@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.agreement.words import spread
-from lightning_ncclsafe.rules.presented import Groups, Presented, PresentedLoader, grouped
-from lightning_ncclsafe.rules.wording import capitalised, joined
+from lightning_ncclsafe.rules.kit.data import Groups, JobData, JobLoader, grouped
+from lightning_ncclsafe.rules.kit.differences import spread
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined
 
 _OWNERS = {"python": "Python's", "numpy": "numpy's", "torch": "torch's"}
 _AGREE = "The ranks' global random states agree"
@@ -13,19 +13,19 @@ _SELECTIONS = {"Subset", "Dataset"}
 _NOT_DRAWN = "No global random state that differs between ranks has been drawn from"
 
 
-def reason(view: Presented, loader: PresentedLoader) -> str:
+def reason(view: JobData, loader: JobLoader) -> str:
     """Why this loader's data probably differs between ranks, in sentences; empty where nothing speaks for a reason."""
     return joined((_shards(loader) or _random(view, loader), _tail(loader)))
 
 
-def _shards(loader: PresentedLoader) -> str:
+def _shards(loader: JobLoader) -> str:
     shards = loader.by(lambda facts: facts.shards)
     if not shards.differ or any(count is None for count, _ in shards.parts):
         return ""
     return f"The ranks read different numbers of shards: {spread(shards)}."
 
 
-def _tail(loader: PresentedLoader) -> str:
+def _tail(loader: JobLoader) -> str:
     """Whether only the incomplete last batch tells ranks apart that have shards of their own."""
     if loader.split:
         return ""
@@ -39,7 +39,7 @@ def _whole_batches(samples: int | None, batch_size: int | None, drop_last: bool 
     return samples // batch_size if samples and batch_size and drop_last is False else None
 
 
-def _random(view: Presented, loader: PresentedLoader) -> str:
+def _random(view: JobData, loader: JobLoader) -> str:
     states = dict(_states(view))
     if not states or not _may_be_drawn(loader):
         return ""
@@ -50,14 +50,14 @@ def _random(view: Presented, loader: PresentedLoader) -> str:
     return f"{_NOT_DRAWN if differ else _AGREE}, so {_source(loader)}."
 
 
-def _may_be_drawn(loader: PresentedLoader) -> bool:
+def _may_be_drawn(loader: JobLoader) -> bool:
     """Whether the data may be a random part of some other: shards and streams that are uneven are not to be seeded."""
     if loader.replicated or "indices" in loader.kinds:
         return True
     return any(name.partition(" ")[0] in _SELECTIONS for facts in loader.facts.values() for name in facts.datasets)
 
 
-def _states(view: Presented) -> Iterator[tuple[str, Groups[str]]]:
+def _states(view: JobData) -> Iterator[tuple[str, Groups[str]]]:
     """Ranks by state, for each generator that all ranks tell of."""
     digests = {rank: {state.name: state.digest for state in data.random} for rank, data in view.data.items()}
     for name in next(iter(digests.values()), {}):
@@ -65,7 +65,7 @@ def _states(view: Presented) -> Iterator[tuple[str, Groups[str]]]:
             yield name, grouped({rank: states[name] for rank, states in digests.items()})
 
 
-def _is_drawn(view: Presented, name: str) -> bool:
+def _is_drawn(view: JobData, name: str) -> bool:
     """Unseeded ranks differ in Python's and numpy's states by themselves; what counts is whether these were used."""
     return any(state.drawn for data in view.data.values() for state in data.random if state.name == name)
 
@@ -94,12 +94,12 @@ def _listed(words: Iterable[str], conjunction: str) -> str:
     return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
-def _source(loader: PresentedLoader) -> str:
+def _source(loader: JobLoader) -> str:
     """Where a difference comes from that no global generator made."""
     if loader.samples.differ or _differs(loader, "files"):
         return "a filter or a file list probably depends on the rank or its host"
     return "the split probably came from a generator of its own without a common seed (np.random.default_rng())"
 
 
-def _differs(loader: PresentedLoader, kind: str) -> bool:
+def _differs(loader: JobLoader, kind: str) -> bool:
     return kind in loader.kinds and loader.by(lambda facts: facts.fingerprints[kind]).differ

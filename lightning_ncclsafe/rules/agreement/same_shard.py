@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.data_facts import DataFacts, LoaderFacts, SamplerFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.presented import TRAIN, Presented, PresentedLoader, grouped
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, SamplerFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import TRAIN, JobData, JobLoader, grouped
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
 
 # An index says which sample of a dataset, not which dataset: that may be each rank's own.
 _POSITIONS = ("indices", "batches")
@@ -54,19 +53,19 @@ def same_shard(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Before it is read: data that is iterated, samplers of the user's own, and into which dataset indices point.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         shared = tuple(_shared(view, _keys(view, loader)))
         if shared and not _is_usual(view, shared):
             yield _finding(view, loader, shared)
 
 
-def _is_usual(view: Presented, shared: tuple[tuple[int, ...], ...]) -> bool:
+def _is_usual(view: JobData, shared: tuple[tuple[int, ...], ...]) -> bool:
     """Whether every rank evaluates everything, or the ranks of a host all that is on it: right, and nothing to do."""
     return view.stage != TRAIN and sum(map(len, shared)) == len(view.data)
 
 
-def _keys(view: Presented, loader: PresentedLoader) -> dict[int, _Key | None]:
+def _keys(view: JobData, loader: JobLoader) -> dict[int, _Key | None]:
     """By rank, what it has in common with those that read the same; None where that cannot be told."""
     if _READ in loader.kinds:
         return {rank: (facts.fingerprints[_READ],) for rank, facts in loader.facts.items()}
@@ -80,7 +79,7 @@ def _keys(view: Presented, loader: PresentedLoader) -> dict[int, _Key | None]:
     return {rank: key and (hosts.get(rank), *key) for rank, key in keys.items()}
 
 
-def _shared(view: Presented, keys: dict[int, _Key | None]) -> Iterator[tuple[int, ...]]:
+def _shared(view: JobData, keys: dict[int, _Key | None]) -> Iterator[tuple[int, ...]]:
     """The groups of ranks that read the same; peers of one data rank are to do so."""
     for key, ranks in grouped(keys).parts:
         if key is not None and len({view.data[rank].data_rank for rank in ranks}) > 1:
@@ -103,7 +102,7 @@ def _order(data: DataFacts, sampler: SamplerFacts) -> _Key | None:
     return (sampler.order,) if sampler.order in _FIXED_ORDERS else None
 
 
-def _finding(view: Presented, loader: PresentedLoader, shared: tuple[tuple[int, ...], ...]) -> Finding:
+def _finding(view: JobData, loader: JobLoader, shared: tuple[tuple[int, ...], ...]) -> Finding:
     training = view.stage == TRAIN
     certain = bool({*_CONTENTS, "items", _READ} & set(loader.kinds))
     ranks = tuple(sorted(rank for group in shared for rank in group))
@@ -120,12 +119,12 @@ def _finding(view: Presented, loader: PresentedLoader, shared: tuple[tuple[int, 
     )
 
 
-def _remedy(loader: PresentedLoader) -> str:
+def _remedy(loader: JobLoader) -> str:
     """One that fits the loader: what is iterated takes no sampler."""
     return _REMEDY_ITERATED if any(facts.iterable for facts in loader.facts.values()) else _REMEDY
 
 
-def _who(view: Presented, shared: tuple[tuple[int, ...], ...], verb: str) -> str:
+def _who(view: JobData, shared: tuple[tuple[int, ...], ...], verb: str) -> str:
     if len(shared) == 1 and len(shared[0]) == len(view.data):
         return f"Every rank {verb}s"
     listed = [ranks_words(group) for group in shared[:_LISTED]]
@@ -138,11 +137,11 @@ def _doubt(certain: bool) -> str:
     return "" if certain else "The indices are equal; that they point into the same dataset could not be seen."
 
 
-def _single(loader: PresentedLoader) -> bool:
+def _single(loader: JobLoader) -> bool:
     return any(facts.sampler is not None and facts.sampler.replicas == 1 for facts in loader.facts.values())
 
 
-def _evidence(loader: PresentedLoader, shared: tuple[tuple[int, ...], ...]) -> Iterator[Evidence]:
+def _evidence(loader: JobLoader, shared: tuple[tuple[int, ...], ...]) -> Iterator[Evidence]:
     for ranks in shared[:8]:
         facts = loader.facts[ranks[0]]
         prints = ", ".join(f"{kind} {facts.fingerprints[kind][:8]}" for kind in loader.kinds)

@@ -3,20 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.data_facts import SamplerFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import (
-    CONTENTS,
-    Differences,
-    Presented,
-    PresentedLoader,
-    Questions,
-    differences,
-    grouped,
-)
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.facts import JobFacts, SamplerFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import CONTENTS, Differences, JobData, JobLoader, Questions, differences, grouped
+from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 _QUESTIONS: Questions[SamplerFacts] = {
     "class": lambda sampler: sampler.name,
@@ -68,7 +59,7 @@ def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How a sampler of the user's own class works.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         found = _differing(loader)
         wrong = tuple(_wrong(view, loader, found))
@@ -76,17 +67,17 @@ def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
             yield _finding(loader, found, wrong)
 
 
-def sampler_errors(loader: PresentedLoader) -> Differences:
+def sampler_errors(loader: JobLoader) -> Differences:
     """The settings in which samplers differ that split the data, unless it may be meant so."""
     found = _differing(loader)
     return {} if set(found) <= _OF_CHOICE and not _is_of_torch(loader) else found
 
 
-def _is_of_torch(loader: PresentedLoader) -> bool:
+def _is_of_torch(loader: JobLoader) -> bool:
     return any(sampler.name in _OF_TORCH for sampler in _samplers(loader).values())
 
 
-def _differing(loader: PresentedLoader) -> Differences:
+def _differing(loader: JobLoader) -> Differences:
     """The settings in which samplers differ; the seed is one only where it is used."""
     if not loader.replicated:
         return {}
@@ -95,11 +86,11 @@ def _differing(loader: PresentedLoader) -> Differences:
     return differences(samplers, {**_QUESTIONS, **(_OF_SHUFFLING if shuffles else {})})
 
 
-def _samplers(loader: PresentedLoader) -> dict[int, SamplerFacts]:
+def _samplers(loader: JobLoader) -> dict[int, SamplerFacts]:
     return {rank: facts.sampler or _NO_SAMPLER for rank, facts in loader.facts.items()}
 
 
-def _wrong(view: Presented, loader: PresentedLoader, found: Differences) -> Iterator[_Wrong]:
+def _wrong(view: JobData, loader: JobLoader, found: Differences) -> Iterator[_Wrong]:
     """What is wrong with replicas and shares, each in words with its ranks."""
     if not loader.replicated:
         return
@@ -113,7 +104,7 @@ def _wrong(view: Presented, loader: PresentedLoader, found: Differences) -> Iter
         yield _Wrong(f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside)
 
 
-def _is_read_twice(view: Presented, loader: PresentedLoader) -> bool:
+def _is_read_twice(view: JobData, loader: JobLoader) -> bool:
     """Whether ranks that take the same share are seen to have the same data, and not only data of the same size."""
     samplers = _samplers(loader)
     for kind in set(loader.kinds) & CONTENTS:
@@ -126,7 +117,7 @@ def _is_read_twice(view: Presented, loader: PresentedLoader) -> bool:
     return False
 
 
-def _replicas(view: Presented, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
+def _replicas(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
     """Only asked where all ranks have the same number of replicas."""
     ranks = tuple(rank for rank, sampler in samplers.items() if sampler.replicas != view.data[rank].data_ranks)
     if ranks:
@@ -134,7 +125,7 @@ def _replicas(view: Presented, samplers: dict[int, SamplerFacts], certain: bool)
         yield _Wrong(f"it splits the data among {replicas} replicas where {expected} ranks read data", ranks, certain)
 
 
-def _shares(view: Presented, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
+def _shares(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
     shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
     doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
     if doubled:
@@ -144,7 +135,7 @@ def _shares(view: Presented, samplers: dict[int, SamplerFacts], certain: bool) -
         yield _Wrong(", ".join([*listed[:_LISTED], *more]), doubling, certain)
 
 
-def _several(view: Presented, ranks: tuple[int, ...]) -> bool:
+def _several(view: JobData, ranks: tuple[int, ...]) -> bool:
     """Ranks of one data rank, such as tensor-parallel peers, are to read the same share."""
     return len({view.data[rank].data_rank for rank in ranks}) > 1
 
@@ -153,7 +144,7 @@ def _is_outside(sampler: SamplerFacts) -> bool:
     return None not in (sampler.rank, sampler.replicas) and not 0 <= (sampler.rank or 0) < (sampler.replicas or 1)
 
 
-def _finding(loader: PresentedLoader, found: Differences, wrong: tuple[_Wrong, ...]) -> Finding:
+def _finding(loader: JobLoader, found: Differences, wrong: tuple[_Wrong, ...]) -> Finding:
     is_error = bool(sampler_errors(loader)) or any(one.certain for one in wrong)
     listed = "; ".join([*([differing_words(found)] if found else []), *(one.text for one in wrong)])
     text = f"The samplers that split the {loader.name} among ranks do not fit together: {listed}."

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import DataFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.presented import Presented, Questions, differences
+from lightning_ncclsafe.facts import DataFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import JobData, Questions, differences
+from lightning_ncclsafe.rules.kit.differences import deviating, differing_evidence, differing_words
 
 _QUESTIONS: Questions[DataFacts] = {
     "on_mismatch": lambda data: data.on_mismatch,
@@ -31,7 +30,7 @@ def settings_disagreement(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Other settings of the Trainer.
     """
-    found = differences(Presented(job).data, _QUESTIONS)
+    found = differences(JobData(job).data, _QUESTIONS)
     if found:
         yield Finding(
             rule="settings-disagreement",

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.unreadable_loader import is_of_length
-from lightning_ncclsafe.rules.agreement.words import spread, told, value_words
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, grouped
+from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, grouped
+from lightning_ncclsafe.rules.kit.differences import spread, told, value_words
 
 _REMEDY = (
     "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An empty "
@@ -30,7 +29,7 @@ def sized_and_unsized(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether a length that is given is right.
     """
-    for loader in Presented(job).loaders:
+    for loader in JobData(job).loaders:
         asked = {rank: facts for rank, facts in loader.facts.items() if not _failed(facts)}
         if grouped({rank: facts.length is None for rank, facts in asked.items()}).differ:
             yield _finding(loader)
@@ -41,7 +40,7 @@ def _failed(facts: LoaderFacts) -> bool:
     return any(is_of_length(text) for text in facts.problems)
 
 
-def _finding(loader: PresentedLoader) -> Finding:
+def _finding(loader: JobLoader) -> Finding:
     groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
     sized = loader.by(lambda facts: facts.length is None)
     return Finding(

@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.different_peers import peer_differences
 from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
-from lightning_ncclsafe.rules.agreement.words import counted, spread, told
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader, epoch_batches
-from lightning_ncclsafe.rules.wording import joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, epoch_batches
+from lightning_ncclsafe.rules.kit.differences import counted, spread, told
+from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
 
 _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
@@ -39,37 +39,37 @@ def unequal_batches(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders if not view.goes_alone else ():
         if is_uneven(loader) and not _explained(view, loader):
             yield _finding(view, loader)
 
 
-def is_uneven(loader: PresentedLoader) -> bool:
+def is_uneven(loader: JobLoader) -> bool:
     """Whether the number of batches is known on all ranks and differs."""
     return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
 
 
-def ends_apart(view: Presented, loader: PresentedLoader) -> bool:
+def ends_apart(view: JobData, loader: JobLoader) -> bool:
     """Whether ranks would run out of a loader's data at different batches, and wait for one another then."""
     if view.goes_alone or not is_uneven(loader):
         return False
     return bool(_empty(view, loader)) or (view.policy not in _POLICIES and view.by(epoch_batches).differ)
 
 
-def _explained(view: Presented, loader: PresentedLoader) -> bool:
+def _explained(view: JobData, loader: JobLoader) -> bool:
     """Whether another error names the cause, and these numbers with it."""
     if unlike(loader) or loader.unequal_samples or peer_differences(view, loader):
         return True
     return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
 
 
-def _empty(view: Presented, loader: PresentedLoader) -> tuple[int, ...]:
+def _empty(view: JobData, loader: JobLoader) -> tuple[int, ...]:
     """The ranks that cannot begin their data again, as there is none."""
     return tuple(rank for rank, facts in loader.facts.items() if view.policy == "repeat" and not facts.batches)
 
 
-def _finding(view: Presented, loader: PresentedLoader) -> Finding:
+def _finding(view: JobData, loader: JobLoader) -> Finding:
     words = counted("batch")
     empty = _empty(view, loader)
     harmless = not ends_apart(view, loader)
@@ -94,7 +94,7 @@ def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
     return f"With on_uneven='repeat' {ranks_words(empty)} {verb(empty, 'has', 'have')} nothing to repeat."
 
 
-def _harmless(view: Presented, loader: PresentedLoader) -> str:
+def _harmless(view: JobData, loader: JobLoader) -> str:
     if view.policy in _POLICIES:
         counts = [count for count, _ in loader.batches.parts if count is not None]
         return _POLICIES[view.policy].format(least=min(counts), most=max(counts))

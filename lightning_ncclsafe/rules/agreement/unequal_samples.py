@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
-from lightning_ncclsafe.rules.agreement.words import batches_words, counted, spread, told
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader
-from lightning_ncclsafe.rules.wording import joined
+from lightning_ncclsafe.rules.kit.data import JobData, JobLoader
+from lightning_ncclsafe.rules.kit.differences import batches_words, counted, spread, told
+from lightning_ncclsafe.rules.kit.wording import joined
 
 OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distributed_sampler=False in the Trainer."
 _REMEDY = (
@@ -32,13 +32,13 @@ def unequal_samples(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Data without a length.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         if loader.unequal_samples and not unlike(loader):
             yield _finding(view, loader)
 
 
-def _finding(view: Presented, loader: PresentedLoader) -> Finding:
+def _finding(view: JobData, loader: JobLoader) -> Finding:
     words = counted("sample")
     text = (
         f"The {loader.name}'s data is split among ranks by a sampler and has not the same size on all of them: "

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.presented import Presented, PresentedLoader
-from lightning_ncclsafe.rules.wording import joined, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import JobData, JobLoader
+from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
 
 _LISTED = 8
 _POLICIES = {
@@ -36,14 +36,14 @@ def uneven_end(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How many batches the others still have.
     """
-    view = Presented(job)
+    view = JobData(job)
     for loader in view.loaders:
         ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
         if ended and len(ended) < len(loader.facts):
             yield _finding(view, loader, ended)
 
 
-def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -> Finding:
+def _finding(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in loader.facts if rank not in set(ended))
     text = (
         f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
@@ -60,18 +60,18 @@ def _finding(view: Presented, loader: PresentedLoader, ended: tuple[int, ...]) -
     )
 
 
-def _odd_ones(loader: PresentedLoader, ended: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+def _odd_ones(loader: JobLoader, ended: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
     """Those that have ended, unless most have after as many batches: then it is the others that have too many."""
     is_alike = len({loader.facts[rank].read for rank in ended}) == 1
     return others if is_alike and len(ended) > len(others) else ended
 
 
-def _counts(loader: PresentedLoader, ranks: tuple[int, ...]) -> str:
+def _counts(loader: JobLoader, ranks: tuple[int, ...]) -> str:
     counts = sorted({loader.facts[rank].read or 0 for rank in ranks})
     return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
 
 
-def _evidence(loader: PresentedLoader, rank: int) -> Evidence:
+def _evidence(loader: JobLoader, rank: int) -> Evidence:
     facts = loader.facts[rank]
     return Evidence(
         source="loader",

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.presented import Presented
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import JobData
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 _LISTED = 8
 _REMEDY = (
@@ -30,7 +30,7 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What the rank does instead; a report about the hang says that.
     """
-    view = Presented(job)
+    view = JobData(job)
     if view.silent:
         others, silent = tuple(view.data), view.silent
         text = (

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import told
-from lightning_ncclsafe.rules.presented import Groups, Presented, grouped
-from lightning_ncclsafe.rules.wording import joined, ranks_words
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import Groups, JobData, grouped
+from lightning_ncclsafe.rules.kit.differences import told
+from lightning_ncclsafe.rules.kit.wording import joined, ranks_words
 
 _OF_LENGTH = "len(loader)"
 _REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."
@@ -31,7 +31,7 @@ def unreadable_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether what could not be compared is the same on all ranks.
     """
-    for name, by_length in _problems(Presented(job)).items():
+    for name, by_length in _problems(JobData(job)).items():
         for of_length in (True, False):
             if by_length[of_length]:
                 yield _finding(name, grouped(by_length[of_length]), of_length)
@@ -42,7 +42,7 @@ def is_of_length(problem: str) -> bool:
     return problem.startswith(_OF_LENGTH)
 
 
-def _problems(view: Presented) -> dict[str, dict[bool, dict[int, str]]]:
+def _problems(view: JobData) -> dict[str, dict[bool, dict[int, str]]]:
     """By loader, by whether they are about its length, by rank; several of one rank are told as one."""
     found: dict[str, dict[bool, dict[int, str]]] = defaultdict(lambda: {True: {}, False: {}})
     for rank, data in view.data.items():

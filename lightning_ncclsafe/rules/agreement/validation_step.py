@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.agreement.words import counted, spread, told
-from lightning_ncclsafe.rules.presented import TRAIN, Groups, Presented
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import TRAIN, Groups, JobData
+from lightning_ncclsafe.rules.kit.differences import counted, spread, told
 
 _REMEDY = (
     "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "
@@ -28,13 +28,13 @@ def validation_step(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Intervals in time, and those of loaders without a length.
     """
-    view = Presented(job)
+    view = JobData(job)
     steps = view.by(lambda data: data.val_check_batch)
     if view.stage == TRAIN and steps.differ and not _follows(view):
         yield _finding(steps)
 
 
-def _follows(view: Presented) -> bool:
+def _follows(view: JobData) -> bool:
     """Whether the steps differ only because the loaders do, which other findings say."""
     if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
         return True

@@ -41,7 +41,7 @@ from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
 from lightning_ncclsafe.rules.hang.unused_parameters import unused_parameters
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
 from lightning_ncclsafe.rules.hang.wrong_interface import wrong_interface
-from lightning_ncclsafe.rules.rule import Rule
+from lightning_ncclsafe.rules.kit.rule import Rule
 
 # Between findings of equal confidence the earlier rule comes first: what is known for sure, then what is most specific.
 HANG_RULES: tuple[Rule, ...] = (

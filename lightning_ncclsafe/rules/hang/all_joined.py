@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
-from lightning_ncclsafe.rules.meaning import meaning
-from lightning_ncclsafe.rules.sentences import batch_words, location, severity
-from lightning_ncclsafe.rules.sharded import gathering_alone
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import collective_words, duration_words, group_words, ranks_words
+from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.sentences import batch_words, location, severity
+from lightning_ncclsafe.rules.kit.sharded import gathering_alone
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, group_words, ranks_words
 
 # Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000

@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Iterable
 
+from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.known_code import DEBUGGERS
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.timeline import timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 
 def at_breakpoint(job: JobFacts) -> Iterable[Finding]:

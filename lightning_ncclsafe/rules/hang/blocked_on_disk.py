@@ -3,18 +3,24 @@
 import re
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import ALL_OF_TORCH, PROCESSES
-from lightning_ncclsafe.machine_facts import MainThreadFacts
-from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.memory import swaps, waits_for_memory
-from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.storage import storage_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
-from lightning_ncclsafe.rules.wording import capitalised
+from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, PROCESSES
+from lightning_ncclsafe.facts import JobFacts, MainThreadFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
+from lightning_ncclsafe.rules.kit.memory import swaps, waits_for_memory
+from lightning_ncclsafe.rules.kit.sentences import (
+    how_we_know,
+    location,
+    place_words,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.silence import Reason, is_swapped_out, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.storage import storage_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.kit.wording import capitalised
 
 _STORAGE = (Wait.NETWORK_STORAGE, Wait.STORAGE)
 _BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)

@@ -3,12 +3,18 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.saves import advice, said
-from lightning_ncclsafe.rules.sentences import phase_evidence, recorder_evidence, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.storage import storage_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.saves import advice, said
+from lightning_ncclsafe.rules.kit.sentences import (
+    phase_evidence,
+    recorder_evidence,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.storage import storage_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, verb
 
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
 _LISTED = 8

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.expected import is_compiling
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, short_location, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.expected import is_compiling
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
 
 _LISTED = 8
 _REMEDY = (

@@ -5,15 +5,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
+from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import GROUP_CREATION
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.divergences import calls_location, condition_evidence, where_evidence
-from lightning_ncclsafe.rules.sentences import severity, wait_words
-from lightning_ncclsafe.rules.sharded import gathering_alone
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.divergences import calls_location, condition_evidence, where_evidence
+from lightning_ncclsafe.rules.kit.sentences import severity, wait_words
+from lightning_ncclsafe.rules.kit.sharded import gathering_alone
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
 
 _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (

@@ -4,16 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.data_facts import LoaderFacts
-from lightning_ncclsafe.facts import Frame, JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import WAITS_FOR_OTHERS
-from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import missed_thread
-from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory, swaps
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
+from lightning_ncclsafe.code.libraries import WAITS_FOR_OTHERS
+from lightning_ncclsafe.facts import Frame, JobFacts, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.caught import missed_thread
+from lightning_ncclsafe.rules.kit.memory import memory_evidence, short_of_memory, swaps
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
 
 _REMEDY = (
     "Look at the sample that is being read and at its storage; put the data on faster storage, or find workers, "

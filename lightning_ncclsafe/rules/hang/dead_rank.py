@@ -5,16 +5,16 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, JobFacts, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import past_aborted
-from lightning_ncclsafe.rules.divergences import alone_in_trainer, left_in_order
-from lightning_ncclsafe.rules.overruns import aborted, broken_off, overrun_of, signal_of
-from lightning_ncclsafe.rules.sentences import place_words, while_others_wait
-from lightning_ncclsafe.rules.sharded import broken_off_alone
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.transport import has_given_up
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.caught import past_aborted
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, left_in_order
+from lightning_ncclsafe.rules.kit.overruns import aborted, broken_off, overrun_of, signal_of
+from lightning_ncclsafe.rules.kit.sentences import place_words, while_others_wait
+from lightning_ncclsafe.rules.kit.sharded import broken_off_alone
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.transport import has_given_up
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124

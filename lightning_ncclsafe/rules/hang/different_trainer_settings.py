@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.sentences import others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.kit.sentences import others_wait, recorder_evidence, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
 
 _LISTED = 8
 _START = ("first epoch", "first step")

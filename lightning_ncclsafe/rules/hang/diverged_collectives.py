@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.known_code import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
-from lightning_ncclsafe.rules.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.caught import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.caught import (
     caught_by,
     has_gone_on,
     past_aborted,
@@ -15,7 +15,7 @@ from lightning_ncclsafe.rules.caught import (
     skipped_words,
     skips_handled,
 )
-from lightning_ncclsafe.rules.divergences import (
+from lightning_ncclsafe.rules.kit.divergences import (
     alone_in_trainer,
     call_evidence,
     called_or_ended,
@@ -31,15 +31,15 @@ from lightning_ncclsafe.rules.divergences import (
     stack_of,
     where_evidence,
 )
-from lightning_ncclsafe.rules.garbled import is_garbled
-from lightning_ncclsafe.rules.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
-from lightning_ncclsafe.rules.passes import other_counts
-from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import location, others_wait, place_words, severity, standing
-from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.shifts import Shift, shift
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.rules.kit.garbled import is_garbled
+from lightning_ncclsafe.rules.kit.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
+from lightning_ncclsafe.rules.kit.passes import other_counts
+from lightning_ncclsafe.rules.kit.positions import ended_first
+from lightning_ncclsafe.rules.kit.sentences import location, others_wait, place_words, severity, standing
+from lightning_ncclsafe.rules.kit.sharded import broken_off_alone, gathering_alone
+from lightning_ncclsafe.rules.kit.shifts import Shift, shift
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     condition_words,
     group_words,

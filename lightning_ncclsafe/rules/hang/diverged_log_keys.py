@@ -5,15 +5,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import LOGGED_VALUES, METRIC_GATHER
-from lightning_ncclsafe.rules.divergences import call_evidence, calls_location, where_evidence
-from lightning_ncclsafe.rules.positions import ended_first, positions
-from lightning_ncclsafe.rules.sentences import others_wait, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, condition_words, joined, ranks_words, verb
-from lightning_ncclsafe.step_facts import LoggedKey
+from lightning_ncclsafe.code.libraries import LOGGED_VALUES, METRIC_GATHER
+from lightning_ncclsafe.facts import JobFacts, LoggedKey, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.divergences import call_evidence, calls_location, where_evidence
+from lightning_ncclsafe.rules.kit.positions import ended_first, positions
+from lightning_ncclsafe.rules.kit.sentences import others_wait, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, ranks_words, verb
 
 _LISTED = 8
 _REMEDY = (

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.saves import advice, is_save, said
-from lightning_ncclsafe.rules.sentences import batch_words, exception_place, while_others_wait
-from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.saves import advice, is_save, said
+from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, while_others_wait
+from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, verb
 
 _REMEDY = (
     "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."

@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import trainer_start
-from lightning_ncclsafe.rules.sentences import batch_words, exception_place, exit_status, while_others_wait
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import trainer_start
+from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, exit_status, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location
 
 _MESSAGE = 200
 _INTERRUPT = "KeyboardInterrupt"

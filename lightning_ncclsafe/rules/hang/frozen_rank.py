@@ -3,16 +3,16 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.divergences import alone_in_trainer
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
-from lightning_ncclsafe.rules.sentences import place_words, severity, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.kit.sentences import place_words, severity, while_others_wait
+from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 _ALIVE = "Look at process {pid} on its host, e.g. with py-spy dump --native --pid {pid}."
 _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own output."

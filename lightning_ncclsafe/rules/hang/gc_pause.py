@@ -2,14 +2,20 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.machine_facts import GarbageFacts
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.sentences import how_we_know, location, place_words, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words
+from lightning_ncclsafe.facts import GarbageFacts, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.sentences import (
+    how_we_know,
+    location,
+    place_words,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words
 
 # Shorter pauses hold nobody up for as long as ranks are asked after.
 _LONG_S = 1.0

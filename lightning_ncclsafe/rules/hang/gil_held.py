@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.sentences import place_words
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.sentences import place_words
+from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 
 _REMEDY = (
     "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.garbled import is_garbled
-from lightning_ncclsafe.rules.sentences import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.garbled import is_garbled
+from lightning_ncclsafe.rules.kit.sentences import (
     batch_words,
     exception_place,
     how_we_know,
@@ -16,8 +16,8 @@ from lightning_ncclsafe.rules.sentences import (
     standing,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
 
 _OUT = re.compile(
     r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"

@@ -3,14 +3,21 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.devices import Pending, ailment, gpu_evidence, pending_on_nccl, uses_gpus
-from lightning_ncclsafe.rules.landmarks import looks_like_device_sync
-from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wait_channels import Wait, wait_of
-from lightning_ncclsafe.rules.wording import capitalised, collective_words, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.devices import Pending, ailment, gpu_evidence, pending_on_nccl, uses_gpus
+from lightning_ncclsafe.rules.kit.landmarks import looks_like_device_sync
+from lightning_ncclsafe.rules.kit.sentences import (
+    batch_words,
+    how_we_know,
+    location,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.kit.wording import capitalised, collective_words, ranks_words, verb
 
 _REMEDY = (
     "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "

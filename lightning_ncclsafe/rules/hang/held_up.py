@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.hang.blocked_on_disk import blocked_on_disk
 from lightning_ncclsafe.rules.hang.gc_pause import gc_pause
 from lightning_ncclsafe.rules.hang.host_starved import host_starved

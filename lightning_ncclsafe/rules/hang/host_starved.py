@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.machine_facts import MainThreadFacts, PressureFacts
-from lightning_ncclsafe.rules.memory import memory_evidence, waits_for_memory
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.facts import JobFacts, MainThreadFacts, PressureFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.memory import memory_evidence, waits_for_memory
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
 
 # Shares of the time, from which on a rank is slow because of them and not merely a little slower.
 _QUEUED = 0.5

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.memory import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.kit.memory import (
     memory_clause,
     memory_evidence,
     memory_remedy,
@@ -14,17 +14,11 @@ from lightning_ncclsafe.rules.memory import (
     swaps,
     used_up_words,
 )
-from lightning_ncclsafe.rules.not_joined import is_unborn, not_joined
-from lightning_ncclsafe.rules.positions import begins
-from lightning_ncclsafe.rules.sentences import (
-    how_we_know,
-    location,
-    severity,
-    standing,
-    while_others_wait,
-)
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit.not_joined import is_unborn, not_joined
+from lightning_ncclsafe.rules.kit.positions import begins
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (

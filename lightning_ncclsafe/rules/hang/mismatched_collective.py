@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.caught import past_aborted, skipped_words, skips_handled
-from lightning_ncclsafe.rules.divergences import (
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.caught import past_aborted, skipped_words, skips_handled
+from lightning_ncclsafe.rules.kit.divergences import (
     alone_in_trainer,
     call_evidence,
     called_at,
@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.divergences import (
     variants,
     where_evidence,
 )
-from lightning_ncclsafe.rules.overruns import (
+from lightning_ncclsafe.rules.kit.overruns import (
     aborted,
     as_gloo_does,
     broken_off,
@@ -31,11 +31,11 @@ from lightning_ncclsafe.rules.overruns import (
     signal_of,
     size_bytes,
 )
-from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import place_words, severity
-from lightning_ncclsafe.rules.sharded import broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.rules.kit.positions import ended_first
+from lightning_ncclsafe.rules.kit.sentences import place_words, severity
+from lightning_ncclsafe.rules.kit.sharded import broken_off_alone, gathering_alone
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     collective_words,
     group_words,

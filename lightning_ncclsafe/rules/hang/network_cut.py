@@ -4,14 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.machine_facts import TriedAddress
-from lightning_ncclsafe.rules.places import hosts_of
-from lightning_ncclsafe.rules.sentences import batch_words, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.transport import has_given_up, lost_words
-from lightning_ncclsafe.rules.wording import collective_words, ranks_words, verb
+from lightning_ncclsafe.facts import JobFacts, Phase, TriedAddress
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.places import hosts_of
+from lightning_ncclsafe.rules.kit.sentences import batch_words, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.transport import has_given_up, lost_words
+from lightning_ncclsafe.rules.kit.wording import collective_words, ranks_words, verb
 
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")

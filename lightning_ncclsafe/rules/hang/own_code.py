@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import AGREEMENT, Kind
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
-from lightning_ncclsafe.rules.sentences import (
+from lightning_ncclsafe.rules.kit.activity import AGREEMENT, Kind
+from lightning_ncclsafe.rules.kit.sentences import (
     phase_evidence,
     place_words,
     recorder_evidence,
@@ -14,8 +14,8 @@ from lightning_ncclsafe.rules.sentences import (
     standing,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _INSTALLED = ("site-packages/", "dist-packages/")
 _LISTED = 8

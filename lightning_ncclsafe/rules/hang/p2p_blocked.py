@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.devices import Pending, gpu_evidence, pending_on_nccl
-from lightning_ncclsafe.rules.places import hosts_of
-from lightning_ncclsafe.rules.sentences import batch_words, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import collective_words, duration_words, ranks_words
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.devices import Pending, gpu_evidence, pending_on_nccl
+from lightning_ncclsafe.rules.kit.places import hosts_of
+from lightning_ncclsafe.rules.kit.sentences import batch_words, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, ranks_words
 
 # Object broadcasts and barriers of the start; later on, other things break as well.
 _FIRST = 8

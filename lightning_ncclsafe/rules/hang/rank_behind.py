@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.positions import positions
-from lightning_ncclsafe.rules.sentences import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.positions import positions
+from lightning_ncclsafe.rules.kit.sentences import (
     how_we_know,
     location,
     others_wait,
@@ -15,8 +15,8 @@ from lightning_ncclsafe.rules.sentences import (
     standing,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import ELSE, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.caught import missed_thread
-from lightning_ncclsafe.rules.divergences import call_evidence, condition_evidence, where_evidence
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
-from lightning_ncclsafe.rules.overruns import signal_of
-from lightning_ncclsafe.rules.positions import begins
-from lightning_ncclsafe.rules.sentences import (
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.caught import missed_thread
+from lightning_ncclsafe.rules.kit.divergences import call_evidence, condition_evidence, where_evidence
+from lightning_ncclsafe.rules.kit.overruns import signal_of
+from lightning_ncclsafe.rules.kit.positions import begins
+from lightning_ncclsafe.rules.kit.sentences import (
     batch_words,
     how_we_know,
     location,
@@ -21,9 +21,9 @@ from lightning_ncclsafe.rules.sentences import (
     wait_words,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.sharded import BrokenOff, broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, condition_words, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit.sharded import BrokenOff, broken_off_alone, gathering_alone
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, location_of, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (

@@ -4,11 +4,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.shared_memory import is_bus_error, says_shm_is_full, shm_is_full
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, size_words
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.sentences import (
+    batch_words,
+    how_we_know,
+    location,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.shared_memory import is_bus_error, says_shm_is_full, shm_is_full
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, size_words
 
 _LISTED = 8
 _REMEDY = (

@@ -3,14 +3,13 @@
 import itertools
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.passes import OtherCounts, other_counts
-from lightning_ncclsafe.rules.sentences import exception_place, how_we_know, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
-from lightning_ncclsafe.step_facts import StepFacts
+from lightning_ncclsafe.facts import JobFacts, RankFacts, StepFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
+from lightning_ncclsafe.rules.kit.passes import OtherCounts, other_counts
+from lightning_ncclsafe.rules.kit.sentences import exception_place, how_we_know, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8

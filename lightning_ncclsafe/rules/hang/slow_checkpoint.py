@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 _REMEDY = (
     "Write checkpoints to fast local storage and copy them away, save less often, write a sharded checkpoint so that "

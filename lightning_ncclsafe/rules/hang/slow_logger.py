@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.known_code import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
-from lightning_ncclsafe.logger_facts import LoggerFacts
-from lightning_ncclsafe.marks import Mark
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, size_words, verb
+from lightning_ncclsafe.code.libraries import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.facts import Frame, JobFacts, LoggerFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, size_words, verb
 
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "

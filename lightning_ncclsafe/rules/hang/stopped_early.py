@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import batch_words, others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
-from lightning_ncclsafe.trainer_facts import LoopEnd, TrainerFacts
+from lightning_ncclsafe.facts import JobFacts, LoopEnd, Phase, TrainerFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.positions import ended_first
+from lightning_ncclsafe.rules.kit.sentences import batch_words, others_wait, recorder_evidence, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 # Lightning's callbacks that set trainer.should_stop.
 _STOPPING = frozenset({"EarlyStopping", "Timer"})

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.findings import Confidence, Finding
-from lightning_ncclsafe.rules.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.timeline import timeline
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
+from lightning_ncclsafe.rules.kit.timeline import timeline
 
 _SIGNAL = (
     "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.divergences import calls_location
-from lightning_ncclsafe.rules.sentences import severity, while_others_wait
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, group_words, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.divergences import calls_location
+from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, ranks_words, verb
 
 # Gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
 _SAID = re.compile(

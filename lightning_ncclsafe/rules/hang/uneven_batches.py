@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.positions import Position, ended_first, positions
-from lightning_ncclsafe.rules.sentences import batch_words, location, others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.positions import Position, ended_first, positions
+from lightning_ncclsafe.rules.kit.sentences import batch_words, location, others_wait, recorder_evidence, severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 _TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _REMEDY = (

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.divergences import in_trainer_again
-from lightning_ncclsafe.rules.positions import in_its_data
-from lightning_ncclsafe.rules.sentences import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.divergences import in_trainer_again
+from lightning_ncclsafe.rules.kit.positions import in_its_data
+from lightning_ncclsafe.rules.kit.sentences import (
     location,
     others_wait,
     phase_evidence,
@@ -15,8 +15,8 @@ from lightning_ncclsafe.rules.sentences import (
     stack_evidence,
     standing,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "

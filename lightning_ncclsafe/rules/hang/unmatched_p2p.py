@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.activity import Kind
-from lightning_ncclsafe.rules.sentences import batch_words, place_words, severity, stack_evidence
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, joined, location_of, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.sentences import batch_words, place_words, severity, stack_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, joined, location_of, ranks_words, verb
 
 _REMEDY = (
     "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "

@@ -3,19 +3,12 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import AGREEMENT
-from lightning_ncclsafe.rules.divergences import alone_in_trainer, condition_evidence, condition_of
-from lightning_ncclsafe.rules.sentences import (
-    how_we_know,
-    location,
-    severity,
-    stack_evidence,
-    standing,
-    wait_words,
-)
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import AGREEMENT
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, condition_evidence, condition_of
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, stack_evidence, standing, wait_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     condition_words,
     location_of,

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import JobFacts, SilentHost
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.sentences import severity, while_others_wait
-from lightning_ncclsafe.rules.timeline import timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
 
 _LISTED = 8
 _FEW = 3

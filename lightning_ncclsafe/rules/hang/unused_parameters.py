@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, UnitKind
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.divergences import alone_in_trainer, calls_location, culprits, sent_words, units_of
-from lightning_ncclsafe.rules.passes import other_counts
-from lightning_ncclsafe.rules.positions import ended_first
-from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.sharded import gathering_alone
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.units import unit_of
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, calls_location, culprits, sent_words, units_of
+from lightning_ncclsafe.rules.kit.passes import other_counts
+from lightning_ncclsafe.rules.kit.positions import ended_first
+from lightning_ncclsafe.rules.kit.sentences import batch_words, how_we_know, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.sharded import gathering_alone
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, timeline
+from lightning_ncclsafe.rules.kit.units import unit_of
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
 _REFUSED = "Expected to have finished reduction in the prior iteration"
 _NAMES = 4

@@ -5,15 +5,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.known_code import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
-from lightning_ncclsafe.machine_facts import EndedProcess
-from lightning_ncclsafe.rules.memory import memory_evidence, short_of_memory
-from lightning_ncclsafe.rules.sentences import batch_words, how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.shared_memory import says_shm_is_full
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words
+from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
+from lightning_ncclsafe.facts import EndedProcess, Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.memory import memory_evidence, short_of_memory
+from lightning_ncclsafe.rules.kit.sentences import (
+    batch_words,
+    how_we_know,
+    location,
+    severity,
+    standing,
+    while_others_wait,
+)
+from lightning_ncclsafe.rules.kit.shared_memory import says_shm_is_full
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
 
 # As torch's loader says it, and Python's pool of processes.
 _DIED = re.compile(

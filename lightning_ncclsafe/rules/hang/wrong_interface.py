@@ -5,14 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.machine_facts import InterfaceFacts
-from lightning_ncclsafe.rules.not_joined import waits_in_init
-from lightning_ncclsafe.rules.places import hosts_of
-from lightning_ncclsafe.rules.sentences import severity
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import ranks_words, verb
+from lightning_ncclsafe.facts import InterfaceFacts, JobFacts, Phase
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.not_joined import waits_in_init
+from lightning_ncclsafe.rules.kit.places import hosts_of
+from lightning_ncclsafe.rules.kit.sentences import severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
 
 # Bridges and tunnels that containers and virtual machines make, and that end on the host.
 _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")

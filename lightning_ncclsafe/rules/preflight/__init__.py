@@ -1,5 +1,6 @@
 """What ranks have found on their hosts that will slow, starve or end the run: one cause per file."""
 
+from lightning_ncclsafe.rules.kit.rule import Rule
 from lightning_ncclsafe.rules.preflight.clocks_apart import clocks_apart
 from lightning_ncclsafe.rules.preflight.cores_mismatch import cores_mismatch
 from lightning_ncclsafe.rules.preflight.different_settings import different_settings
@@ -22,7 +23,6 @@ from lightning_ncclsafe.rules.preflight.too_few_open_files import too_few_open_f
 from lightning_ncclsafe.rules.preflight.too_many_workers import too_many_workers
 from lightning_ncclsafe.rules.preflight.unreachable_interface import unreachable_interface
 from lightning_ncclsafe.rules.preflight.unusable_directory import unusable_directory
-from lightning_ncclsafe.rules.rule import Rule
 
 # Of what ranks have found on their hosts, the most harmful first: what ends the run, what lets it hang, what slows it.
 PREFLIGHT_RULES: tuple[Rule, ...] = (

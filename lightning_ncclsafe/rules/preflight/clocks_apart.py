@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.hosts import Checked, Host
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.hosts import Checked, Host
+from lightning_ncclsafe.rules.kit.wording import duration_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import duration_words
 
 _APART_S = 1.0
 _REMEDY = "Synchronise the clocks of all hosts (chronyc tracking, timedatectl), with the same server."

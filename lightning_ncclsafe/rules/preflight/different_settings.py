@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.agreement.words import spread
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.data import Groups
+from lightning_ncclsafe.rules.kit.differences import spread
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.presented import Groups
 
 # What decides how ranks talk to each other: NCCL, torch, gloo, CUDA and the libraries below them.
 _READ = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "UCX_", "UCC_", "FI_")

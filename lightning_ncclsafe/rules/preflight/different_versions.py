@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.rules.agreement.words import spread
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.data import Groups
+from lightning_ncclsafe.rules.kit.differences import spread
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.presented import Groups
 
 # Between major versions of these the wire format or the order of collectives changes.
 _TOGETHER = ("torch", "nccl")

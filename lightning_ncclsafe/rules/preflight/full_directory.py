@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.preflight_facts import DirectoryFacts
-from lightning_ncclsafe.rules.directories import WRITTEN, path_words, tried
-from lightning_ncclsafe.rules.hosts import Checked, most
+from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.directories import WRITTEN, path_words, tried
+from lightning_ncclsafe.rules.kit.hosts import Checked, most
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import size_words
 
 _LEAST_BYTES = 2**30
 _LEAST_FILES = 1_000

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Iterator
 from statistics import median_high
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.preflight_facts import GpuFacts
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import GpuFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import size_words
 
 # Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).
 _OUTLIER = 0.1

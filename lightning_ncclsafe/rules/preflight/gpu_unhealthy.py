@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.preflight_facts import GpuFacts
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import GpuFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 _LISTED = 3

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.rules.cores import core_shares
-from lightning_ncclsafe.rules.hosts import Checked, Host
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.cores import core_shares
+from lightning_ncclsafe.rules.kit.hosts import Checked, Host
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 from lightning_ncclsafe.rules.preflight.settings import switched_on, value_of
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.hosts import Checked, Host, most
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 _ABOVE = 0.1

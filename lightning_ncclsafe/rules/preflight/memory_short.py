@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.rules.hosts import Checked, Facts, Host, in_flight_bytes, least, most
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, Host, in_flight_bytes, least, most
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import size_words
 
 # As in rules.memory: less than this share left is short, whatever is asked for.
 _SCARCE = 0.05

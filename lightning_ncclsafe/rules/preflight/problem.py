@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.hosts import Checked
-from lightning_ncclsafe.rules.wording import capitalised
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit.wording import capitalised
 
 _LISTED = 3
 _EVIDENCE = 8

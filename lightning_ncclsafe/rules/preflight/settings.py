@@ -1,6 +1,6 @@
 """How variables of the environment are read, and which the rules about them share."""
 
-from lightning_ncclsafe.preflight_facts import PreflightFacts
+from lightning_ncclsafe.facts import PreflightFacts
 
 _OFF = {"", "0", "false", "no", "n", "off"}
 

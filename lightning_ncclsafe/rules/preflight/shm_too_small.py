@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.rules.hosts import Checked, Facts, in_flight_bytes, least, most, total
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, in_flight_bytes, least, most, total
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import size_words
 
 DOCKER_DEFAULT_BYTES = 64 * 2**20
 """What a container gets unless it is told otherwise (docker run --shm-size)."""

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.preflight_facts import DirectoryFacts
-from lightning_ncclsafe.rules.directories import WRITTEN, Tried, path_words, tried
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.directories import WRITTEN, Tried, path_words, tried
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 # A logger that appends once a step may take this long before steps of 100 ms show it.

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.rules.hosts import Checked, Host, most
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
-from lightning_ncclsafe.rules.wording import size_words
 
 _USED_ABOVE = 0.01
 # Single pages are moved on healthy hosts too.

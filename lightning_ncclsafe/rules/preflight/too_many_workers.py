@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.rules.cores import core_pools, core_shares, threads
-from lightning_ncclsafe.rules.hosts import Checked, Host, total
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.cores import core_pools, core_shares, threads
+from lightning_ncclsafe.rules.kit.hosts import Checked, Host, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 _ERROR_ABOVE = 2.0

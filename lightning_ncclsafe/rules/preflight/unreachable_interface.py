@@ -3,11 +3,10 @@
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.preflight_facts import PreflightFacts
-from lightning_ncclsafe.rules.agreement.words import spread
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.differences import spread
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 # How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.

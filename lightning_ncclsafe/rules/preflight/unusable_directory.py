@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding, Severity
-from lightning_ncclsafe.preflight_facts import DirectoryFacts
-from lightning_ncclsafe.rules.directories import WRITTEN, path_words, tried
-from lightning_ncclsafe.rules.hosts import Checked
+from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
+from lightning_ncclsafe.facts.findings import Finding, Severity
+from lightning_ncclsafe.rules.kit.directories import WRITTEN, path_words, tried
+from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, findings
 
 # How the probe puts it where it ran out of time, so that the directory may answer yet, and where there is no directory.

@@ -3,6 +3,7 @@
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
+from lightning_ncclsafe.rules.kit.rule import Rule
 from lightning_ncclsafe.rules.recorded.all_joined import all_joined
 from lightning_ncclsafe.rules.recorded.crossed_groups import crossed_groups
 from lightning_ncclsafe.rules.recorded.dead_rank import dead_rank
@@ -19,7 +20,6 @@ from lightning_ncclsafe.rules.recorded.rank_behind import rank_behind
 from lightning_ncclsafe.rules.recorded.silent_rank import silent_rank
 from lightning_ncclsafe.rules.recorded.unmatched_p2p import unmatched_p2p
 from lightning_ncclsafe.rules.recorded.watchdog_stuck import watchdog_stuck
-from lightning_ncclsafe.rules.rule import Rule
 
 # Of dumps and logs that a run has left behind.
 RECORDED_RULES: tuple[Rule, ...] = (

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline
 
 
 class Absence(NamedTuple):

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of
@@ -14,8 +16,6 @@ from lightning_ncclsafe.rules.recorded.telling import (
     record_kinds,
     told,
 )
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, group_words, ranks_words, verb
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups as crossed_on_stacks
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, location_of, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, told
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, location_of, ranks_words, verb
 
 _REMEDY = (
     "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "

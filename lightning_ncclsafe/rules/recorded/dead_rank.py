@@ -3,13 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, gone, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDIES = {

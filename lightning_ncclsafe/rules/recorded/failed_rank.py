@@ -3,14 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.sentences import exception_place
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location
 from lightning_ncclsafe.rules.recorded.ended import died, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
-from lightning_ncclsafe.rules.sentences import exception_place
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, short_location
 
 _GIST = 200
 _BY_SIGNAL = 128

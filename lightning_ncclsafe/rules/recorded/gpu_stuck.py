@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
 from lightning_ncclsafe.rules.recorded.telling import consequence_evidence, counters_evidence, oldest_outstanding, told
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
 
 _REMEDY = (
     "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "

@@ -4,7 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
@@ -22,8 +24,6 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
 
 _REMEDY = (
     "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. It is "

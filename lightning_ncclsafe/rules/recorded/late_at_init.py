@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 SET_UP = "the set-up of the NCCL communicator"
 _REMEDY = (

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Finding
-from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.facts import JobFacts, StatementKind
+from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
-from lightning_ncclsafe.rules.timeline import timeline
 
 _REMEDY = (
     "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their sizes "

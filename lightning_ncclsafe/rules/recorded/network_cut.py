@@ -3,13 +3,12 @@
 import re
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
+from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, details_of, lines_of, stated
-from lightning_ncclsafe.rules.timeline import timeline
-from lightning_ncclsafe.rules.wording import capitalised
 
 _LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)
 _REMEDY = (

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
@@ -16,8 +18,6 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _REMEDY = (
     "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor does "

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import StatementKind
+from lightning_ncclsafe.facts import JobFacts, RankFacts, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
@@ -17,8 +18,6 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_in,
     waiting_words,
 )
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, group_words, ranks_words, verb
 
 _REMEDY = (
     "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, a "

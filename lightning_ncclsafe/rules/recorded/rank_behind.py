@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.recorded.standstill import has_moved
-from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     group_words,
     location_of,
@@ -16,6 +14,8 @@ from lightning_ncclsafe.rules.wording import (
     short_location,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.standstill import has_moved
+from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
 
 _REMEDY = (
     "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
-from lightning_ncclsafe.rules.activity import deepest_user_frame
+from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
@@ -19,8 +20,6 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_in,
     waiting_words,
 )
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, short_location, verb
 
 _REMEDY = (
     "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own output "

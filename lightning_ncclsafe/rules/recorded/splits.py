@@ -4,14 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.recorded_facts import StatementKind
-from lightning_ncclsafe.rules.recorded.ended import gone, misled
-from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
-from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
-from lightning_ncclsafe.rules.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.facts import Collective, JobFacts, StatementKind
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, timeline
+from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     capitalised,
     collective_words,
@@ -22,6 +18,9 @@ from lightning_ncclsafe.rules.wording import (
     short_location,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.ended import gone, misled
+from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
+from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
 
 # What a log calls what may be between two ranks only.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Evidence
-from lightning_ncclsafe.recorded_facts import Statement, StatementKind
-from lightning_ncclsafe.rules.timeline import Timeline
-from lightning_ncclsafe.rules.transport import has_given_up
+from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.transport import has_given_up
 
 _QUOTED = 4
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import Collective, Frame, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.findings import Evidence
-from lightning_ncclsafe.rules.activity import deepest_user_frame
-from lightning_ncclsafe.rules.meaning import meaning
-from lightning_ncclsafe.rules.recorded.standstill import Root, peer_of
-from lightning_ncclsafe.rules.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.wording import (
+from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
+from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     collective_words,
     duration_words,
@@ -21,6 +20,7 @@ from lightning_ncclsafe.rules.wording import (
     short_location,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.standstill import Root, peer_of
 
 LOOK_THERE = (
     "A longer timeout only lets the others wait longer, nothing reads NCCL_TIMEOUT, and a GPU that waits shows 100 % "

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.standstill import has_moved
 from lightning_ncclsafe.rules.recorded.telling import record_kinds
-from lightning_ncclsafe.rules.wording import capitalised, ranks_words, verb
 
 _SURVIVALS = 8
 

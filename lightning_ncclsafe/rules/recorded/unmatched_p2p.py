@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
-from lightning_ncclsafe.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, told
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "

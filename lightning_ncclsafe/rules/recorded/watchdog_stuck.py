@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.telling import quotes
-from lightning_ncclsafe.rules.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.wording import capitalised, duration_words, ranks_words, verb
 
 _REMEDY = (
     "Look for native code that keeps the GIL while it waits or computes (an extension, a tokenizer, a data loader's "

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from lightning_ncclsafe.capacity_facts import Capacity
+from lightning_ncclsafe.facts import Capacity
 from lightning_ncclsafe.loaders.tuning.agreed_budget import least_budget
 from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.loaders.tuning.budget import budget_of
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.probes.capacity import capacity
+from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.settings import TunerSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

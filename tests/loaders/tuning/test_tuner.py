@@ -10,9 +10,9 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe.capacity_facts import Capacity
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.facts import Capacity
 from lightning_ncclsafe.loaders.tuning import agreed_budget, tuner
 from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget, least_budget
 from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines

@@ -1,0 +1,259 @@
+"""Code of others that is known by its name: files and functions of torch, Lightning and other libraries, in one table.
+
+Code of ours says itself what it is, see :mod:`lightning_ncclsafe.code.marks`.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A package whose code is known.
+
+    Attributes:
+        names: Under which of these it is imported, as parts of Lightning have two; none for Python's own library.
+        folder: A regular expression for what stands before the files' own paths.
+    """
+
+    names: tuple[str, ...]
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Functions in a file of a package, or in several; in all names a star stands for any text, slashes included.
+
+    Attributes:
+        package: The package.
+        file: Path within it.
+        functions: Names of functions; without any, all that the file has.
+        but: Names that are not meant all the same.
+        versions: Which versions of the package have it, as in a requirement; all that are supported if empty.
+    """
+
+    package: Package
+    file: str
+    functions: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+    versions: str = ""
+
+    def has(self, path: str, function: str) -> bool:
+        """Whether a function is there; ``path`` is that of its file, with slashes."""
+        if re.search(f"{self.package.folder}{glob(self.file)}$", path) is None or _is_one(function, self.but):
+            return False
+        return not self.functions or _is_one(function, self.functions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Code:
+    """Code that has one purpose, wherever it stands."""
+
+    places: tuple[Place, ...]
+
+    def has(self, file: str, function: str) -> bool:
+        """Whether a frame is in it, by file and function as Python names them."""
+        return _has(self, file, function)
+
+    def __or__(self, other: "Code") -> "Code":
+        return Code((*self.places, *other.places))
+
+
+def glob(text: str) -> str:
+    """The regular expression of a text with stars."""
+    return re.escape(text).replace(r"\*", ".*")
+
+
+def _is_one(name: str, globs: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(glob(one), name) for one in globs)
+
+
+@lru_cache(maxsize=16_384)
+def _has(code: Code, file: str, function: str) -> bool:
+    path = "/" + file.replace("\\", "/")
+    return any(place.has(path, function) for place in code.places)
+
+
+def _package(*names: str, before: str = "/") -> Package:
+    return Package(names=names, folder=f"{before}(?:{'|'.join(names)})/".replace(".", "/"))
+
+
+def _in(package: Package, *files: str, functions: str = "", but: str = "", versions: str = "") -> Code:
+    named, others = tuple(functions.split()), tuple(but.split())
+    return Code(
+        tuple(Place(package=package, file=file, functions=named, but=others, versions=versions) for file in files)
+    )
+
+
+_PYTHON = Package(names=(), folder="/")
+_TORCH = _package("torch")
+_PYTORCH = _package("lightning.pytorch", "pytorch_lightning")
+_FABRIC = _package("lightning.fabric", "lightning_fabric")
+_TENSORBOARDX = _package("tensorboardX")
+_TRITON = _package("triton")
+# Users have folders of these names.
+_WANDB = _package("wandb", before="-packages/")
+_MLFLOW = _package("mlflow", before="-packages/")
+
+_C10D = "distributed/distributed_c10d.py"
+
+# torch.distributed
+DISTRIBUTED = _in(_TORCH, "distributed/*")
+C10D = _in(_TORCH, _C10D)
+SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
+OBJECT_PICKLING = _in(_TORCH, _C10D, functions="_object_to_tensor _tensor_to_object")
+GROUP_CREATION = _in(
+    _TORCH,
+    _C10D,
+    functions="init_process_group monitored_barrier _store_based_barrier new_*group* _new_*group* split_group",
+)
+RENDEZVOUS = _in(_TORCH, "distributed/rendezvous.py", "distributed/elastic/*")
+COLLECTIVES = C10D | _in(_TORCH, "distributed/_functional_collectives.py", "distributed/utils.py")
+SAVING_SHARDED = _in(_TORCH, "distributed/checkpoint/*", but="*load*")
+BACKWARD = _in(_TORCH, "autograd/graph.py", functions="_engine_run_backward")
+DDP = _in(_TORCH, "nn/parallel/distributed.py")
+DDP_BUFFERS = _in(_TORCH, "nn/parallel/distributed.py", functions="_sync_buffers")
+DDP_PARAMETERS_CHECK = _in(_TORCH, "distributed/utils.py", functions="_verify_param_shape_across_processes")
+DDP_FIRST_BROADCAST = _in(_TORCH, "distributed/utils.py", functions="_sync_module_states")
+FSDP = _in(_TORCH, "distributed/fsdp/*")
+FSDP_STATE = _in(_TORCH, "distributed/fsdp/_state_dict_utils.py")
+FSDP_OPTIMIZER_STATE = _in(_TORCH, "distributed/fsdp/_optim_utils.py")
+FSDP_FORWARD = _in(_TORCH, "distributed/fsdp/*", functions="pre_forward _pre_forward _root_pre_forward forward")
+FSDP_BACKWARD = _in(
+    _TORCH,
+    "distributed/fsdp/*",
+    functions="pre_backward _pre_backward _pre_backward_hook post_backward _post_backward_hook"
+    " _post_backward_final_callback",
+)
+DTENSOR = _in(_TORCH, "distributed/tensor/*")
+SHARDING = FSDP | DTENSOR | _in(_TORCH, "distributed/_composable/*", "distributed/algorithms/*", "distributed/nn/*")
+GATHERED_STATE = _in(_TORCH, "distributed/_state_dict_utils.py")
+SHARDED_CHECKPOINT = _in(_TORCH, "distributed/checkpoint/*")
+STATE_GATHERING = SHARDED_CHECKPOINT | GATHERED_STATE | FSDP_STATE | FSDP_OPTIMIZER_STATE
+GRADIENT_NORM = _in(
+    _TORCH,
+    "nn/utils/clip_grad.py",
+    "distributed/fsdp/fully_sharded_data_parallel.py",
+    functions="clip_grad_norm_",
+)
+SYNC_BATCH_NORM = _in(_TORCH, "nn/modules/_functions.py")
+
+# The rest of torch
+SAVE = _in(_TORCH, "serialization.py", functions="save _save _legacy_save")
+DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
+FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
+LOADING = _in(_TORCH, "utils/data/*")
+ALL_OF_TORCH = _in(_TORCH, "*")
+# What torch.compile and Triton are in while they compile or tune. What is on the stack as well while compiled code runs
+# (eval_frame.py, output_code.py, Triton's launcher) is not among it.
+COMPILATION = (
+    _in(
+        _TORCH,
+        "_dynamo/convert_frame.py",
+        "_dynamo/symbolic_convert.py",
+        "_dynamo/output_graph.py",
+        "_inductor/compile_fx.py",
+        "_inductor/graph.py",
+        "_inductor/lowering.py",
+        "_inductor/scheduler.py",
+        "_inductor/async_compile.py",
+        "_inductor/codecache.py",
+        "_inductor/cpp_builder.py",
+        "_inductor/select_algorithm.py",
+        "_inductor/autotune_process.py",
+        "_inductor/codegen/*",
+        "_inductor/fx_passes/*",
+        "_inductor/kernel/*",
+        "_inductor/compile_worker/*",
+        "utils/cpp_extension.py",
+    )
+    | _in(_TORCH, "_functorch/_aot_autograd/graph_compile.py", versions=">=2.9")
+    | _in(_TORCH, "_functorch/_aot_autograd/jit_compile_runtime_wrappers.py", versions="<2.9")
+    | _in(_TRITON, "compiler/*", "backends/*", "runtime/build.py")
+    | _in(_package("numba"), "core/dispatcher.py", "core/compiler*")
+)
+TUNING = (
+    _in(_TORCH, "_inductor/runtime/*", functions="precompile* _precompile* benchmark* autotune* coordinate_descent*")
+    | _in(_TRITON, "runtime/autotuner.py", functions="autotune* benchmark* do_bench* _bench* warmup*")
+    | _in(_TRITON, "runtime/jit.py", functions="warmup*")
+    | _in(_TRITON, "runtime/jit.py", functions="_do_compile", versions=">=3.5")
+)
+
+# Lightning
+TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
+END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
+TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
+INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")
+SIGTERM_BROADCAST = _in(
+    _PYTORCH, "loops/training_epoch_loop.py", functions="_broadcast_sigterm_tensor", versions=">=2.5.2"
+)
+LENGTH_CHECK = _in(_PYTORCH, "utilities/data.py", functions="has_len_all_ranks")
+TENSOR_GATHER = _in(_FABRIC, "utilities/distributed.py", functions="_gather_all_tensors")
+EARLY_STOPPING = _in(_PYTORCH, "callbacks/early_stopping.py")
+MODEL_CHECKPOINT = _in(_PYTORCH, "callbacks/model_checkpoint.py")
+LOGGED_VALUES = _in(_PYTORCH, "trainer/connectors/logger_connector/result.py")
+LOGGING = (
+    _in(_PYTORCH, "trainer/connectors/logger_connector/logger_connector.py", functions="log_metrics")
+    | _in(_PYTORCH, "loggers/*")
+    | _in(_FABRIC, "loggers/*")
+)
+FETCHERS = _in(_PYTORCH, "loops/fetchers.py", functions="__next__ __iter__")
+SAVING = (
+    _in(_PYTORCH, "plugins/io/*", but="*load*")
+    | _in(_FABRIC, "plugins/io/*", but="*load*")
+    | _in(_FABRIC, "utilities/cloud_io.py", functions="_atomic_save")
+    | _in(_PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save* _remove* _link*")
+    | _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
+    | _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
+)
+# What comes before a save: whether there is to be one, and under which name.
+BEFORE_SAVING = _in(
+    _PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save_topk* _save_monitor* _save_none* _save_last*"
+)
+# Called on a logger from within a save, which is over by then; one of the user's own stands in any file.
+HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
+PROFILE = _in(_PYTORCH, "profilers/profiler.py", functions="profile")
+START_OF_NO_PROFILER = _in(_PYTORCH, "profilers/base.py", functions="start")
+RANK_ZERO_ONLY = _in(_package("lightning_utilities"), "core/rank_zero.py", functions="wrapped_fn")
+
+# Loggers
+SUMMARY_WRITER = _in(_TORCH, "utils/tensorboard/writer.py") | _in(_TENSORBOARDX, "writer.py")
+WANDB_RUN = _in(_WANDB, "sdk/wandb_run.py")
+WANDB_AGENT = _in(_WANDB, "agents/*")
+MLFLOW_CLIENT = _in(_MLFLOW, "tracking/client.py")
+LOG_WRITERS = (
+    _in(_TORCH, "utils/tensorboard/*")
+    | _in(_package("tensorboard"), "*")
+    | _in(_TENSORBOARDX, "*")
+    | _in(_WANDB, "*")
+    | _in(_MLFLOW, "*")
+    | _in(_package("comet_ml", before="-packages/"), "*")
+    | _in(_package("neptune", before="-packages/"), "*")
+)
+
+# Others
+METRIC_GATHER = _in(_package("torchmetrics"), "utilities/distributed.py", functions="gather_all_tensors")
+PROCESSES = _in(_PYTHON, "multiprocessing/*", "concurrent/*", "subprocess.py", "selectors.py")
+WAITS_FOR_PROCESSES = _in(
+    _PYTHON,
+    "multiprocessing/queues.py",
+    "multiprocessing/connection.py",
+    "multiprocessing/pool.py",
+    "multiprocessing/popen_fork.py",
+    "multiprocessing/synchronize.py",
+    "multiprocessing/managers.py",
+    "queue.py",
+    "concurrent/futures/*",
+)
+WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
+WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
+HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
+DEBUGGERS = (
+    _in(_PYTHON, "pdb.py", "bdb.py")
+    | _in(_package("IPython"), "core/debugger.py")
+    | _in(_package("pudb"), "*")
+    | _in(_package("debugpy"), "*")
+    # PyCharm's, which is no package that is installed.
+    | _in(Package(names=("pydevd",), folder="/"), "pydevd*")
+)

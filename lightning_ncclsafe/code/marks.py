@@ -1,0 +1,89 @@
+"""What code of ours says of itself, where it is defined: probes put it on the frames that they see, and rules read it.
+
+So nobody has to know a function of ours by its file and its name, which change.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from enum import Enum
+from inspect import unwrap
+from pathlib import Path
+from types import CodeType
+from typing import TypeVar
+
+T = TypeVar("T", bound=Callable[..., object])
+
+
+class Mark(str, Enum):
+    """What a frame of ours is; those of anybody else's code have none."""
+
+    OWN = "own"
+    """Of this package, and says no more of itself: it waits for nobody."""
+    STORE = "store"
+    """Waits for what other ranks say, over the exchange or in the job's store."""
+    VOTE = "vote"
+    """Waits for the other ranks' votes on the next batch, in a collective."""
+    LOGGER = "logger"
+    """Does what a logger was asked to do, and may wait for room or for storage."""
+    WATCH = "watch"
+    """The loop of the guard's thread, which waits for its next turn."""
+    LISTENER = "listener"
+    """Hears of Lightning's actions: from here on the stack is the guard's own."""
+
+
+def _as_written(file: str) -> str:
+    """A path as faulthandler writes it."""
+    return file.encode("ascii", "backslashreplace").decode()
+
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDER = _as_written(f"{_PACKAGE}{os.sep}")
+# By file and name, and then by lines: a file may have several functions of one name.
+_marked: dict[tuple[str, str], dict[range, Mark]] = defaultdict(dict)
+
+
+def marked(mark: Mark) -> Callable[[T], T]:
+    """Marks a function, or all that a class defines, which stay what they are: a call costs nothing.
+
+    Args:
+        mark: What it is. What waits for ranks should do nothing else, as what it calls is taken for part of the wait.
+    """
+
+    def register(owner: T) -> T:
+        for code in _codes_of(owner):
+            lines = range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1)
+            # A method that is marked itself comes before its class.
+            _marked[_as_written(code.co_filename), code.co_name].setdefault(lines, mark)
+        return owner
+
+    return register
+
+
+def mark_at(file: str, line: int, function: str) -> str:
+    """What the frame at this line is, named as Python or faulthandler does it; empty for code that is not ours."""
+    written = _as_written(file)
+    if not written.startswith(_FOLDER):
+        return ""
+    found = (mark for lines, mark in _marked.get((written, function), {}).items() if line in lines)
+    return next(found, Mark.OWN).value
+
+
+def lacks_mark(file: str, mark: str) -> bool:
+    """Whether a frame is of this package, wherever that was, and was written before there were marks."""
+    return not mark and f"/{_PACKAGE.name}/" in file.replace("\\", "/")
+
+
+def _codes_of(owner: object) -> Iterator[CodeType]:
+    for member in vars(owner).values() if isinstance(owner, type) else (owner,):
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        code = getattr(unwrap(function), "__code__", None) if callable(function) else None
+        if code is not None:
+            yield from _with_inner(code)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)

@@ -1,0 +1,235 @@
+"""How all ranks come to one verdict: each presents its facts, rank 0 judges, and all go by what it says.
+
+Nobody waits for ever. A rank that cannot take part says so once, and is not waited for again; one that does not come is
+given up after a deadline, and whoever gives up first decides for all that there is no verdict.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.facts import LoaderTerms, RankFacts, codec
+from lightning_ncclsafe.facts.findings import Finding
+
+T = TypeVar("T")
+
+# Ranks come within a millisecond or so of each other, as Lightning has just let them wait for all.
+_SHORTEST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.05
+# What the other ranks wait longer than rank 0, which tells them who is missing.
+_VERDICT_S = 10.0
+# What ranks that have missed a meeting are given at the next one.
+_ABSENT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one rank publishes.
+
+    Attributes:
+        number: Which meeting it is for, from 1: the meeting before has used the same key.
+        facts: What it presents; without ``data`` where it could not find out anything.
+        withdrawn: Whether this rank takes no part from now on.
+    """
+
+    number: int
+    facts: RankFacts
+    withdrawn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What all ranks go by.
+
+    Attributes:
+        complete: Whether all ranks have presented data, so that there is a verdict.
+        error: The text of what is to be raised; empty where ranks agree, or go on all the same.
+        findings: What differs, the most telling first.
+        folder: Where the report is; empty where none was written.
+        incident: The number of the incident that was told; 0 where none was.
+        terms: What follows for each loader.
+    """
+
+    complete: bool = False
+    error: str = ""
+    findings: tuple[Finding, ...] = ()
+    folder: str = ""
+    incident: int = 0
+    terms: tuple[LoaderTerms, ...] = ()
+
+
+class Meeting:
+    """The meetings of one call of the Trainer, seen from one rank.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        deadline_s: Seconds after which ranks that do not come are given up.
+        say: Prints one or more lines to the user.
+        name: What the meetings are about; others of the same exchange have another.
+
+    Attributes:
+        number: Which meeting is, or was, the last.
+    """
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        rank: int,
+        world_size: int,
+        deadline_s: float,
+        say: Callable[[str], None],
+        name: str = "data",
+    ) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline_s = deadline_s
+        self._say = say
+        self._name = name
+        self._absent: set[int] = set()
+        self._withdrawn: dict[int, RankFacts] = {}
+        self._last: dict[int, bytes] = {}
+        self.number = 0
+
+    def meet(self, facts: RankFacts, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
+        """Presents this rank's facts, and returns the verdict, which is the same on all ranks.
+
+        Args:
+            facts: What this rank presents.
+            judge: Makes the verdict, on rank 0, of what the ranks that came have presented, by rank.
+
+        Raises:
+            ExchangeError: If ranks cannot share.
+        """
+        self.number += 1
+        # The same key every time, so that loaders that are made anew each epoch do not fill the store: a rank comes
+        # here again only after rank 0 has read what it wrote before.
+        self._publish(Contribution(number=self.number, facts=facts))
+        return self._judge(judge) if self._rank == 0 else self._await_verdict()
+
+    def withdraw(self, facts: RankFacts) -> None:
+        """This rank takes no part from now on; the others need not wait for it.
+
+        Raises:
+            ExchangeError: If ranks cannot share.
+        """
+        self._publish(Contribution(number=0, facts=facts, withdrawn=True))
+
+    def _publish(self, presented: Contribution) -> None:
+        self._keep_trying(lambda: self._exchange.set(self._key(self._rank), codec.encode(presented)))
+
+    def _judge(self, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
+        agreed = Agreed()
+        try:
+            agreed = judge(self._gather())
+        finally:
+            # The others wait for a word, also where there is none to say.
+            agreed = self._settle(agreed)
+        if self.number > 1:
+            self._keep_trying(lambda: self._exchange.delete([self._verdict_key(self.number - 1)]))
+        return agreed
+
+    def _settle(self, agreed: Agreed) -> Agreed:
+        """What all ranks go by: this, unless another one has been faster."""
+        stands = [codec.encode(agreed)]
+
+        def settle() -> None:
+            stands[0] = self._exchange.set_if_absent(self._verdict_key(self.number), stands[0])
+
+        self._keep_trying(settle)
+        return codec.decode(Agreed, stands[0])
+
+    def _gather(self) -> tuple[RankFacts, ...]:
+        found = dict(self._withdrawn)
+        missing = set(range(self._world_size)) - found.keys()
+
+        def all_are_there() -> bool:
+            answers = self._exchange.get_many(map(self._key, sorted(missing)))
+            for rank in [*missing]:
+                if self._read(rank, answers.get(self._key(rank)), found):
+                    missing.discard(rank)
+            return not missing
+
+        self._wait_until(all_are_there, _ABSENT_S)
+        if missing - self._absent:
+            self._wait_until(all_are_there, self._deadline_s)
+        self._absent = missing
+        return tuple(found[rank] for rank in sorted(found))
+
+    def _read(self, rank: int, answer: bytes | None, found: dict[int, RankFacts]) -> bool:
+        """Whether a rank has presented its facts, or withdrawn."""
+        # Most often it is still what it wrote for the meeting before; to decode it takes a fifth of a millisecond.
+        if answer is None or answer == self._last.get(rank):
+            return False
+        self._last[rank] = answer
+        presented = codec.decode(Contribution, answer)
+        if presented.withdrawn:
+            self._withdrawn[rank] = presented.facts
+        if presented.withdrawn or presented.number == self.number:
+            found[rank] = presented.facts
+            return True
+        return False
+
+    def _await_verdict(self) -> Agreed:
+        found: list[bytes] = []
+        of_rank_0: dict[int, RankFacts] = {}
+
+        def is_there() -> bool:
+            verdict = self._verdict_key(self.number)
+            answers = self._exchange.get_many([verdict, self._key(0)])
+            self._read(0, answers.get(self._key(0)), of_rank_0)
+            found.extend(answers[key] for key in (verdict,) if key in answers)
+            return bool(found or self._withdrawn)
+
+        if not self._wait_until(is_there, self._deadline_s + _VERDICT_S):
+            late = f"rank 0 has not compared the ranks' {self._name} within {self._deadline_s:g} s"
+            self._say(f"rank {self._rank}: {late}; going on")
+        # Should rank 0 come yet, it has to go by the same.
+        return codec.decode(Agreed, found[0]) if found else self._settle(Agreed())
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+    def _verdict_key(self, number: int) -> str:
+        return f"{self._name}/verdict/{number}"
+
+    @marked(Mark.STORE)
+    def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Asks again and again, ever more rarely."""
+        give_up, poll_s = time.monotonic() + limit_s, _SHORTEST_POLL_S
+        while True:
+            with suppress(_Busy):
+                if self._once(is_done):
+                    return True
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 1.5, _LONGEST_POLL_S)
+
+    def _keep_trying(self, call: Callable[[], None]) -> None:
+        def done() -> bool:
+            call()
+            return True
+
+        if not self._wait_until(done, self._deadline_s):
+            call()
+
+    def _once(self, call: Callable[[], T]) -> T:
+        """An exchange that has missed one deadline may answer the next time."""
+        try:
+            return call()
+        except ExchangeError as error:
+            if self._exchange.lost:
+                raise
+            raise _Busy from error
+
+
+class _Busy(Exception):
+    """The exchange has not answered this time."""

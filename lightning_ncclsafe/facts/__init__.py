@@ -1,0 +1,15 @@
+"""What ranks saw, and what a job is: the data that is shared, judged and reported, and nothing that acts on it.
+
+All types are imported from here. Beside them, ``findings`` is what rules conclude, ``codec`` writes both as JSON, and
+``phase_kinds`` is what is known of the phases of a run. Imports nothing of this package.
+"""
+
+from lightning_ncclsafe.facts.capacity import *
+from lightning_ncclsafe.facts.data import *
+from lightning_ncclsafe.facts.job import *
+from lightning_ncclsafe.facts.logger import *
+from lightning_ncclsafe.facts.machine import *
+from lightning_ncclsafe.facts.preflight import *
+from lightning_ncclsafe.facts.recorded import *
+from lightning_ncclsafe.facts.steps import *
+from lightning_ncclsafe.facts.trainer import *

@@ -1,0 +1,190 @@
+"""What held a rank up besides its code: its main thread's turns on a core, its host's pressure, its GPU, its network.
+
+None, or empty, means that this host does not say.
+"""
+
+from dataclasses import dataclass, field
+
+from lightning_ncclsafe.facts.preflight import GpuFacts
+
+COLLECTOR = "<garbage collector>"
+"""File of the innermost frame of a stack whose thread is in Python's garbage collector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MainThreadFacts:
+    """A rank's main thread, as the kernel counts, over the last seconds.
+
+    Attributes:
+        over_s: The time that the counts are about, seconds.
+        state: ``"running"`` (or waiting for a core), ``"sleeping"``, ``"disk-sleep"``, … now.
+        wait_channel: Kernel function it sleeps in now; empty where unreadable.
+        looks: How often its state was looked at in this time.
+        blocked_looks: How often it was in uninterruptible sleep then.
+        running_looks: How often it ran, or could have run, then.
+        ran_s: Processor time it got, seconds.
+        queued_s: Seconds for which it could have run, and had to wait for a core.
+        preempted: How often a core was taken from it.
+        major_faults: Pages that it had to wait for until they were read from storage or swap.
+    """
+
+    over_s: float
+    state: str = ""
+    wait_channel: str = ""
+    looks: int = 0
+    blocked_looks: int = 0
+    running_looks: int = 0
+    ran_s: float | None = None
+    queued_s: float | None = None
+    preempted: int | None = None
+    major_faults: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PressureFacts:
+    """What a host and its control groups have held up over the last seconds.
+
+    Attributes:
+        over_s: The time that this is about, seconds.
+        throttled_s: Seconds for which the quotas of the rank's control groups kept its processes waiting, summed over
+            cores.
+        periods: Periods of the quota (mostly 100 ms) in this time.
+        throttled_periods: Those in which the quota was used up before they were over.
+        cpu_waited: Share of the time in which some task of the host waited for a core (PSI, ``some``), 0 to 1.
+        memory_stalled: The same in which all tasks waited for memory (PSI, ``full``).
+        io_stalled: The same for storage.
+    """
+
+    over_s: float
+    throttled_s: float | None = None
+    periods: int | None = None
+    throttled_periods: int | None = None
+    cpu_waited: float | None = None
+    memory_stalled: float | None = None
+    io_stalled: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GarbageFacts:
+    """What Python's garbage collector took of a rank's time: whole collections (the oldest generation) only.
+
+    Attributes:
+        running_s: Seconds since the collection began that is going on; 0 where none is.
+        longest_s: The longest one of the last minute, seconds.
+        ended_ago_s: Seconds since that one ended.
+        total_s: All of them in the last minute, seconds.
+        count: How many these were.
+        blocks: Blocks of memory that Python's objects take now: about as many as there are objects.
+    """
+
+    running_s: float = 0.0
+    longest_s: float = 0.0
+    ended_ago_s: float = 0.0
+    total_s: float = 0.0
+    count: int = 0
+    blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedProcess:
+    """A child of a rank, a loader's worker mostly, that was killed or has failed.
+
+    Attributes:
+        pid: Process id.
+        signal: The signal that has killed it, ``"SIGKILL"``; empty where it has exited by itself.
+        exit_code: Its exit code, where it has exited by itself.
+        ago_s: Seconds since it ended; None where nobody asked for it yet, and its end was not seen.
+        is_replaced: Whether its parent has asked for it meanwhile; a pool of processes has started another then.
+    """
+
+    pid: int
+    signal: str = ""
+    exit_code: int | None = None
+    ago_s: float | None = None
+    is_replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStateFacts:
+    """A rank's GPU at the moment of an incident.
+
+    Attributes:
+        gpu: What NVML says of it; None where it does not answer.
+        utilization: Share of the last moments in which a kernel ran on it, 0 to 1.
+        power_w: What it draws, watts.
+        no_answer_s: Seconds for which NVML has been asked and has not answered; 0 where it has.
+    """
+
+    gpu: GpuFacts | None = None
+    utilization: float | None = None
+    power_w: float | None = None
+    no_answer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceFacts:
+    """The network interface that this rank's back end takes.
+
+    Attributes:
+        backend: ``"nccl"`` or ``"gloo"``.
+        name: Name of the interface; empty where there is none.
+        address: Its address.
+        network: The network that this address is in, ``"10.0.0.0/24"``.
+        chosen_by: Why that one: ``"NCCL_SOCKET_IFNAME=eth0"``, ``"first that is up"``.
+        is_loopback: Whether it reaches this host only.
+        others: The host's other interfaces that are up, with their addresses, ``"eth0 10.0.0.7"``.
+    """
+
+    backend: str
+    name: str = ""
+    address: str = ""
+    network: str = ""
+    chosen_by: str = ""
+    is_loopback: bool = False
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedAddress:
+    """A host whose ranks have answered, tried at the address that its back end uses: that may be another network.
+
+    Attributes:
+        host: Its name.
+        address: The address of the interface towards other hosts.
+        answers: Whether it answered there, to accept a connection or to refuse it; None where that cannot be told.
+        seen_from: Name of the host that tried.
+        tried: What came of it, in words.
+    """
+
+    host: str
+    address: str
+    answers: bool | None = None
+    seen_from: str = ""
+    tried: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """All of this about one rank.
+
+    Attributes:
+        main_thread: Its main thread; None until it has been watched for a while.
+        pressure: Its host and control groups; None likewise.
+        garbage: Python's garbage collector.
+        ended: Children that were killed or have failed, of late or with nobody having asked for them yet.
+        shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
+        shm_free_bytes: What is free of it.
+        gpu: Its GPU; None where it uses none.
+        interface: The interface towards other hosts; None where that is not known.
+        settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
+    """
+
+    main_thread: MainThreadFacts | None = None
+    pressure: PressureFacts | None = None
+    garbage: GarbageFacts = field(default_factory=GarbageFacts)
+    ended: tuple[EndedProcess, ...] = ()
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    gpu: GpuStateFacts | None = None
+    interface: InterfaceFacts | None = None
+    settings: dict[str, str] = field(default_factory=dict)

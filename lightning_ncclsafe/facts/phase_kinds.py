@@ -1,0 +1,77 @@
+"""Kinds of phases in a rank's life: how long a rank usually stands still differs from one to the next."""
+
+from dataclasses import dataclass
+
+from lightning_ncclsafe.facts import Action, Phase, Progress
+
+FIRST_BATCH = "first_batch"
+"""What the first training batch of an epoch is called among limits: it is a phase to users, and none to Lightning."""
+
+LONG_S = 300.0
+"""For how long nobody is surprised where things are known to take long: compilation, workers that start, checkpoints.
+Compiling a large model takes some minutes, and so does writing its checkpoint to shared storage."""
+
+_EVALUATIONS = frozenset({Phase.SANITY_CHECK, Phase.VALIDATE, Phase.TEST, Phase.PREDICT})
+_IN_LOOPS = _EVALUATIONS | {Phase.TRAIN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseKind:
+    """What kind of phase a rank is in.
+
+    Attributes:
+        phase: Where in its life the Trainer stands.
+        first: Whether the first batch of the loop, since it began, is not over: workers start, models are compiled.
+        per_batch: Whether the Trainer does what it does for every batch; not so in hooks at the begin or end of an
+            epoch or a run, where people put work that is done once.
+    """
+
+    phase: Phase
+    first: bool = False
+    per_batch: bool = False
+
+    @property
+    def limit_name(self) -> str:
+        """Name of the argument of ``PhaseTimeouts`` that applies."""
+        return FIRST_BATCH if self.phase is Phase.TRAIN and self.first else self.phase.value
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is known of such phases that they take long, in a healthy run as well."""
+        if self.phase in (Phase.CHECKPOINT, Phase.SANITY_CHECK):
+            return True
+        return self.phase in _IN_LOOPS and self.first and self.per_batch
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the Trainer runs an evaluation loop."""
+        return self.phase in _EVALUATIONS
+
+
+def phase_kind_of(progress: Progress) -> PhaseKind:
+    """The kind of phase that a rank's facts tell of; the first batch is over here when the second one is there."""
+    return make_phase_kind(progress.phase, progress.actions, first=progress.batch_idx <= 0)
+
+
+def make_phase_kind(phase: Phase, actions: tuple[Action, ...], *, first: bool) -> PhaseKind:
+    """The kind of a phase, given what is going on in it.
+
+    Args:
+        phase: Where in its life the Trainer stands.
+        actions: What is going on, outermost first.
+        first: Whether the loop's first batch is not over.
+    """
+    in_loop = phase in _IN_LOOPS
+    return PhaseKind(
+        phase=phase,
+        first=first and in_loop,
+        per_batch=in_loop and not any(is_occasional(action.name) for action in actions),
+    )
+
+
+def is_occasional(action_name: str) -> bool:
+    """Whether an action is a hook that is not called for every batch: ``"[Callback]X.on_train_epoch_end"``."""
+    hook = action_name.rpartition(".")[2]
+    if hook.startswith("on_"):
+        return hook.endswith(("_start", "_end")) and "_batch_" not in hook
+    return hook in ("setup", "teardown", "prepare_data")

@@ -1,0 +1,186 @@
+"""What one rank finds on its host before training starts."""
+
+from dataclasses import dataclass, field
+
+from lightning_ncclsafe.facts.capacity import Capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapFacts:
+    """Swap and memory pressure of the host. None means that this host does not say.
+
+    Attributes:
+        total_bytes: Swap space.
+        used_bytes: Swap space in use.
+        swapped_out_bytes: Written to swap while the check ran.
+        swapped_in_bytes: Read back while the check ran.
+        devices: Partitions and files that are swapped to, with the type of the file system below a file
+            (``"/swapfile on nfs4"``), or that of the device.
+        on_network: Those of them that are on a network.
+        memory_stalled: Share of the check's time in which all tasks waited for memory (PSI, ``full``), 0 to 1.
+        io_stalled: The same for storage.
+        cpu_waited: Share of the time in which some task waited for a core (PSI, ``some``).
+    """
+
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    swapped_out_bytes: int | None = None
+    swapped_in_bytes: int | None = None
+    devices: tuple[str, ...] = ()
+    on_network: tuple[str, ...] = ()
+    memory_stalled: float | None = None
+    io_stalled: float | None = None
+    cpu_waited: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """One GPU, the one that a rank uses, as NVML tells. None means that it does not.
+
+    Attributes:
+        index: Its index for NVML.
+        name: Its model.
+        uuid: What tells it from others: two ranks that have it in common share it.
+        total_bytes: Its memory.
+        free_bytes: What is free of it.
+        foreign_processes: Processes on it that are no ranks of this job, ``"pid 4711 (python), 12.3 GB"``.
+        ecc_errors: Uncorrected errors of its memory since the driver was loaded.
+        pending_repair: Whether memory rows wait to be remapped, or the last remapping failed.
+        throttled_by: What holds its clocks down besides power saving: ``"thermal slowdown"``, ``"power brake"``.
+        recovery_action: What NVML says should be done: ``"reset"``, ``"drain"``, ``"reboot"``; empty for nothing.
+        xids: Xid errors in the kernel's log of this boot, newest last, where it can be read: ``"79 (fallen off the
+            bus)"``.
+        driver: Version of the driver.
+        cuda: Version of CUDA that the driver supports.
+    """
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    foreign_processes: tuple[str, ...] = ()
+    ecc_errors: int | None = None
+    pending_repair: bool | None = None
+    throttled_by: tuple[str, ...] = ()
+    recovery_action: str = ""
+    xids: tuple[str, ...] = ()
+    driver: str = ""
+    cuda: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFacts:
+    """How the back ends would reach other hosts.
+
+    Attributes:
+        interfaces: Interfaces that are up, with their speed: ``"eth0 10000 Mbit/s 10.0.0.7"``; loopback is not here.
+        default_interface: The one that NCCL's and gloo's sockets would take, by ``NCCL_SOCKET_IFNAME`` or
+            ``GLOO_SOCKET_IFNAME`` or else their own order; empty where there is none.
+        chosen_by: Why that one: the name of the variable, or ``"route to MASTER_ADDR"``, ``"first that is up"``.
+        misnamed: The variables of these that name an interface that this host has not:
+            ``"GLOO_SOCKET_IFNAME=eth9"``.
+        infiniband: InfiniBand and RoCE ports, ``"mlx5_0:1 ACTIVE 400 Gb/sec"``.
+        infiniband_active: How many of them are active.
+        infiniband_off: Why NCCL would not use them although they are there: ``"NCCL_IB_DISABLE=1"``,
+            ``"libibverbs.so.1 cannot be loaded"``; empty where nothing is in the way.
+    """
+
+    interfaces: tuple[str, ...] = ()
+    default_interface: str = ""
+    chosen_by: str = ""
+    misnamed: tuple[str, ...] = ()
+    infiniband: tuple[str, ...] = ()
+    infiniband_active: int = 0
+    infiniband_off: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryFacts:
+    """A directory that the run writes to or reads from, tried out. None means that it was not, or could not be.
+
+    Attributes:
+        role: ``"logs"``, ``"checkpoints"`` or ``"data"``.
+        path: The directory.
+        filesystem: Type of the file system below it (``"ext4"``, ``"nfs4"``).
+        append_s: Median time of one append of 4 KiB, seconds.
+        append_worst_s: The longest one, seconds.
+        fsync_s: Median time of one fsync, seconds.
+        read_s: Median time to open one of its files and read 4 KiB at a random place, seconds.
+        free_bytes: What is free for this user.
+        free_inodes: How many files can be made.
+        problem: Why it cannot be used, in words: ``"Permission denied"``, ``"no answer within 2 s"``.
+    """
+
+    role: str
+    path: str
+    filesystem: str = ""
+    append_s: float | None = None
+    append_worst_s: float | None = None
+    fsync_s: float | None = None
+    read_s: float | None = None
+    free_bytes: int | None = None
+    free_inodes: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFacts:
+    """What the run is about to ask of this rank's host. None where it cannot be known beforehand.
+
+    Attributes:
+        loader_workers: Worker processes of all of this rank's loaders that live at the same time.
+        batches_in_flight: Workers times prefetch factor, summed over these loaders.
+        batch_bytes: Size of one batch.
+        omp_threads: Threads that torch uses for one operation (``torch.get_num_threads()``).
+        parameter_bytes: Size of the model's parameters and buffers.
+        gradient_bytes: Size of the parameters that are trained.
+        replica_bytes: GPU memory for the model, its gradients, DDP's buckets and the optimizer's state.
+    """
+
+    loader_workers: int | None = None
+    batches_in_flight: int | None = None
+    batch_bytes: int | None = None
+    omp_threads: int | None = None
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    replica_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightFacts:
+    """Everything that one rank has found, for comparison with the others.
+
+    Attributes:
+        capacity: What it may use of its host.
+        swap: Swap and pressure.
+        gpu: Its GPU; None where it has none.
+        network: How other hosts are reached.
+        directories: What it writes to and reads from.
+        load: What the run is about to ask for.
+        open_files_limit: Soft limit of open files.
+        open_files: How many are open.
+        clock_offset_s: How far this host's clock is ahead of rank 0's, seconds.
+        clock_error_s: How wrong that may be, seconds.
+        versions: Of torch, CUDA, NCCL, Lightning, Python, the driver, …: ``{"torch": "2.13.0"}``.
+        settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
+        is_cuda: Whether the run uses GPUs.
+        took_s: How long all of this took, seconds.
+        missing: What could not be found out, one sentence each.
+    """
+
+    capacity: Capacity = field(default_factory=Capacity)
+    swap: SwapFacts = field(default_factory=SwapFacts)
+    gpu: GpuFacts | None = None
+    network: NetworkFacts = field(default_factory=NetworkFacts)
+    directories: tuple[DirectoryFacts, ...] = ()
+    load: LoadFacts = field(default_factory=LoadFacts)
+    open_files_limit: int | None = None
+    open_files: int | None = None
+    clock_offset_s: float | None = None
+    clock_error_s: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    is_cuda: bool = False
+    took_s: float = 0.0
+    missing: tuple[str, ...] = ()

@@ -1,0 +1,344 @@
+"""How the facts of all ranks meet: every rank publishes its own, one of them judges and reports.
+
+The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and a rank that
+does not answer is looked at from outside by a rank of its host.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
+from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
+from lightning_ncclsafe.guard.reporter import Verdict
+from lightning_ncclsafe.probes.host.resources import look_at
+from lightning_ncclsafe.probes.process.witnessing import ANSWERING
+from lightning_ncclsafe.probes.rank import Card, card_key
+from lightning_ncclsafe.rules.kit.wording import size_words
+
+# Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
+ANSWER_S = 0.6
+# A process that can be seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
+PATIENCE_S = 3.0
+# How long the others wait for the reporter.
+REPORT_S = 6.0
+# How long the reporter waits for the others to have read the verdict.
+SEEN_S = 1.0
+_POLL_S = 0.02
+# The store serves about so many questions a second, from all ranks that wait for the verdict.
+_POLLS_PER_S = 2000.0
+# Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
+_MOST_BYTES = 4_000_000
+_FEW_COLLECTIVES = 100
+_GONE = frozenset({"gone", "zombie", "dead"})
+_CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
+
+
+def report_deadline_s(world_size: int) -> float:
+    """How long the others wait for the reporter, which reads and judges a hundred ranks a second or more."""
+    return REPORT_S + world_size / 100
+
+
+def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
+    """What matters most: where a rank stands, and the end of what it has called."""
+    left_out = (
+        f"Its facts were too long to be shared ({size_words(size_bytes)}): source lines, older collectives, loaders "
+        "and what it sees of other processes are left out."
+    )
+    return replace(
+        facts,
+        stack=tuple(replace(frame, code="", rank_condition="") for frame in facts.stack),
+        collectives=facts.collectives[-_FEW_COLLECTIVES:],
+        units=(),
+        peers=(),
+        workers=(),
+        loaders=(),
+        data=None,
+        preflight=None,
+        missing=(*facts.missing, left_out),
+    )
+
+
+def leave_word(exchange: Exchange, facts: RankFacts) -> None:
+    """A rank leaves with an exception: what it says is an answer in all rounds to come.
+
+    Raises:
+        ExchangeError: The others cannot be told.
+    """
+    exchange.set(_last_key(facts.rank), codec.encode(facts))
+
+
+def _last_key(rank: int) -> str:
+    return f"last/{rank}"
+
+
+class Gathering:
+    """One round of questions and answers among the ranks.
+
+    Args:
+        exchange: What the ranks share.
+        round_number: Number of the round, equal on all ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+        peers: Cards of the other ranks of this host.
+        witness: Looks from outside at ranks of this host.
+        is_dropped: Whether the round has become pointless; it is then left without a verdict.
+        leave_cards: Whether ranks leave a card in what they share when they begin to watch.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        round_number: int,
+        rank: int,
+        world_size: int,
+        peers: Iterable[Card],
+        witness: Callable[[Iterable[Card]], list[ProcessFacts]],
+        is_dropped: Callable[[], bool] = lambda: False,
+        leave_cards: bool = False,
+    ) -> None:
+        self._exchange = exchange
+        self._key = f"round/{round_number}"
+        self._key_before = f"round/{round_number - 1}"
+        self._rank = rank
+        self._world_size = world_size
+        self._peers = {card.rank: card for card in peers}
+        self._witness = witness
+        self._is_dropped = is_dropped
+        self._leave_cards = leave_cards
+        self._began = time.monotonic()
+        # Many ranks take longer to write to one store: some 0.3 ms each.
+        self._answer_s = ANSWER_S + world_size / 1000
+        self._report_s = report_deadline_s(world_size)
+        self._poll_s = max(_POLL_S, world_size / _POLLS_PER_S)
+        self._lower_has_answered = False
+        self._gone: set[int] = set()
+        self._unread: dict[int, str] = {}
+        self._answers: dict[int, RankFacts] = {}
+        self._witnessed: dict[int, ProcessFacts] = {}
+        self._watched: dict[int, Card] = {}
+
+    def publish(self, facts: RankFacts) -> None:
+        """Answers for this rank; if it leaves with an exception, for later rounds as well."""
+        self._answers[self._rank] = facts
+        # Nobody waits for those: their launcher may end all others within a second.
+        self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
+        encoded = codec.encode(facts)
+        if len(encoded) > _MOST_BYTES:
+            encoded = codec.encode(_shortened(facts, len(encoded)))
+        self._set(self._facts_key(self._rank), encoded)
+        self._set(self._here_key(self._rank), b"")
+        if facts.exception is not None:
+            self._set(_last_key(self._rank), encoded)
+
+    def answered(self) -> set[int]:
+        """The ranks that have answered by now, this one among them."""
+        here = {self._here_key(rank): rank for rank in range(self._world_size)}
+        return {here[key] for part in in_parts(here) for key in self._exchange.get_many(part)}
+
+    def hold(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        """Takes part until there is a verdict.
+
+        Args:
+            incident: What the round is about.
+            report: Judges and tells; called on one rank.
+
+        Returns:
+            The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
+        """
+        # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
+        while (waited_s := self._waited_s()) < self._second_term_s + self._report_s / 2 and not self._is_dropped():
+            try:
+                if (verdict := self._read_verdict()) or (verdict := self._take_turn(waited_s, incident, report)):
+                    return verdict
+            except ExchangeError:
+                # One that has only missed a deadline may answer the next time; on a busy host some do.
+                if self._exchange.lost:
+                    raise
+            time.sleep(self._poll_s)
+        return None
+
+    def _read_verdict(self) -> Verdict | None:
+        verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
+        if verdict is None:
+            return None
+        self._leave(seen=True)
+        return codec.decode(Verdict, verdict)
+
+    def _take_turn(self, waited_s: float, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        if waited_s > self._answer_s:
+            self._look_at_silent_peers()
+        if not self._is_my_turn(waited_s) or not self._claim(waited_s):
+            return None
+        job = self._collect(incident)
+        if self._is_dropped():
+            return None
+        verdict = report(job)
+        self._set(self._verdict_key, codec.encode(verdict))
+        self._leave()
+        return verdict
+
+    def _set(self, key: str, value: bytes) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._exchange.set(key, value)
+            except ExchangeError:
+                if self._exchange.lost or time.monotonic() > give_up:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _leave(self, *, seen: bool = False) -> None:
+        """The verdict stands: what is left to do is for the others, and for the store."""
+        with suppress(ExchangeError):
+            if seen:
+                self._exchange.set(self._seen_key(self._rank), b"")
+            else:
+                self._wait_until_seen()
+            self._forget()
+
+    def _wait_until_seen(self) -> None:
+        """The reporter may be about to leave, and the store with it; the others must have heard by then."""
+        others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
+        give_up = time.monotonic() + SEEN_S + 2 * self._poll_s
+        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+
+    def _forget(self) -> None:
+        """Takes back what this rank has said, which was judged: the store's memory is that of rank 0.
+
+        The reporter may still look for the word that this rank has seen the verdict, but not for that of a round ago.
+        """
+        said = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
+        self._exchange.delete(said)
+
+    def _seen_key(self, rank: int) -> str:
+        return f"{self._key}/seen/{rank}"
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def _second_term_s(self) -> float:
+        """When another rank reports, as the first one may have died on the way."""
+        return self._answer_s + PATIENCE_S + self._report_s / 2
+
+    @property
+    def _verdict_key(self) -> str:
+        return f"{self._key}/verdict"
+
+    def _here_key(self, rank: int) -> str:
+        """That a rank has answered: its facts are many times as long."""
+        return f"{self._key}/here/{rank}"
+
+    def _facts_key(self, rank: int) -> str:
+        return f"{self._key}/facts/{rank}"
+
+    def _is_my_turn(self, waited_s: float) -> bool:
+        if self._gone.issuperset(range(self._rank)):
+            return True
+        if waited_s < 2 * self._answer_s:
+            return False
+        # A lower rank that answered reports; unless it, too, fails to.
+        return waited_s > self._second_term_s or not self._has_lower_answered()
+
+    def _has_lower_answered(self) -> bool:
+        if not self._lower_has_answered:
+            parts = in_parts(map(self._here_key, range(self._rank)))
+            self._lower_has_answered = any(self._exchange.get_many(part) for part in parts)
+        return self._lower_has_answered
+
+    def _claim(self, waited_s: float) -> bool:
+        term = int(waited_s > self._second_term_s)
+        mine = str(self._rank).encode()
+        return self._exchange.set_if_absent(f"{self._key}/reporter/{term}", mine) == mine
+
+    def _collect(self, incident: Incident) -> JobFacts:
+        while not self._is_complete():
+            time.sleep(_POLL_S)
+        self._read_answers(_last_key)
+        self._look_again()
+        off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
+        missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
+        missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
+        return JobFacts(
+            incident=incident,
+            world_size=self._world_size,
+            ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
+            witnessed=tuple(
+                seen for rank, seen in sorted(self._witnessed.items()) if rank not in self._answers or seen.gil_held
+            ),
+            absent=self._absent(),
+            missing=(*missing, *filter(None, [self._exchange.lost])),
+        )
+
+    def _absent(self) -> tuple[int, ...]:
+        silent = self._silent() if self._leave_cards and not self._exchange.lost else []
+        left = {name for part in in_parts(map(card_key, silent)) for name in self._exchange.get_many(part)}
+        return tuple(rank for rank in silent if card_key(rank) not in left)
+
+    def _is_complete(self) -> bool:
+        # Before they are read: those that have answered by the deadline are all read, however long it takes.
+        waited_s = self._waited_s()
+        self._read_answers(self._facts_key)
+        silent = [rank for rank in self._silent() if rank not in self._unread]
+        if self._gone.issuperset(silent) or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:
+            return True
+        if waited_s < self._answer_s:
+            return False
+        self._read_answers(_last_key)
+        silent = [rank for rank in silent if rank not in self._answers]
+        self._look_at_silent_peers()
+        self._read_witnesses(silent)
+        return all(rank in self._witnessed and self._witnessed[rank].state in _CANNOT_ANSWER for rank in silent)
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank not in self._answers]
+
+    def _read_answers(self, key: Callable[[int], str]) -> None:
+        for part in in_parts(map(key, self._silent())):
+            for name, data in self._exchange.get_many(part).items():
+                if data:
+                    self._read_answer(int(name.rpartition("/")[2]), data)
+
+    def _read_answer(self, rank: int, data: bytes) -> None:
+        """One that cannot be read, of another version say, is no reason to go without those of the others."""
+        try:
+            self._answers[rank] = codec.decode(RankFacts, data)
+            self._unread.pop(rank, None)
+        except codec.DecodeError as error:
+            self._unread[rank] = str(error)
+
+    def _read_witnesses(self, silent: Iterable[int]) -> None:
+        for data in self._exchange.get_many(map(self._witness_key, silent)).values():
+            seen = codec.decode(ProcessFacts, data)
+            self._witnessed.setdefault(seen.rank, seen)
+
+    def _look_at_silent_peers(self) -> None:
+        """The lowest rank of a host that answered looks at those that did not, once."""
+        peers, self._peers = self._peers, {}
+        if not peers:
+            return
+        answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
+        if any(rank < self._rank for rank in answered):
+            return
+        # Those of earlier rounds have left, and nobody has to look at them.
+        answered |= self._answers.keys()
+        self._watched = {rank: card for rank, card in peers.items() if rank not in answered}
+        for seen in self._witness(self._watched.values()):
+            self._witnessed[seen.rank] = seen
+            self._exchange.set(self._witness_key(seen.rank), codec.encode(seen))
+
+    def _look_again(self) -> None:
+        """A process whose connections broke may have been about to end when it was looked at."""
+        for rank, card in self._watched.items():
+            before = self._witnessed.get(rank)
+            may_have_ended = rank not in self._answers and before is not None and before.state in ANSWERING
+            if may_have_ended and look_at(card.pid, rank=rank, started=card.started or None).state in _GONE:
+                # With its last words.
+                self._witnessed |= {seen.rank: seen for seen in self._witness([card])}
+
+    def _witness_key(self, rank: int) -> str:
+        return f"{self._key}/witness/{rank}"

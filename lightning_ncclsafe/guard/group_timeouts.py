@@ -1,0 +1,131 @@
+"""The back end's timeout of every process group, set to the limit of the phase that begins."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.facts import VOTE_GROUPS, Phase
+from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, is_occasional
+from lightning_ncclsafe.guard.thresholds import DEFAULT_TIMEOUTS_S
+from lightning_ncclsafe.report.terminal import say_own_failure
+from lightning_ncclsafe.settings import BACKSTOP_S, Limits
+
+# Of phases whose end no hook marks: here every action is a reason to look.
+_SHORT = (FIRST_BATCH, Phase.CHECKPOINT.value)
+# A user's own profiler may give every action another name.
+_MOST_NAMES = 1000
+
+
+class GroupTimeouts:
+    """Follows the phases of one call of the Trainer, on its main thread.
+
+    A collective keeps the timeout that its group had when it was called, whether it is under way, queued on a device
+    or not yet begun: gloo and NCCL copy the timeout into each ``Work`` as it is made (torch 2.13), and gloo's
+    connections, which have one of their own, keep that. So a change does nothing to what is in flight, and cannot end
+    it early; and it is not made while the main thread is in a call of the back end, as it is that thread which makes
+    it, between two of Lightning's actions. What others have called on threads of their own is not disturbed either.
+
+    Where the Trainer goes from one phase to the next without an action of its own, as from validation back to
+    training, the next action is where the change is made: one collective may still have the timeout of before.
+
+    Where no phase has a limit of its own there is nothing to follow. Then only groups without a timeout of their own,
+    such as those of a device mesh, which Lightning makes with PyTorch's default, get the strategy's.
+
+    Args:
+        limits: The hard limits.
+        limit_name: Which of the limits applies now.
+        say_failure: Says an own failure, after which the groups are left as they are.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        limit_name: Callable[[], str],
+        say_failure: Callable[[Exception], None] = lambda error: say_own_failure(error, what="setting timeouts"),
+    ) -> None:
+        self._limits = limits
+        self._limit_name = limit_name
+        self._say_failure = say_failure
+        self._is_on = bool(limits.phases_s)
+        self._phase = ""
+        self._is_short = False
+        self._has_set = False
+        self._may_begin_phase: dict[str, bool] = {}
+        # What each group had when it was first seen, by its name.
+        self._before_s: dict[str, float] = {}
+        as_made = (limits.timeout_s, limits.limit_s(Phase.INIT.value), limits.longest_s)
+        self._as_made_s = {round(timeout_s + BACKSTOP_S, 3) for timeout_s in as_made}
+        self._nobodys_s = self._as_made_s | DEFAULT_TIMEOUTS_S
+
+    def listen(self, action_name: str) -> None:
+        """The innermost action is another one; a listener of ``ActionTracker``."""
+        name: object = action_name  # a user's profiler may name things by anything
+        if isinstance(name, str) and (self._may_begin_phase.get(name, True) or self._is_short):
+            self._look(name)
+
+    def start(self) -> None:
+        """Process groups have been made: sets what applies now."""
+        if self._is_on or not self._limits.phases_s:
+            self._unharmed(self._begin)
+
+    def restore(self) -> None:
+        """Every group gets back what it had; the one that was made with the limit of ``init``, the strategy's own."""
+        if self._phase or self._has_set:
+            self._unharmed(self._restore)
+
+    def _look(self, name: str) -> None:
+        may_begin = name.startswith(("save_checkpoint", "barrier:")) or name.endswith("_next") or is_occasional(name)
+        if len(self._may_begin_phase) < _MOST_NAMES:
+            self._may_begin_phase[name] = may_begin
+        if self._is_on and (may_begin or self._is_short):
+            self._unharmed(self._follow)
+
+    def _follow(self) -> None:
+        phase = self._limit_name()
+        if phase != self._phase:
+            self._phase, self._is_short = phase, phase in _SHORT
+            self._set()
+
+    def _begin(self) -> None:
+        if self._is_on:
+            self._phase = self._limit_name()
+            self._is_short = self._phase in _SHORT
+        self._set()
+
+    def _set(self) -> None:
+        for group in self._groups():
+            wanted_s = self._wanted_s(group)
+            if abs(group.timeout_s - wanted_s) > 0.0005:
+                self._has_set = True
+                group.set_timeout(wanted_s)
+
+    def _wanted_s(self, group: _torch.TimedGroup) -> float:
+        before_s = self._before_s.setdefault(group.name, group.timeout_s)
+        phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
+        if round(before_s, 3) in self._nobodys_s:
+            return phase_s
+        # With one limit for all phases whoever has chosen a timeout has chosen it for all.
+        return max(before_s, phase_s) if self._phase else before_s
+
+    def _restore(self) -> None:
+        self._phase, self._has_set = "", False
+        own_s = self._limits.timeout_s + BACKSTOP_S
+        for group in self._groups():
+            before_s = self._before_s.get(group.name, group.timeout_s)
+            group.set_timeout(own_s if round(before_s, 3) in self._as_made_s else before_s)
+
+    def _groups(self) -> list[_torch.TimedGroup]:
+        groups = [group for group in _torch.timed_groups() if group.description not in VOTE_GROUPS]
+        names = {group.name for group in groups}
+        self._before_s = {name: timeout_s for name, timeout_s in self._before_s.items() if name in names}
+        return groups
+
+    def _unharmed(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._is_on = False
+            self._say_failure(error)
+            # Rather the strategy's own than that of a phase which will be over.
+            with suppress(Exception):
+                self._restore()

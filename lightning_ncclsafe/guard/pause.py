@@ -1,0 +1,30 @@
+"""What a user announces: a rank will stand still for a while, and that is meant."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from lightning_ncclsafe.probes.trainer.actions import attached_trackers
+from lightning_ncclsafe.rules.kit.activity import PAUSE
+
+
+@contextmanager
+def pause(reason: str = "") -> Iterator[None]:
+    """Announces that this rank stands still on purpose: in a debugger, at a prompt, in a wait for a person.
+
+    The other ranks wait without asking why, and without a report, for as long as the ``with`` block lasts; but no
+    longer than the hard limit of the phase (the strategy's ``timeout`` or ``PhaseTimeouts``), which ends the run all
+    the same. Outside of a Trainer's function under one of our strategies it does nothing.
+
+    Args:
+        reason: What for, in a few words; the report says so if the hard limit passes.
+
+    Example::
+
+        if self.global_rank == 0:
+            with lightning_ncclsafe.pause("a debugger"):
+                breakpoint()
+    """
+    with ExitStack() as stack:
+        for tracker in attached_trackers():
+            stack.enter_context(tracker.action(f"{PAUSE}{reason}"))
+        yield

@@ -1,0 +1,172 @@
+"""Telling the user: judges the facts of all ranks, writes the report and prints it."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lightning_ncclsafe.errors import CollectiveTimeoutError
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.report.folder import write_page, write_report
+from lightning_ncclsafe.report.text import render_news
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.expected import announced_for_s, expected_for_s
+from lightning_ncclsafe.rules.kit.sentences import exit_status
+from lightning_ncclsafe.settings import Limits
+
+_MOST_TOLD = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the reporter tells the other ranks about an incident.
+
+    Attributes:
+        incident: The incident.
+        answer: The report's first line.
+        folder: Where the report was written; empty where it could not be.
+        is_told: Whether anything was written or said; not of what every rank raises alike, nor of what is expected.
+        findings: The causes found, the most probable first.
+        ends_run: Whether the run cannot go on, and is to be ended.
+        quiet_s: For how many seconds ranks are to be quiet, as what they wait for is to be expected for so long; then
+            nothing was written or said. 0 otherwise.
+        frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
+        logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
+        raised: Ranks that leave with an exception of their own, of which they print the traceback.
+        is_joint: Whether no rank is left that trains on: all have raised the same, or have finished.
+        told_on: Name of the host on whose terminal it has been told.
+    """
+
+    incident: Incident
+    answer: str
+    folder: str = ""
+    is_told: bool = True
+    findings: tuple[Finding, ...] = ()
+    ends_run: bool = False
+    quiet_s: float = 0.0
+    frozen: tuple[int, ...] = ()
+    logging_ranks: tuple[int, ...] = ()
+    raised: tuple[int, ...] = ()
+    is_joint: bool = False
+    told_on: str = ""
+
+
+def print_no_told_errors() -> None:
+    """From now on a process that ends with a `CollectiveTimeoutError` prints no traceback of it: it has been reported.
+
+    What stands last is the traceback of the rank that has failed. The exit status stays what it is.
+    """
+    if not isinstance(sys.excepthook, _Untold):
+        sys.excepthook = _Untold(sys.excepthook)
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """A hook for uncaught exceptions that leaves to another those which have not been told."""
+
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, CollectiveTimeoutError):
+            self.hook(kind, error, trace)
+
+
+class Reporter:
+    """Reports on incidents, on the one rank that has gathered the facts.
+
+    Args:
+        report_dir: The folder of all incidents; made when the first one is reported.
+        limits: What the user has set.
+        say: Prints one or more lines to the user.
+    """
+
+    def __init__(self, report_dir: Path, limits: Limits, say: Callable[[str], None]) -> None:
+        self._report_dir = report_dir
+        self._limits = limits
+        self._say = say
+        self._said_no_page = False
+
+    def report(self, job: JobFacts, *, told: Verdict | None = None) -> Verdict:
+        """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know.
+
+        Args:
+            job: The facts of all ranks that answered.
+            told: The verdict on the same incident that the user has read already, on whichever rank; only what is
+                new is printed then. The report is written whole.
+        """
+        quiet_s = announced_for_s(job)
+        if self._limits.learned and not quiet_s:
+            quiet_s = expected_for_s(job, self._limits.limit_s)
+        if quiet_s > 0:
+            return Verdict(incident=job.incident, answer="", is_told=False, quiet_s=round(quiet_s, 1))
+        if _all_are_done(job):
+            return Verdict(incident=job.incident, answer="", is_told=False, is_joint=True)
+        diagnosis = judge(job)
+        ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
+        folder, where = "", ""
+        # Where every rank has the same traceback to print, nobody waits and nothing is to be explained.
+        is_joint = _all_raised_alike(job)
+        if not is_joint:
+            folder, where = self._write(diagnosis)
+            closing = "\nthe run cannot go on, it is ended" if ends_run else ""
+            known = told.findings if told is not None and told.folder else ()
+            self._say(f"{render_news(diagnosis, known)}\n{where}{closing}")
+            self._write_page(diagnosis, folder)
+        answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
+        return Verdict(
+            incident=job.incident,
+            answer=answer,
+            folder=folder,
+            is_told=not is_joint,
+            # Every rank reads them, and a store takes only so much; the report has them all.
+            findings=diagnosis.findings[:_MOST_TOLD],
+            ends_run=ends_run,
+            frozen=tuple(
+                seen.rank
+                for seen in job.witnessed
+                if seen.rank in job.silent and (seen.gil_held or seen.state == "stopped")
+            ),
+            logging_ranks=tuple(facts.rank for facts in job.ranks if facts.loggers),
+            raised=tuple(facts.rank for facts in job.ranks if _raises(facts)),
+            is_joint=is_joint,
+        )
+
+    def _write(self, diagnosis: Diagnosis) -> tuple[str, str]:
+        try:
+            folder = str(write_report(diagnosis, self._report_dir))
+        except OSError as error:
+            return "", f"the report could not be written: {error}"
+        elsewhere = Path(folder).parent != self._report_dir
+        return folder, f"report: {folder}" + (f" (nothing could be written to {self._report_dir})" if elsewhere else "")
+
+    def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
+        """Last of all. Why there is none is said once; it is tried for every incident, as no two are alike."""
+        problem = write_page(diagnosis, Path(folder)) if folder else ""
+        if problem and not self._said_no_page:
+            self._said_no_page = True
+            self._say(problem)
+
+
+def _cannot_go_on(diagnosis: Diagnosis) -> bool:
+    is_over = diagnosis.job.incident.kind is IncidentKind.TIMEOUT
+    return is_over or any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+
+
+def _all_raised_alike(job: JobFacts) -> bool:
+    raised = {(facts.exception.type, facts.exception.stack[-1:]) for facts in job.ranks if facts.exception is not None}
+    return len(raised) == 1 and sum(map(_raises, job.ranks)) == job.world_size
+
+
+def _raises(facts: RankFacts) -> bool:
+    return facts.exception is not None and not facts.exception.is_consequence
+
+
+def _all_are_done(job: JobFacts) -> bool:
+    """Whether ranks only leave a run that is over on all others, as a program may that has nothing left to do."""
+    left = [facts for facts in job.ranks if facts.exception is not None]
+    others = [facts for facts in job.ranks if facts.exception is None]
+    in_order = all(facts.exception is not None and exit_status(facts.exception) == 0 for facts in left)
+    are_done = others and all(facts.progress.phase is Phase.FINISHED for facts in others)
+    return bool(left and in_order and are_done) and not job.silent

@@ -1,0 +1,125 @@
+"""Starts of one job: told apart on a store that outlives them, and what the one before has left.
+
+torchrun's agent keeps one store for all its starts of the ranks, with all keys of those before (torch 2.13), and its
+count of restarts may differ between hosts. So the ranks of a start give it a name of its own.
+"""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.rules.kit.wording import ranks_words
+
+_POLL_S = 0.02
+# The store serves about so many questions a second, from all ranks.
+_POLLS_PER_S = 2000.0
+
+
+@marked(Mark.STORE)
+def agree_on_start(
+    exchange: Exchange, *, rank: int, world_size: int, deadline_s: float, clear: Callable[[], None]
+) -> str:
+    """A name that all ranks of this start have, and no earlier start. All ranks must call it; rank 0 waits for all.
+
+    Args:
+        exchange: What the ranks share, which may hold what earlier starts have left.
+        rank: This rank.
+        world_size: Number of ranks.
+        deadline_s: Seconds that the others are waited for.
+        clear: Called on rank 0 while all others wait: takes away what earlier starts have left for others.
+
+    Raises:
+        ExchangeError: The others have not come, or the exchange is lost.
+    """
+    give_up = time.monotonic() + deadline_s
+    if rank == 0:
+        return _lead(exchange, world_size, give_up, clear)
+    mine = uuid.uuid4().hex
+    while True:
+        with suppress(ExchangeError):
+            found = exchange.get_many([f"hello/{rank}", f"welcome/{rank}"])
+            told, _, name = found.get(f"welcome/{rank}", b"").decode().partition(" ")
+            if told == mine:
+                return name
+            # Also where rank 0 has cleared it away since.
+            if found.get(f"hello/{rank}", b"").decode() != mine:
+                exchange.set(f"hello/{rank}", mine.encode())
+        _wait(exchange, world_size, give_up, "rank 0")
+
+
+def _lead(exchange: Exchange, world_size: int, give_up: float, clear: Callable[[], None]) -> str:
+    name, waiting = uuid.uuid4().hex[:12], list(range(1, world_size))
+    for rank in waiting:
+        # What an earlier start has left there; whatever comes from now on is of this one.
+        exchange.set(f"hello/{rank}", b"")
+    clear()
+    while True:
+        with suppress(ExchangeError):
+            for rank, hello in _hellos(exchange, waiting).items():
+                exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
+                waiting.remove(rank)
+        if not waiting:
+            return name
+        _wait(exchange, world_size, give_up, ranks_words(waiting))
+
+
+def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
+    found = exchange.get_many([f"hello/{rank}" for rank in waiting])
+    return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
+
+
+def _wait(exchange: Exchange, world_size: int, give_up: float, whom: str) -> None:
+    if exchange.lost or time.monotonic() > give_up:
+        raise ExchangeError(f"{whom} has not said within the limit that it has started: {exchange.lost or 'silence'}.")
+    time.sleep(max(_POLL_S, world_size / _POLLS_PER_S))
+
+
+def launch_words(environ: Mapping[str, str] = os.environ) -> str:
+    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty where nothing can start it again.
+
+    Args:
+        environ: Of this process.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
+    return f"SLURM job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
+
+
+def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """With what the start of this job before this one has ended, in words; empty if it is the first, or left nothing.
+
+    Args:
+        report_dir: The folder of all incidents.
+        environ: Of this process.
+    """
+    not_before_s = _earlier_starts_since_s(environ)
+    if not_before_s is None:
+        return ""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        folder = max(path.parent for path in report_dir.glob("*/report.json"))
+        if folder.stat().st_mtime < not_before_s:
+            return ""
+        job = json.loads((folder / "report.json").read_bytes())["job"]
+        with (folder / "report.txt").open(encoding="utf-8") as report:
+            answer = report.readline().strip()
+        if job["launch"] == launch_words(environ):
+            return f"the start before ended with incident {job['incident']['number']}: {folder}: {answer}"
+    return ""
+
+
+def _earlier_starts_since_s(environ: Mapping[str, str]) -> float | None:
+    """Since when, in seconds since the epoch, there may have been other starts of this job; None if there were none."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        # Names of runs are often used again; all starts of this one are children of one agent.
+        with suppress(psutil.Error):
+            return psutil.Process(os.getppid()).create_time()
+        return None
+    return 0.0 if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None

@@ -1,0 +1,79 @@
+"""One thread that notices missing progress."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from lightning_ncclsafe.code.marks import Mark, marked
+
+
+class Watchdog:
+    """Calls ``tick(idle_s)`` at a steady pace from a thread of its own until it is stopped.
+
+    Args:
+        position: Where the training stands; any change of its value is progress. It must be cheap.
+        tick: Called with the seconds since the position last changed. It may take its time; nothing else waits for it.
+        on_failure: Called once if ``position`` or ``tick`` raises; the watch is then over.
+        poll_s: Seconds between two calls.
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        position: Callable[[], Hashable],
+        tick: Callable[[float], None],
+        on_failure: Callable[[Exception], None],
+        poll_s: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._position = position
+        self._tick = tick
+        self._on_failure = on_failure
+        self._poll_s = poll_s
+        self._clock = clock
+        self._last_position: Hashable = None
+        self._last_moved = clock()
+        self._stopped = False
+        self._awake = threading.Event()
+        # A daemon: if it hangs in a call that the system does not return from, the process can still end.
+        self._thread = threading.Thread(target=self._run, name="ncclsafe-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._last_moved = self._clock()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Makes the next tick come at once."""
+        self._awake.set()
+
+    def stop(self, wait_s: float = 5.0) -> None:
+        """Ends the watch and waits for the thread, at most ``wait_s`` seconds; may be called from the thread itself."""
+        self._stopped = True
+        self.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(wait_s)
+
+    def idle_s(self) -> float:
+        """Seconds since the position last changed, as of now."""
+        position = self._position()
+        if position != self._last_position:
+            self._last_position, self._last_moved = position, self._clock()
+        return self._clock() - self._last_moved
+
+    def poll(self) -> None:
+        """One look and one tick; what the thread does over and over."""
+        try:
+            self._tick(self.idle_s())
+        except Exception as error:
+            self._stopped = True
+            self._on_failure(error)
+
+    @marked(Mark.WATCH)
+    def _run(self) -> None:
+        while not self._stopped:
+            self._awake.wait(self._poll_s)
+            self._awake.clear()
+            if not self._stopped:
+                self.poll()

@@ -1,0 +1,303 @@
+"""Collects the loaders of a stage as Lightning prepares them, and has them compared and fitted once they are complete.
+
+The Trainer and its loops are used by duck type; Lightning is not imported here.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.code.own_work import OwnWork
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, LoaderFacts, LoaderTerms
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
+from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
+from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
+from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.report.terminal import say_own_failure
+from lightning_ncclsafe.rules.kit.activity import AGREEMENT
+from lightning_ncclsafe.rules.kit.data import TRAIN
+from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
+
+_CONNECT_S = 30.0
+
+
+class LoaderCollector:
+    """Presents the loaders of every stage of one call of the Trainer, on one rank.
+
+    Args:
+        trainer: The ``Trainer``.
+        strategy: Its strategy.
+        agreement: Compares them with those of the other ranks; None where there are none.
+        settings: What the user has set for that.
+        combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
+        tracker: What Lightning is doing.
+        timeout_s: The run's hard limit, seconds.
+        tuner: Fits them to the host; None where nobody asks for it.
+        presented: Called on all ranks with the loaders of a stage, before anything else.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Any,
+        strategy: Any,
+        agreement: Agreement | None,
+        settings: AgreementSettings,
+        combined: type,
+        tracker: ActionTracker,
+        timeout_s: float,
+        tuner: Tuner | None = None,
+        presented: Callable[[Stage], None] = lambda _: None,
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._agreement = agreement
+        self._settings = settings
+        self._combined = combined
+        self._tracker = tracker
+        self._timeout_s = timeout_s
+        self._tuner = tuner
+        self._presented = presented
+        self._stage: Stage | None = None
+        self._methods: list[ReplacedMethod] = []
+        self._replaced: dict[str, list[Replaced]] = {}
+        self._votes: dict[bool, _torch.VoteGroup] = {}
+        """By whether ranks vote one batch ahead."""
+        self._is_off = False
+
+    def attach(self) -> None:
+        """Listens to what the loops' hooks give: how many loaders there are is not known otherwise."""
+        self._unharmed(self._attach)
+
+    def _attach(self) -> None:
+        for loop in self._loops():
+            self._methods.append(_Requests(self, loop._data_source))
+
+    def detach(self) -> None:
+        """Everything is as it was."""
+        while self._methods:
+            self._methods.pop().remove()
+        for stage in [*self._replaced]:
+            self._release(stage)
+        self._give_back()
+        for looks_ahead in [*self._votes]:
+            self._close_votes(looks_ahead)
+
+    def _give_back(self) -> None:
+        """Where something had to stand for a user's loader, that loader takes its place again."""
+        for combined in (loop._combined_loader for loop in self._loops()):
+            loaders = [] if combined is None else combined.flattened
+            if any(isinstance(loader, StandIn) for loader in loaders):
+                combined.flattened = [
+                    loader.stands_for if isinstance(loader, StandIn) else loader for loader in loaders
+                ]
+
+    def _loops(self) -> tuple[Any, ...]:
+        trainer = self._trainer
+        fit = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+
+    def requested(self, name: str, loaders: Any) -> None:
+        """One of the loops' hooks has given its loaders; Lightning will prepare them one by one."""
+        self._unharmed(lambda: self._open(name, loaders))
+
+    def _open(self, name: str, loaders: Any) -> None:
+        is_combined = isinstance(loaders, self._combined)
+        combined = loaders if is_combined else self._combined(loaders, self._default_mode(name))
+        self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened))
+        if self._stage.is_complete:
+            self._compare(self._stage)
+
+    def prepared(self, loader: Any) -> Any:
+        """Lightning has prepared a loader; with the last one of its stage, all ranks are compared.
+
+        Returns:
+            What is to be iterated: the loader itself wherever that is possible.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        # One and the same loader may be given again, for the next epochs or for another stage.
+        for stage in [*self._replaced]:
+            self._release(stage, loader)
+        loader = replaceable(loader)
+        self._unharmed(lambda: self._add(loader))
+        return loader
+
+    def _add(self, loader: Any) -> None:
+        # A loop that Lightning's own hooks know nothing of has each loader for itself.
+        stage = self._stage or Stage(name="dataloader")
+        stage.loaders.append(loader)
+        if stage.is_complete:
+            self._stage = None
+            self._compare(stage)
+
+    def _compare(self, stage: Stage) -> None:
+        self._release(stage.name)
+        with self._tracker.action(f"{AGREEMENT}{stage.name}"), OwnWork():
+            self._presented(stage)
+            ends = self._ends(stage)
+            for index, tuning in enumerate(self._tunings(stage)):
+                end = ends.get(index)
+                if end is not None or tuning is not None:
+                    self._replace(stage, index, end or _End(), tuning)
+
+    def _ends(self, stage: Stage) -> dict[int, "_End"]:
+        """How the loaders end which do not end as they would for themselves, by their index; ranks have agreed on it.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        agreement = self._agreement
+        if self._is_off or agreement is None:
+            return {}
+        data = stage.facts(self._trainer, self._strategy, self._settings)
+        terms = agreement.compare(data)
+        self._make_votes(agreement, {its_terms.looks_ahead for its_terms in terms if its_terms.votes})
+        return {
+            index: self._end(agreement, its_terms, stage, index, data)
+            for index, its_terms in enumerate(terms)
+            if not its_terms.changes_nothing and (its_terms.looks_ahead in self._votes or not its_terms.votes)
+        }
+
+    def _tunings(self, stage: Stage) -> list[Tuning | None]:
+        tuner, self._tuner = self._tuner, None
+        if tuner is None:
+            return [None] * len(stage.loaders)
+        try:
+            tunings = tuner.take(stage.name, stage.loaders, at_once=stage.mode != "sequential")
+        except Exception as error:  # then the loaders stay as they are
+            say_own_failure(error, what="the tuning of loaders")
+            return [None] * len(stage.loaders)
+        self._tuner = tuner
+        return tunings
+
+    def _replace(self, stage: Stage, index: int, end: "_End", tuning: Tuning | None) -> None:
+        def iterate(begin: Begin) -> Any:
+            with OwnWork():
+                return end.iterate(begin if tuning is None else partial(tuning, begin))
+
+        replaced = Replaced(
+            stage.loaders[index],
+            iterate,
+            length=end.length,
+            hides_length=end.hides_length,
+        )
+        self._replaced.setdefault(stage.name, []).append(replaced)
+
+    def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
+        """Makes the groups that ranks vote on, where they have to; all of them can use one, or none does."""
+        for looks_ahead in sorted(wanted - self._votes.keys()):
+            error: Exception | None = None
+            try:
+                self._votes[looks_ahead] = _torch.VoteGroup(
+                    VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
+                    timeout_s=self._timeout_s + BACKSTOP_S,
+                    # Well before the guard would end the run: without votes it can go on.
+                    connect_s=min(_CONNECT_S, self._timeout_s / 2),
+                )
+            except Exception as failure:
+                error = failure
+                say_own_failure(error, what="the vote on a next batch")
+            if not agreement.all_can(error is None):
+                self._close_votes(looks_ahead)
+
+    def _close_votes(self, looks_ahead: bool) -> None:
+        votes = self._votes.pop(looks_ahead, None)
+        if votes is not None:
+            votes.close()
+
+    def _unharmed(self, act: Callable[[], None]) -> None:
+        """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
+        try:
+            act()
+        except (DatasetMismatchError, HostPreflightError):
+            raise
+        except Exception as error:
+            self._is_off = True
+            say_own_failure(error, what="the comparison of the ranks' data")
+            with suppress(Exception):
+                if self._agreement is not None:
+                    self._agreement.withdraw()
+
+    def _default_mode(self, name: str) -> str:
+        return "max_size_cycle" if name == TRAIN else "sequential"
+
+    def _end(self, agreement: Agreement, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> "_End":
+        facts = data.loaders[index]
+        if terms.votes:
+            iterate = self._voting(agreement, terms, facts, data, stage.most_batches(self._trainer))
+        else:
+            iterate = _counting(agreement, terms, facts, data)
+        return _End(iterate=iterate, length=terms.length, hides_length=terms.hides_length)
+
+    def _release(self, stage: str, loader: Any = None) -> None:
+        """Takes our hands off the loaders that a stage had before, or off one of them."""
+        for replaced in self._replaced.pop(stage, []):
+            if loader is None or replaced.loader is loader:
+                replaced.restore()
+            else:
+                self._replaced.setdefault(stage, []).append(replaced)
+
+    def _voting(
+        self, agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts, most: int | None
+    ) -> Iterate:
+        ahead, tell = terms.looks_ahead, partial(agreement.uneven, data, facts)
+        votes = self._votes[ahead]
+        # Where ranks have peers these have to evaluate the same, too.
+        has_peers = data.data_ranks < self._strategy.world_size
+        compares = (data.stage == TRAIN or has_peers) and data.content != "off"
+        first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
+
+        def iterate(begin: Begin) -> Any:
+            compare = first.pop() if first else None
+            on_uneven = self._settings.on_uneven
+            called = partial(_torch.calls_besides, VOTE_GROUPS) if terms.may_part else None
+            return Lockstep(
+                begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
+            )
+
+        return iterate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How one loader ends.
+
+    Attributes:
+        iterate: Makes its iterators, from a function that begins the loader's own.
+        length: The length that it has for others; None for its own.
+        hides_length: Whether it has none.
+    """
+
+    iterate: Iterate = lambda begin: begin()
+    length: int | None = None
+    hides_length: bool = False
+
+
+def _counting(agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts) -> Iterate:
+    end = terms.ends_at
+    if end is None:
+        return partial(until, length=terms.length or 0, repeat=data.on_uneven == "repeat")
+    readings = [Reading(batches=min(length, end + 1), ended=length <= end) for length in terms.lengths]
+    return partial(until, length=end, error=partial(agreement.uneven, data, facts, readings))
+
+
+class _Requests(ReplacedMethod):
+    """Stands for the ``dataloader`` of a loop's data source."""
+
+    def __init__(self, presenter: LoaderCollector, source: Any) -> None:
+        super().__init__(source, "dataloader", lambda: self._request(presenter, source.name))
+
+    def _request(self, presenter: LoaderCollector, name: str) -> Any:
+        loaders = self.original()
+        presenter.requested(name, loaders)
+        return loaders

@@ -1,0 +1,200 @@
+"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all go by what it says."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.errors import HostPreflightError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
+from lightning_ncclsafe.report.tables.preflight import render_preflight
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
+from lightning_ncclsafe.settings import OnProblem
+
+LOOK_S = 3.0
+"""How long a rank may look at its host."""
+
+# How long ranks that look a little longer, or started a little later, are waited for.
+_MEET_S = 10.0
+# How long rank 0's clock is asked for, and how often: of 1,024 ranks a thousand times a second in all.
+_CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
+_CLOCK = "preflight/clock"
+
+
+class Preflight:
+    """One rank's part.
+
+    Args:
+        look: Looks at this rank's host.
+        on_problem: Whether a problem with which the run would fail raises.
+        identity: Who this rank is.
+        world_size: Number of ranks.
+        report_dir: The folder of all reports; one is made where there is a problem.
+        say: Prints one or more lines to the user.
+        incidents: Numbers of the incidents of this process; None where there are no others.
+        render: Makes the text for the user of what was found.
+        says_nothing: Whether nothing is said where nothing is wrong.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], PreflightFacts],
+        *,
+        on_problem: OnProblem,
+        identity: RankFacts,
+        world_size: int,
+        report_dir: Path | None,
+        say: Callable[[str], None],
+        incidents: IncidentNumbers | None = None,
+        render: Callable[[Diagnosis], str] = render_preflight,
+        says_nothing: bool = True,
+    ) -> None:
+        self._look = look
+        self._on_problem = on_problem
+        self._identity = identity
+        self._world_size = world_size
+        self._report_dir = report_dir
+        self._say = say
+        self._incidents = incidents or IncidentNumbers()
+        self._render = render
+        self._says_nothing = says_nothing
+        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._meeting: Meeting | None = None
+        self._found: PreflightFacts | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ncclsafe-preflight", daemon=True)
+
+    def begin(self) -> None:
+        """Starts to look, while ranks have yet to find each other."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until this rank has looked, or has had its time."""
+        self._thread.join(LOOK_S + 1)
+
+    def compare(self, exchange: Exchange) -> Agreed:
+        """Waits until this rank has looked, and for what the others have found.
+
+        Args:
+            exchange: What the ranks share.
+
+        Raises:
+            HostPreflightError: On all ranks, with ``on_problem="raise"``, if there is a problem with which the run
+                would fail.
+            ExchangeError: If ranks cannot share.
+        """
+        self.wait()
+        found = self._found or PreflightFacts(missing=(f"no answer within {LOOK_S:g} s{self._why()}",))
+        self._found = self._with_clock(exchange, found)
+        self._meeting = Meeting(
+            exchange=exchange,
+            rank=self._identity.rank,
+            world_size=self._world_size,
+            deadline_s=_MEET_S,
+            say=self._say,
+            name="preflight",
+        )
+        return self._meet(self._meeting, self._found)
+
+    def compare_load(self, load: LoadFacts) -> None:
+        """The loaders are known now: compares again, and says what was not said before.
+
+        Args:
+            load: What the run is about to ask of this rank's host.
+
+        Raises:
+            HostPreflightError: See :meth:`compare`.
+            ExchangeError: If ranks cannot share.
+        """
+        if self._meeting is not None and self._found is not None:
+            known = self._found.load
+            self._meet(self._meeting, replace(self._found, load=_joined(known, load)))
+
+    def _meet(self, meeting: Meeting, found: PreflightFacts) -> Agreed:
+        agreed = meeting.meet(replace(self._identity, preflight=found, taken_ns=time.time_ns()), self._verdict)
+        self._incidents.note(agreed.incident)
+        if agreed.error:
+            raise HostPreflightError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
+        return agreed
+
+    def _run(self) -> None:
+        try:
+            self._found = self._look()
+        except Exception as error:  # what is missing is said; the run goes on
+            self._error = error
+
+    def _why(self) -> str:
+        return f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
+
+    def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
+        """Rank 0 writes its time once all are there, and the others compare theirs when they see it."""
+        rank, ready = self._identity.rank, [f"preflight/ready/{rank}" for rank in range(self._world_size)]
+        if self._world_size == 1:
+            return found
+        with suppress(ExchangeError):
+            exchange.set(ready[rank], b"")
+            wait_s = max(_CLOCK_POLL_S, self._world_size / _CLOCK_POLLS_PER_S)
+            seen = _wait_for(exchange, ready if rank == 0 else [_CLOCK], wait_s)
+            now_ns = time.time_ns()
+            if rank == 0:
+                exchange.set(_CLOCK, str(now_ns).encode())
+                return replace(found, clock_offset_s=0.0, clock_error_s=0.0)
+            if _CLOCK in seen:
+                # It was written at some time since the poll before.
+                ahead_s = (now_ns - int(seen[_CLOCK])) / 1e9
+                return replace(found, clock_offset_s=ahead_s - wait_s / 2, clock_error_s=wait_s)
+        return found
+
+    def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
+        number = self._incidents.last + 1
+        incident = Incident(
+            number=number, kind=IncidentKind.PREFLIGHT, opened_by=self._identity.rank, opened_ns=time.time_ns()
+        )
+        diagnosis = judge(JobFacts(incident=incident, world_size=self._world_size, ranks=ranks), PREFLIGHT_RULES)
+        fresh = [finding for finding in diagnosis.findings if (finding.rule, finding.ranks) not in self._told]
+        self._told.update((finding.rule, finding.ranks) for finding in fresh)
+        diagnosis = replace(diagnosis, findings=tuple(fresh))
+        if not diagnosis.findings and self._says_nothing:
+            return Agreed(complete=True)
+        folder = self._write(diagnosis)
+        text = self._render(diagnosis)
+        is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+        if is_fatal and self._on_problem == "raise":
+            return Agreed(complete=True, error=text, findings=diagnosis.findings, folder=folder, incident=number)
+        self._say(f"{text}\nreport: {folder}" if folder else text)
+        return Agreed(complete=True, findings=diagnosis.findings, folder=folder, incident=number)
+
+    def _write(self, diagnosis: Diagnosis) -> str:
+        if self._report_dir is None:
+            return ""
+        try:
+            folder = write_report(diagnosis, self._report_dir)
+        except Exception as error:  # the verdict matters more than its report
+            self._say(f"the report could not be written: {error}")
+            return ""
+        if problem := write_page(diagnosis, folder):
+            self._say(problem)
+        return str(folder)
+
+
+def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:
+    found = {name: value for name in LoadFacts.__slots__ if (value := getattr(new, name)) is not None}
+    return replace(known, **found)
+
+
+@marked(Mark.STORE)
+def _wait_for(exchange: Exchange, keys: list[str], wait_s: float) -> dict[str, bytes]:
+    give_up, found = time.monotonic() + _CLOCK_S, dict[str, bytes]()
+    while len(found) < len(keys) and time.monotonic() < give_up:
+        found |= exchange.get_many([key for key in keys if key not in found])
+        if len(found) < len(keys):
+            time.sleep(wait_s)
+    return found

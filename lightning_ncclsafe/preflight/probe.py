@@ -1,0 +1,140 @@
+"""Everything one rank can find out about its host before training starts, within three seconds."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
+from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.gpu.nvml import gpu_facts
+from lightning_ncclsafe.probes.host.capacity import capacity
+from lightning_ncclsafe.probes.host.swap import SwapProbe
+from lightning_ncclsafe.probes.network.links import network_facts
+from lightning_ncclsafe.probes.process.environment import settings_seen, versions_seen
+from lightning_ncclsafe.probes.storage.directories import try_directories
+
+# What the slowest part may take beyond its deadline, to end what it has started.
+_ENDING_S = 0.3
+# Pressure is watched for this long at least, while the other parts run.
+_WATCHED_S = 0.1
+
+Parts = Mapping[str, Callable[[], Any]]
+
+
+def preflight_facts(
+    *,
+    directories: Mapping[str, str],
+    load: LoadFacts,
+    local_rank: int,
+    is_cuda: bool,
+    gpu_index: int | None = None,
+    peer_pids: Collection[int] = (),
+    environment: Mapping[str, str] = os.environ,
+    deadline_s: float = 2.0,
+) -> PreflightFacts:
+    """What this host is like. No root, no CUDA context, nothing that can hang or raise.
+
+    All parts run at the same time. One that fails, or is not done in time, is named in ``missing``, and its facts are
+    absent; so are clocks, which need the other ranks.
+
+    Args:
+        directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
+        load: What the run is about to ask for.
+        local_rank: Rank on this host.
+        is_cuda: Whether the run uses GPUs.
+        gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
+            the user has chosen some of them (``devices=[2, 3]``).
+        peer_pids: Processes of the other ranks of this host.
+        environment: What settings are read from: that of this process, or what it was before others changed it.
+        deadline_s: Seconds that each part has; all of it takes 0.3 s more at most.
+    """
+    began_s = time.monotonic()
+    parts: dict[str, Callable[[], Any]] = {
+        "directories": lambda: try_directories(directories, deadline_s),
+        "network": lambda: network_facts(is_cuda=is_cuda),
+        "capacity": capacity,
+        "versions": versions_seen,
+        "settings": lambda: settings_seen(environment),
+        "open_files_limit": open_files_limit,
+        "open_files": open_files,
+        "swap": lambda: _watched_swap(deadline_s),
+    }
+    if is_cuda:
+        parts["gpu"] = lambda: gpu_facts(local_rank if gpu_index is None else gpu_index, own_pids=peer_pids)
+    found, missing = run_parts(parts, deadline_s + _ENDING_S)
+    facts = PreflightFacts(load=load, is_cuda=is_cuda, missing=tuple(missing), **found)
+    return replace(facts, versions=_with_driver(facts), took_s=round(time.monotonic() - began_s, 3))
+
+
+def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str]]:
+    """Runs functions at the same time, each in a thread of its own; one that hangs keeps its thread.
+
+    Args:
+        parts: The functions by name.
+        deadline_s: Seconds that all of them have.
+
+    Returns:
+        What they gave, by name, without those that gave None; and a sentence for each that failed or was late.
+    """
+    done: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    ends_s = time.monotonic() + deadline_s
+    threads = {name: _started(name, part, done, failed) for name, part in parts.items()}
+    for thread in threads.values():
+        thread.join(max(ends_s - time.monotonic(), 0.0))
+    # Copies first: a part that is late may yet answer, while this is read.
+    answered, errors = dict(done), dict(failed)
+    late = {name: f"{name}: no answer within {deadline_s:g} s" for name in parts if name not in answered | errors}
+    said = {**errors, **late}
+    return {name: value for name, value in answered.items() if value is not None}, [said[n] for n in parts if n in said]
+
+
+def _started(name: str, part: Callable[[], Any], done: dict[str, Any], failed: dict[str, str]) -> threading.Thread:
+    def run() -> None:
+        try:
+            done[name] = part()
+        except Exception as error:  # a fact that cannot be had is said to be missing, and nothing more
+            failed[name] = f"{name}: {type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=run, name=f"ncclsafe-preflight-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watched_swap(deadline_s: float) -> Any:
+    probe = SwapProbe()
+    time.sleep(min(_WATCHED_S, deadline_s / 2))
+    return probe.read()
+
+
+def open_files_limit() -> int | None:
+    """Soft limit of open files; None without one.
+
+    Raises:
+        ImportError: On a system that has none.
+    """
+    import resource  # not on Windows
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def open_files() -> int:
+    """How many files this process has open, the one by which they are counted included.
+
+    Raises:
+        psutil.Error: If the system does not tell; OSError likewise.
+    """
+    known = or_none(lambda: psutil.Process().num_fds())
+    return len(os.listdir("/dev/fd")) if known is None else known
+
+
+def _with_driver(facts: PreflightFacts) -> dict[str, str]:
+    gpu = facts.gpu or GpuFacts(index=-1)
+    told = {"driver": gpu.driver, "CUDA of the driver": gpu.cuda}
+    return facts.versions | {name: number for name, number in told.items() if number}

@@ -1,0 +1,187 @@
+"""Hashes of numbers, text, arrays, and lists and dictionaries of these: equal on every host for equal values."""
+
+import datetime
+import decimal
+import hashlib
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.probes.data.arrays import bytes_of, head_of, is_array, is_text, is_whole, kind_of, size_of
+from lightning_ncclsafe.probes.data.sampling import positions
+
+_MOST_LEVELS = 8
+_LONGEST_PATH = 4_096
+# What one more value takes in time, as the bytes that are hashed meanwhile: long lists of numbers must end too.
+_BYTES_PER_VALUE = 128
+# Those whose repr() is their value, on every machine.
+_SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)
+
+
+class UnknownValueError(Exception):
+    """A value of which no hash can be made that is equal in every process."""
+
+
+class Limits(NamedTuple):
+    """How much is hashed.
+
+    Attributes:
+        rows: Elements of a list, or rows of an array that is too large to be hashed as a whole.
+        element_bytes: Bytes of one array or text.
+        total_bytes: Bytes after which no further row is begun.
+    """
+
+    rows: int
+    element_bytes: int
+    total_bytes: int
+
+    def shared(self, among: int) -> "Limits":
+        """The part of it for one of several."""
+        return Limits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
+
+
+SAMPLE = Limits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
+FULL = Limits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
+
+
+class ValueDigest:
+    """Takes values one after the other; two with the same hash were given the same.
+
+    Attributes:
+        names_files: Whether the path of a file was among them.
+
+    Args:
+        limits: How much is hashed of long ones.
+        whole_paths: Whether more than the last part of a path counts.
+    """
+
+    def __init__(self, limits: Limits, *, whole_paths: bool = False) -> None:
+        self._whole_paths = whole_paths
+        self.names_files = False
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._limits = limits
+        self._taken = 0
+        self._enough = limits.total_bytes
+
+    def hexdigest(self) -> str:
+        """The hash of all that it was given."""
+        return self._hash.hexdigest()
+
+    def rows(self, rows: Any) -> None:
+        """Takes a list, or an array that may be large: rows at fixed positions until there are enough.
+
+        Raises:
+            UnknownValueError: If a row holds something that cannot be hashed.
+        """
+        self._enough = self._taken + self._limits.total_bytes
+        if is_array(rows):
+            if size_of(rows) <= self._limits.element_bytes or not len(rows.shape):
+                return self._array(rows)
+            self._write("rows", kind_of(rows).encode())
+            # All at once: one by one takes ten times as long.
+            return self._array(rows[positions(len(rows), self._affordable(rows))])
+        self._sequence(rows, 0)
+
+    def _affordable(self, rows: Any) -> int:
+        row_bytes = max(1, size_of(rows) // len(rows))
+        return max(2, min(self._limits.rows, self._limits.total_bytes // row_bytes))
+
+    def value(self, value: Any, level: int = 0) -> None:
+        """Takes one value.
+
+        Raises:
+            UnknownValueError: If it, or something in it, cannot be hashed.
+        """
+        kind = type(value)
+        if level > _MOST_LEVELS:
+            raise UnknownValueError("nested too deeply")
+        if kind in _SCALARS or (kind is datetime.datetime and value.tzinfo is None):
+            self._write(kind.__name__, repr(value).encode())
+        elif kind is str or isinstance(value, PurePath):
+            self._text(str(value))
+        elif kind in (bytes, bytearray):
+            self._write("bytes", len(value).to_bytes(8, "little"), value[: self._limits.element_bytes])
+        elif is_array(value):
+            self._array(value)
+        else:
+            self._container(value, level)
+
+    def _container(self, value: Any, level: int) -> None:
+        if type(value) is dict:
+            self._write("dict", len(value).to_bytes(8, "little"))
+            for key, item in sorted(value.items(), key=lambda pair: (type(pair[0]).__name__, str(pair[0]))):
+                self.value(key, level + 1)
+                if key == "path" and type(item) is str:
+                    self._path(item)
+                else:
+                    self.value(item, level + 1)
+        elif type(value) in (list, tuple, range) or _is_named_tuple(value):
+            self._sequence(value, level + 1)
+        else:
+            raise UnknownValueError(type(value).__name__)
+
+    def _sequence(self, rows: Any, level: int) -> None:
+        self._write("list", len(rows).to_bytes(8, "little"))
+        for number, position in enumerate(positions(len(rows), self._limits.rows)):
+            if number >= 2 and self._taken > self._enough:
+                break
+            self.value(rows[position], level)
+
+    def _text(self, text: str) -> None:
+        if _is_absolute_path(text):
+            return self._path(text)
+        self._string(text)
+
+    def _path(self, text: str) -> None:
+        # Where each host or rank has its own copy of the data, paths differ and the data does not.
+        self.names_files = self.names_files or "/" in text
+        self._string(text if self._whole_paths else base_name(text))
+
+    def _string(self, text: str) -> None:
+        told = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
+        self._write("str", len(text).to_bytes(8, "little"), told)
+
+    def _array(self, value: Any) -> None:
+        if is_text(value):
+            flat = value.reshape(-1)
+            self._write("texts", kind_of(value).encode())
+            return self._sequence(flat[positions(len(flat), self._limits.rows)].tolist(), 0)
+        self._write("array", kind_of(value).encode(), bytes_of(head_of(value, self._limits.element_bytes)))
+
+    def _write(self, kind: str, *parts: bytes) -> None:
+        self._taken += _BYTES_PER_VALUE
+        for part in (kind.encode(), *parts):
+            self._hash.update(len(part).to_bytes(8, "little"))
+            self._hash.update(part)
+            self._taken += len(part)
+
+
+def base_name(path: str) -> str:
+    """The last part of a file's name or address, without what an address may carry after a question mark."""
+    return path.replace("\\", "/").partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def is_counter(value: Any, dimensions: int = _MOST_LEVELS) -> bool:
+    """Whether a value is nothing but whole numbers, which may count steps rather than be data.
+
+    Args:
+        value: A batch, or a dataset in memory.
+        dimensions: How deep lists may be nested. An array of two dimensions is never a counter.
+    """
+    if is_array(value):
+        return is_whole(value) and len(value.shape) <= min(dimensions, 1)
+    if type(value) is dict:
+        return all(is_counter(item, dimensions - 1) for item in value.values())
+    if type(value) in (list, tuple) or _is_named_tuple(value):
+        return dimensions > 0 and all(
+            is_counter(value[position], dimensions - 1) for position in positions(len(value), SAMPLE.rows)
+        )
+    return type(value) in (int, bool, type(None)) or (type(value) is range and dimensions > 0)
+
+
+def _is_absolute_path(text: str) -> bool:
+    # Not "/", "/s" or a text of several lines.
+    return text.startswith("/") and text.count("/") > 1 and len(text) < _LONGEST_PATH and "\n" not in text
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(type(value), "_fields")

@@ -1,0 +1,84 @@
+"""The global random number generators, read without drawing from them."""
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ncclsafe.facts import RandomState
+from lightning_ncclsafe.probes.data.sampling import digest
+
+# The first word of a Mersenne twister as seeding leaves it, by Python with every seed, by numpy with all but an int.
+# The first number that is drawn renews all 624 words.
+_SEEDED = 0x80000000
+# Where numpy stands after seeding with an int, and again after 624 numbers, 1248, …
+_END = 624
+
+
+def random_states() -> tuple[RandomState, ...]:
+    """Those of Python, numpy (where it has been imported) and PyTorch (its CPU generator)."""
+    states = (_python(), _numpy(), _torch())
+    return tuple(state for state in states if state is not None)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Gives back to every global generator, when the block ends, the state that it had when it began."""
+    # It is loaded when it is first used, which may be in the block; then it must be left as it was loaded.
+    numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda_states = torch.cuda.get_rng_state_all() if has_cuda else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators of Python, numpy (where it has been imported) and PyTorch's CPU, and no device's."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed)
+
+
+def _python() -> RandomState:
+    state = random.getstate()
+    fresh = state[1][0] == _SEEDED
+    return RandomState(name="python", digest=digest(repr(state).encode()), drawn=not fresh)
+
+
+def _numpy() -> RandomState | None:
+    numpy = sys.modules.get("numpy.random")
+    state: dict[str, Any] = numpy.get_state(legacy=False) if numpy is not None else {}
+    if numpy is None or state["bit_generator"] != "MT19937":
+        return None
+    words, position = state["state"]["key"], int(state["state"]["pos"])
+    gauss = float(state["gauss"]) if state["has_gauss"] else None
+    hashed = digest(words.astype("<u4").tobytes(), repr((position, gauss)).encode())
+    fresh = int(words[0]) == _SEEDED or (position == _END and _is_of_an_int(numpy, words))
+    return RandomState(name="numpy", digest=hashed, drawn=not fresh)
+
+
+def _is_of_an_int(numpy: Any, words: Any) -> bool:
+    """Whether these words come from seeding with an int, which then is the first of them."""
+    seeded = numpy.RandomState(int(words[0])).get_state(legacy=False)
+    return bool((seeded["state"]["key"] == words).all())
+
+
+def _torch() -> RandomState:
+    state = torch.get_rng_state()
+    fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+    return RandomState(name="torch", digest=digest(bytes(state.tolist())), drawn=not torch.equal(state, fresh))

@@ -1,0 +1,1 @@
+"""This host: memory, swap, cores and processes, and what its control groups allow."""

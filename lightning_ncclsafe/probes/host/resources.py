@@ -1,0 +1,227 @@
+"""Memory, swap, cores and processes of this host, from psutil; what it lacks, from /proc and the control group."""
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from lightning_ncclsafe.facts import HostFacts, ProcessFacts
+from lightning_ncclsafe.probes.host.cgroups import ControlGroups
+
+T = TypeVar("T")
+
+GONE = "gone"
+"""The state of a process that no longer exists."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+
+
+class HostProbe:
+    """Counts what happened on the host since the probe was made.
+
+    Args:
+        cgroups: Root of the control groups' file system.
+        proc: Root of the file system that tells this process's own group, and the host's counters.
+    """
+
+    def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
+        self._groups = ControlGroups(cgroups, proc)
+        self._proc = proc
+        self._oom_kills = _oom_kills(self._groups, proc)
+        self._swapped_in_bytes = _swapped_in_bytes()
+
+    def read(self) -> HostFacts:
+        """Facts about this process and its host; what the host does not say is None. Takes about 1 ms."""
+        process = psutil.Process()
+        memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
+        oom_kills, swapped_in = _oom_kills(self._groups, self._proc), _swapped_in_bytes()
+        return HostFacts(
+            rss_bytes=process.memory_info().rss,
+            process_swap_bytes=_swap_bytes(process),
+            memory_total_bytes=memory.total,
+            memory_available_bytes=memory.available,
+            swap_total_bytes=swap.total if swap else None,
+            swap_used_bytes=swap.used if swap else None,
+            swapped_in_bytes=_since(swapped_in, self._swapped_in_bytes),
+            memory_limit_bytes=self._groups.hard_memory_limit_bytes(),
+            oom_kills=_since(oom_kills, self._oom_kills),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            load_1min=os.getloadavg()[0],
+        )
+
+
+def own_memory() -> tuple[int | None, int | None]:
+    """Resident memory of this process, and how much of it is swapped out; bytes. Takes about 0.1 ms."""
+    process = psutil.Process()
+    memory = _try(process.memory_info)
+    return (memory.rss if memory else None), _swap_bytes(process)
+
+
+def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> ProcessFacts:
+    """A process of this host seen from outside.
+
+    Args:
+        pid: Process id.
+        rank: Its global rank; -1 if it is none.
+        started: When it was started (``psutil.Process.create_time()``), so that another process that has been given
+            the same id is not taken for it.
+    """
+    try:
+        process = psutil.Process(pid)
+        if started is not None and abs(process.create_time() - started) > 1:
+            return ProcessFacts(pid=pid, rank=rank, state=GONE)
+        with process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return ended_process(pid, _wait_status(pid), rank=rank)
+            times = _try(process.cpu_times)
+            memory = _try(process.memory_info)
+            return ProcessFacts(
+                pid=pid,
+                rank=rank,
+                state=str(process.status()),
+                wait_channel=_wait_channel(pid),
+                cpu_s=round(times.user + times.system, 2) if times else None,
+                rss_bytes=memory.rss if memory else None,
+                swap_bytes=_swap_bytes(process),
+            )
+    except psutil.NoSuchProcess:
+        return ProcessFacts(pid=pid, rank=rank, state=GONE)
+
+
+def ended_process(pid: int, wait_status: int | None, *, rank: int = -1) -> ProcessFacts:
+    """A process that has ended, and that nobody has waited for yet.
+
+    Args:
+        pid: Process id.
+        wait_status: How it has ended, as ``os.waitpid`` gives it; None where that is not known.
+        rank: Its global rank; -1 if it is none.
+    """
+    code = None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
+    ended_by = signal_name(-code) if code is not None and code < 0 else ""
+    exit_code = code if code is not None and code >= 0 else None
+    return ProcessFacts(pid=pid, rank=rank, state="zombie", ended_by=ended_by, exit_code=exit_code)
+
+
+def signal_name(number: int) -> str:
+    """``"SIGKILL"``; ``"signal 50"`` for one that has no name."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _wait_status(pid: int) -> int | None:
+    """What whoever waits for a process that has ended will be told; None where the kernel does not say it."""
+    with suppress(OSError, ValueError, IndexError):
+        # To others than its user it says 0.
+        if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
+            # After the name, which may hold anything, the state is the third field of 52, and this is the last.
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+    return None
+
+
+def child_processes(*, besides: Iterable[int]) -> list[int]:
+    """Process ids of this process's children that multiprocessing made (loader workers), ascending.
+
+    Args:
+        besides: Process ids to leave out: ranks that this process launched.
+    """
+    own = psutil.Process()
+    with suppress(psutil.Error):
+        command = own.cmdline()
+        children = [child for child in own.children() if child.pid not in set(besides)]
+        return sorted(child.pid for child in children if _is_worker(_try(child.cmdline) or [], command))
+    return []
+
+
+def _is_worker(command: list[str], parent: list[str]) -> bool:
+    """Forked, or spawned; multiprocessing's resource tracker and a user's subprocesses run commands of their own."""
+    return command == parent or "--multiprocessing-fork" in command
+
+
+def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
+    """Ranks of a job on this host by their environment, for those that have not said anything yet: pid by local rank.
+
+    Args:
+        master_port: ``MASTER_PORT`` of the job.
+        environ: Of this process: where SLURM starts the ranks, only its step is known to all from the start.
+    """
+    step = _slurm_step(environ)
+    found: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        environment = _try(process.environ) or {}
+        is_here = environment.get("MASTER_PORT") == master_port or (step and _slurm_step(environment) == step)
+        local_rank = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
+        if is_here and local_rank.isdecimal():
+            found.setdefault(int(local_rank), []).append(process)
+    return {local_rank: _rank_among(processes).pid for local_rank, processes in found.items()}
+
+
+def _slurm_step(environment: Mapping[str, str]) -> tuple[str, ...]:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    return tuple(environment[name] for name in names) if all(name in environment for name in names) else ()
+
+
+def _rank_among(processes: list[psutil.Process]) -> psutil.Process:
+    """What wraps a rank (a shell, ``timeout``) is older and another program; children, which inherit, are younger."""
+    own = _try(psutil.Process().exe)
+    return next((process for process in processes if own and _try(process.exe) == own), processes[0])
+
+
+def filesystem_of(path: str) -> str:
+    """Type of the file system below a path (``"nfs4"``), from the table of mounts: the path itself is not touched."""
+    path = os.path.abspath(path)
+    # Of two mounts on one place (autofs, and what it mounted) the later is seen.
+    mounts = reversed(psutil.disk_partitions(all=True))
+    below = [part for part in mounts if _is_below(path, part.mountpoint)]
+    return str(max(below, key=lambda part: len(part.mountpoint)).fstype) if below else ""
+
+
+def _is_below(path: str, mountpoint: str) -> bool:
+    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
+
+
+def _wait_channel(pid: int) -> str:
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text()
+        return "" if name == "0" else name
+    return ""
+
+
+def _swap_bytes(process: psutil.Process) -> int | None:
+    with suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmSwap:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _swapped_in_bytes() -> int | None:
+    swap = _try(psutil.swap_memory)
+    return swap.sin if swap else None
+
+
+def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
+    """The kernel's counter of processes it ended for want of memory, of the control group or else of the host."""
+    for file in (*groups.memory_files("memory.events"), proc / "vmstat"):
+        with suppress(OSError):
+            for line in file.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    return None
+
+
+def _since(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before
+
+
+def _try(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except (psutil.Error, OSError, RuntimeError):
+        return None

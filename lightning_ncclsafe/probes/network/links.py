@@ -1,0 +1,154 @@
+"""How other hosts are reached: network interfaces that are up, InfiniBand ports, and what keeps NCCL from them."""
+
+import ctypes.util
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
+from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.network.interfaces import Interface, gloo_interface, misnamed, nccl_interface
+
+_PORTS = Path("/sys/class/infiniband")
+_DEVICES = Path("/dev/infiniband")
+_MOST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """An InfiniBand or RoCE port."""
+
+    name: str
+    state: str
+    rate: str
+    link: str
+
+    def __str__(self) -> str:
+        kind = "" if self.link in ("", "InfiniBand") else f"({self.link})"
+        return " ".join(part for part in (self.name, self.state, self.rate, kind) if part)
+
+
+def network_facts(
+    *,
+    is_cuda: bool,
+    environment: Mapping[str, str] = os.environ,
+    ports: Path = _PORTS,
+    devices: Path = _DEVICES,
+) -> NetworkFacts:
+    """What this host has, and what would be used of it. The names of hosts are looked up, which may take seconds.
+
+    Args:
+        is_cuda: Whether NCCL is used, or else gloo.
+        environment: Of this process.
+        ports: Where the kernel tells of InfiniBand.
+        devices: Where programs reach it.
+    """
+    up = or_none(interfaces) or []
+    name, why = nccl_interface(up, environment) if is_cuda else gloo_interface(up, environment)
+    found = or_none(lambda: list(_infiniband(ports))) or []
+    return NetworkFacts(
+        interfaces=tuple(str(interface) for interface in up if not interface.is_loopback)[:_MOST],
+        default_interface=name,
+        chosen_by=why,
+        misnamed=tuple(misnamed(named, environment)) if (named := or_none(_with_address)) else (),
+        infiniband=tuple(str(port) for port in found)[:_MOST],
+        infiniband_active=sum(port.state == "ACTIVE" for port in found),
+        infiniband_off=infiniband_off(environment, devices) if found else "",
+    )
+
+
+def taken_interface(*, is_cuda: bool, environment: Mapping[str, str] = os.environ) -> InterfaceFacts | None:
+    """The interface that the run's back end takes towards other hosts; None where the system does not tell of any.
+
+    The host's own name is looked up for gloo, which may take seconds.
+
+    Args:
+        is_cuda: Whether NCCL is used, or else gloo.
+        environment: Of this process.
+    """
+    up = or_none(interfaces)
+    if up is None:
+        return None
+    name, why = nccl_interface(up, environment) if is_cuda else gloo_interface(up, environment)
+    taken = next((interface for interface in up if interface.name == name), None)
+    address = taken.addresses[0] if taken else ""
+    return InterfaceFacts(
+        backend="nccl" if is_cuda else "gloo",
+        name=name,
+        address=address,
+        network=or_none(partial(_network, name, address)) or "",
+        chosen_by=why,
+        is_loopback=taken is not None and taken.is_loopback,
+        others=tuple(f"{other.name} {other.addresses[0]}" for other in up if other is not taken)[:_MOST],
+    )
+
+
+def _network(name: str, address: str) -> str:
+    masks = (entry.netmask for entry in psutil.net_if_addrs()[name] if entry.address == address)
+    return str(ipaddress.ip_network(f"{address}/{next(masks)}", strict=False))
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces that are up and have an address, loopback too, in the system's order.
+
+    Raises:
+        psutil.Error: If the system does not tell; OSError or AttributeError likewise.
+    """
+    addresses, states = psutil.net_if_addrs(), or_none(psutil.net_if_stats) or {}
+    found = []
+    for name, told in addresses.items():
+        families = sorted((entry for entry in told if entry.family in _FAMILIES), key=_order)
+        state = states.get(name)
+        if families and (state is None or state.isup):
+            found.append(Interface(name, tuple(entry.address for entry in families), state.speed if state else 0))
+    return found
+
+
+def _with_address() -> list[str]:
+    """The names of all interfaces that have an address, up or down."""
+    told = psutil.net_if_addrs()
+    return [name for name in told if any(entry.family in _FAMILIES for entry in told[name])]
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def _order(entry: "psutil._ntp.snicaddr") -> int:
+    return _FAMILIES.index(entry.family)
+
+
+def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> str:
+    """Why NCCL would not use InfiniBand ports that the host has; empty where nothing is in the way.
+
+    Args:
+        environment: Of this process.
+        devices: Where programs reach them; a container has to be given that.
+    """
+    disabled = environment.get("NCCL_IB_DISABLE", "")
+    if disabled not in ("", "0"):
+        return f"NCCL_IB_DISABLE={disabled}"
+    # Names other than NCCL's own are plugins', which use InfiniBand or something better.
+    if environment.get("NCCL_NET", "").lower() == "socket":
+        return f"NCCL_NET={environment['NCCL_NET']}"
+    if not or_none(lambda: list(devices.glob("uverbs*"))):
+        return f"{devices} is not there, as in a container that has not been given it"
+    # Looked for and not loaded: NCCL loads it, if anything is to be done with it.
+    return "" if or_none(lambda: ctypes.util.find_library("ibverbs")) else "libibverbs.so.1 cannot be loaded"
+
+
+def _infiniband(ports: Path) -> Iterator[_Port]:
+    for folder in sorted(ports.glob("*/ports/*")):
+        # "4: ACTIVE" and "400 Gb/sec (4X NDR)"
+        state = _text(folder / "state").partition(":")[2].strip()
+        rate = _text(folder / "rate").partition("(")[0].strip()
+        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, _text(folder / "link_layer"))
+
+
+def _text(file: Path) -> str:
+    return (or_none(file.read_text) or "").strip()

@@ -1,0 +1,245 @@
+"""Exceptions that have not ended this rank: its code has caught them, or they have ended another of its threads.
+
+While nothing is raised, nothing of this is called. An exception is seen where it leaves an action of Lightning's or a
+function of torch.distributed, where something is logged while it is handled, where it ends a thread, where the user's
+code handles it (from Python 3.12 on), and where its ``except`` block still runs when ranks are asked.
+"""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any
+
+from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
+from lightning_ncclsafe.probes.process.handlers import HandlerWatch
+from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, with_source
+
+_KEPT = 16
+_MOST_FRAMES = 3
+_MESSAGE = 200
+# What ends an iteration is no error.
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration)
+# torch.distributed logs what leaves its functions, and only that, as a dictionary.
+_C10D_LOGGERS = "c10d-"
+_OWN_THREADS = "ncclsafe-"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One of the ring: not the exception itself, which would keep tensors alive."""
+
+    facts: CaughtException
+    at_s: float
+    number: int
+    depth: int
+    raised_at: tuple[str, int]
+
+
+class CaughtExceptions:
+    """A ring of the last exceptions of this process that have not ended it; those that are alike are one.
+
+    Args:
+        is_consequence: Whether an exception only says that a collective failed.
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(
+        self,
+        is_consequence: Callable[[BaseException], bool] = lambda error: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_consequence = is_consequence
+        self._clock = clock
+        self._ring: deque[_Seen] = deque(maxlen=_KEPT)
+        self._calls = 0
+        self._hook: Callable[[Any], object] = threading.excepthook
+        self._make_record: Callable[..., logging.LogRecord] = logging.getLogRecordFactory()
+        self._handlers = HandlerWatch(self.note)
+
+    def start(self) -> None:
+        """Begins to listen; what a Trainer calls within a call of another does so once."""
+        self._calls += 1
+        if self._calls > 1:
+            return
+        self._handlers.start()
+        # Whoever has taken one of them over after us calls ours, if anything.
+        if threading.excepthook != self._thread_ended:
+            self._hook, threading.excepthook = threading.excepthook, self._thread_ended
+        if logging.getLogRecordFactory() != self._record:
+            self._make_record = logging.getLogRecordFactory()
+            logging.setLogRecordFactory(self._record)
+
+    def close(self) -> None:
+        """Stops to listen; what was seen is kept, for the next call of a Trainer in this process."""
+        self._calls = max(self._calls - 1, 0)
+        if self._calls:
+            return
+        self._handlers.close()
+        if threading.excepthook == self._thread_ended:
+            threading.excepthook = self._hook
+        if logging.getLogRecordFactory() == self._record:
+            logging.setLogRecordFactory(self._make_record)
+
+    def note(self, error: BaseException, *, passed: str = "", callers: FrameType | None = None) -> None:
+        """An exception goes through code of the user's; whether it is caught there shows later.
+
+        Args:
+            error: The exception.
+            passed: What it has left; of several that, which it has left last, counts.
+            callers: The innermost frame of those that it has not come to yet.
+        """
+        with suppress(Exception):  # a fact that cannot be had is none
+            self._note(error, passed=passed, callers=callers)
+
+    def facts(self, idle_s: float, besides: ExceptionFacts | None = None) -> tuple[CaughtException, ...]:
+        """What is known now, oldest first; reads source files.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+            besides: What has ended the Trainer; that is no longer caught.
+        """
+        current = _current()
+        held = current if current is not None and _handles(current.__traceback__) is not None else None
+        # What goes up through Lightning at this moment is not caught, so far.
+        under_way = [] if held is not None else [*_with_causes(current)]
+        if held is not None and not any(_is_it(seen, held) for seen in [*self._ring]):
+            self._note(held, at_s=self._clock() - idle_s)
+        now_s, found = self._clock(), []
+        for seen in [*self._ring]:
+            is_the_end = besides is not None and _first_line(besides.message) == seen.facts.message
+            if is_the_end or any(_is_it(seen, one) for one in under_way):
+                continue
+            stack = with_source(seen.facts.stack)
+            caught_at = with_source((seen.facts.caught_at,))[0] if seen.facts.caught_at is not None else None
+            is_held = held is not None and _is_it(seen, held)
+            ago_s = round(max(now_s - seen.at_s, 0.0), 1)
+            found.append(replace(seen.facts, stack=stack, caught_at=caught_at, ago_s=ago_s, is_held=is_held))
+        return tuple(found)
+
+    def _note(
+        self,
+        error: BaseException,
+        *,
+        passed: str = "",
+        thread: str = "",
+        callers: FrameType | None = None,
+        at_s: float | None = None,
+    ) -> None:
+        if isinstance(error, _CONTROL_FLOW) or not (thread or isinstance(error, Exception)):
+            return
+        trace, at_s = error.__traceback__, self._clock() if at_s is None else at_s
+        seen = next((seen for seen in reversed(self._ring) if _is_same(seen, error, trace, thread)), None)
+        caught_at = None if passed or thread else _handles(trace)
+        depth = sum(1 for _ in traceback.walk_tb(trace))
+        if seen is not None:
+            # One that has come further by now, or another: Python gives the next one the place of one that is gone.
+            is_new = seen.number != id(error) or depth <= seen.depth
+            seen.number, seen.depth = id(error), depth
+            if is_new or caught_at is not None:
+                seen.at_s = at_s
+            seen.facts = replace(
+                seen.facts,
+                count=seen.facts.count + is_new,
+                passed=passed or seen.facts.passed,
+                caught_at=caught_at or seen.facts.caught_at,
+            )
+            return
+        stack = _stack(trace, callers)
+        if not thread and not any(frame.user for frame in stack):
+            return
+        facts = CaughtException(
+            type=type(error).__name__,
+            message=_first_line(str(error)),
+            stack=stack,
+            caught_at=caught_at,
+            passed=passed,
+            thread=thread,
+            is_consequence=self._is_consequence(error),
+        )
+        self._ring.append(_Seen(facts, at_s, id(error), depth, _raised_at(trace)))
+
+    def _thread_ended(self, told: Any) -> None:
+        """Called by Python on the thread that ends, also for what :func:`sys.exit` raises there."""
+        with suppress(Exception):
+            name = getattr(told.thread, "name", "") or "?"
+            if self._calls and told.exc_value is not None and not name.startswith(_OWN_THREADS):
+                self._note(told.exc_value, thread=name)
+        self._hook(told)
+
+    def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        """In place of the class of log records: what is logged while an exception is handled tells of it."""
+        record = self._make_record(*args, **kwargs)
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
+        if error is not None and self._calls:
+            with suppress(Exception):
+                said: Any = record.msg
+                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(said, dict)
+                passed = str(said.get("func_name", "")) if is_of_torch else ""
+                self._note(error, passed=passed, callers=sys._getframe() if passed else None)
+        return record
+
+
+def _current() -> Exception | None:
+    """What is handled at this moment, on the main thread, by whomever."""
+    with suppress(Exception):
+        current = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        # A tuple before Python 3.12.
+        error: Any = current[1] if isinstance(current, tuple) else current
+        return error if isinstance(error, Exception) else None
+    return None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(_KEPT):
+        if error is not None:
+            yield error
+            error = error.__cause__ or error.__context__
+
+
+def _is_it(seen: _Seen, error: BaseException) -> bool:
+    """Whether this very one has been seen; Python gives the next exception the place of one that is gone."""
+    return seen.number == id(error) and seen.raised_at == _raised_at(error.__traceback__)
+
+
+def _is_same(seen: _Seen, error: BaseException, trace: TracebackType | None, thread: str) -> bool:
+    """Whether this one, or another of the same kind from the same line, has been seen before."""
+    is_alike = seen.facts.type == type(error).__name__ and seen.facts.thread == thread
+    return is_alike and seen.raised_at == _raised_at(trace)
+
+
+def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return (last.tb_frame.f_code.co_filename, last.tb_lineno) if last is not None else ("", 0)
+
+
+def _handles(trace: TracebackType | None) -> Frame | None:
+    """The line of the user's ``except`` block: a traceback begins with the frame that the exception has come to."""
+    if trace is None or not is_user_code(trace.tb_frame.f_code.co_filename):
+        return None
+    frame = trace.tb_frame
+    return seen_frame(frame.f_code.co_filename, frame.f_lineno or trace.tb_lineno, frame.f_code.co_name)
+
+
+def _stack(trace: TracebackType | None, callers: FrameType | None) -> tuple[Frame, ...]:
+    """Lines of the user's own, the last of them, and where it was raised."""
+    outer = [*traceback.walk_stack(callers)][::-1] if callers is not None else []
+    frames = [
+        seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in (*outer, *traceback.walk_tb(trace))
+    ]
+    own = [frame for frame in frames if frame.user]
+    last = frames[-1:] if trace is not None and frames and not frames[-1].user else []
+    return (*own[-_MOST_FRAMES:], *last)
+
+
+def _first_line(message: str) -> str:
+    return next((line.strip()[:_MESSAGE] for line in message.splitlines() if line.strip()), "")

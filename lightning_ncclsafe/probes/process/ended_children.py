@@ -1,0 +1,171 @@
+"""Children of this process that were killed or have failed, seen without asking for them as their parent would."""
+
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import process as _multiprocessing
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_ncclsafe.facts import EndedProcess
+from lightning_ncclsafe.probes.host.resources import signal_name
+
+_PROC = Path("/proc")
+_KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
+# How often it is looked for new children, and how many are watched: each takes a file descriptor.
+_EVERY_S = 1.0
+_MOST = 128
+_KEPT = 16
+# What a pool sends its own when it is closed.
+_OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+# Of what has been asked for, what ended this long before the rank stood still, and later.
+_RECENT_S = 60.0
+# To ask for them by active_children() would be to wait for those that have ended.
+_children_of_multiprocessing: Any = getattr(_multiprocessing, "_children", ())
+
+
+class ChildWatch:
+    """Notes how children end, also those for which their parent asks at once, as a pool of processes does.
+
+    A thread sleeps until one of them ends; it is started with the first child. Where the kernel has no file
+    descriptors of processes (before Linux 5.3), nothing is noted, and :meth:`read` gives those nobody asked for.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+        self._fds: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._processes: dict[int, BaseProcess] = {}
+        self._taken: deque[tuple[float, int, BaseProcess]] = deque(maxlen=_KEPT)
+        self._poll: select.epoll | None = None
+        self._wake = -1, -1
+        self._thread: threading.Thread | None = None
+        self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)
+
+    def note(self) -> None:
+        """Looks for new children, at most once a second; takes some 10 µs for each thread of this process."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _EVERY_S
+        with suppress(OSError, AttributeError):
+            children = {*_children(_PROC)}
+            for pid in children - self._known:
+                if len(self._fds) < _MOST:
+                    self._watch(pid)
+            self._known &= children
+
+    def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
+        """Those nobody has asked for yet, and those that ended after this rank stood still, or shortly before."""
+        now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
+        for at_s, pid, process in [*self._taken]:
+            if (child := _known(pid, process)) is not None:
+                seen[pid] = at_s, child
+        waiting = ended_children()
+        found = [_aged(child, now_s - seen[child.pid][0] if child.pid in seen else None) for child in waiting]
+        for pid in seen.keys() - {child.pid for child in waiting}:
+            at_s, child = seen[pid]
+            if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
+                found.append(replace(_aged(child, now_s - at_s), is_replaced=True))
+        return tuple(found)
+
+    def close(self) -> None:
+        """Ends the thread, and closes what was opened."""
+        thread, self._thread = self._thread, None
+        self._next_s = math.inf
+        if thread is not None:
+            with suppress(OSError):
+                os.write(self._wake[1], b"x")
+            thread.join(1.0)
+
+    def _watch(self, pid: int) -> None:
+        fd = os.pidfd_open(pid)
+        if self._poll is None:
+            self._poll, self._wake = select.epoll(), os.pipe()
+            self._poll.register(self._wake[0], select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name="ncclsafe-children", daemon=True)
+            self._thread.start()
+        self._fds[fd] = pid
+        self._known.add(pid)
+        self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid == pid}
+        self._poll.register(fd, select.EPOLLIN)
+
+    def _run(self) -> None:
+        poll = self._poll
+        assert poll is not None
+        with suppress(OSError, ValueError):
+            while True:
+                ended = [fd for fd, _ in poll.poll()]
+                if self._wake[0] in ended:
+                    break
+                for fd in ended:
+                    self._take(poll, fd)
+        for fd in (*self._fds, *self._wake):
+            os.close(fd)
+        poll.close()
+
+    def _take(self, poll: "select.epoll", fd: int) -> None:
+        # Before it is closed, as another one may get its number.
+        pid = self._fds.pop(fd)
+        process = self._processes.pop(pid, None)
+        if (child := _ended(fd, os.P_PIDFD)) is not None:
+            self._ended.append((time.monotonic(), child))
+        elif process is not None:
+            # Its parent may have been faster, and knows.
+            self._taken.append((time.monotonic(), pid, process))
+        # Likewise: a child that was forked meanwhile has it, too, and keeps it alive.
+        poll.unregister(fd)
+        os.close(fd)
+
+
+def _known(pid: int, process: BaseProcess) -> EndedProcess | None:
+    """What its parent has learnt of one that has ended, and that is no zombie any more: nothing is asked for here."""
+    with suppress(ValueError):
+        code = None if psutil.pid_exists(pid) else process.exitcode
+        if code:
+            return (
+                EndedProcess(pid=pid, signal=signal_name(-code)) if code < 0 else EndedProcess(pid=pid, exit_code=code)
+            )
+    return None
+
+
+def _aged(child: EndedProcess, ago_s: float | None) -> EndedProcess:
+    return replace(child, ago_s=round(ago_s, 1) if ago_s is not None else None)
+
+
+def ended_children(proc: Path = _PROC) -> tuple[EndedProcess, ...]:
+    """Children that were killed, or have exited with a code other than 0, and that nobody has waited for yet.
+
+    They are left as they are: whoever waits for them, torch's loader for instance, learns what it would have. Takes
+    some 10 µs for each child; nothing where the kernel does not list a process's children.
+
+    Args:
+        proc: Root of the file system that tells of this process.
+    """
+    return tuple(child for pid in _children(proc) if (child := _ended(pid)))
+
+
+def _children(proc: Path) -> list[int]:
+    found: list[int] = []
+    for folder in sorted((proc / "self" / "task").glob("*")):
+        with suppress(OSError):
+            found += map(int, (folder / "children").read_text().split())
+    return found
+
+
+def _ended(number: int, kind: int | None = None) -> EndedProcess | None:
+    """By process id, or by a file descriptor of one (``os.P_PIDFD``)."""
+    with suppress(OSError):
+        told = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if told is not None and told.si_code in _KILLED:
+            return EndedProcess(pid=told.si_pid, signal=signal_name(told.si_status))
+        if told is not None and told.si_status != 0:
+            return EndedProcess(pid=told.si_pid, exit_code=told.si_status)
+    return None

@@ -1,0 +1,199 @@
+"""Collectives and groups as PyTorch's Flight Recorder has recorded them on this rank."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, UnrecordedGroup
+from lightning_ncclsafe.probes.process.stacks import call_site, telling_frames
+from lightning_ncclsafe.recorder.model import HOOK, Entry, Kind, Recorder, State, Work, backend_of
+
+# Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
+KEPT_PER_GROUP = 48
+# One rank reads those of all: of jobs with more ranks than this, fewer of each.
+_ALL_KEPT_RANKS = 1024
+_LEAST_KEPT = 8
+
+Position = tuple[object, ...]
+Names = dict[str, tuple[str, str]]
+
+
+def position() -> Position:
+    """Where each group of this rank stands, comparable for equality only: it changes when a collective, a send or a
+    receive is called, starts or completes; where nothing is recorded, when one is called. Takes about 0.05 ms.
+
+    The counters are taken as they are: whether they count collectives or the rest along, what moves has moved.
+    """
+    statuses = tuple(
+        (group, status["last_enqueued_collective"], status["last_completed_collective"])
+        for dump in _torch.recorder_dumps(collectives=False)
+        for group, status in dump.get("pg_status", {}).items()
+    )
+    return *_torch.counts(), *statuses
+
+
+class FlightRecorder:
+    """Reads the recorders of this process, and remembers the names of groups whose entries they have since lost.
+
+    Attributes:
+        unrecorded: Groups that were used and of which the recorders told nothing when they were last read.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[Names] = []
+        self.unrecorded: tuple[UnrecordedGroup, ...] = ()
+
+    def read(self) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
+        """The groups of this rank, and the last entries of each, oldest first; all outstanding ones are among them."""
+        members = {group.name: group for group in _torch.process_groups()}
+        # Before the dumps: what is called meanwhile is recorded, too.
+        calls = _torch.group_calls()
+        groups: dict[str, Group] = {}
+        collectives: list[Collective] = []
+        for index, dump in enumerate(_torch.recorder_dumps(collectives=True)):
+            if index == len(self._names):
+                self._names.append({})
+            found_groups, found_collectives = parse(dump, self._names[index])
+            # A hook on NCCL's groups writes to the other recorder, and knows less of them than their own.
+            hooked = groups.keys() & {call.group for call in found_collectives if call.backend == HOOK}
+            groups |= {group.name: group for group in found_groups if group.name not in hooked}
+            collectives += [collective for collective in found_collectives if collective.group not in hooked]
+        kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
+        known = [_with_members(group, members.get(name)) for name, group in groups.items()]
+        others = [call for call in calls if call.name not in groups and call.called != 0]
+        recorded = {collective.backend for collective in collectives}
+        gaps = {call.name: _why_not_recorded(call, recorded) for call in others}
+        self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
+        unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
+        return (
+            (*known, *(group for group in unused if group.name not in groups and group.name not in gaps)),
+            tuple(_newest(collectives, kept)),
+        )
+
+
+def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """The same collectives with where they were called, as far as the recorders of this process still know.
+
+    Takes some 10 µs for each entry of the recorders; no file is read.
+    """
+    recorded = (entry for entries in _torch.recorder_entries(stacks=True) for entry in entries)
+    frames = {entry.get("time_created_ns"): entry.get("frames") or () for entry in recorded}
+    sites: dict[tuple[int, ...], tuple[str, tuple[Frame, ...]]] = {}
+
+    def located(collective: Collective) -> Collective:
+        own = frames.get(collective.created_ns, ())
+        # The dump has each frame once.
+        key = tuple(map(id, own))
+        if key not in sites:
+            sites[key] = call_site((frame["filename"], frame["line"], frame["name"]) for frame in own)
+        site, stack = sites[key]
+        return replace(collective, site=site, stack=stack)
+
+    return tuple(map(located, collectives))
+
+
+def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """The same collectives with the source of where they were called, as far as that tells something, and each once.
+
+    Reads source files, so it can be slow where they lie on storage that is.
+    """
+    every = tuple(collectives)
+    newest = {collective.site: index for index, collective in enumerate(every)}
+    stacks = {index: telling_frames(every[index].stack) for index in newest.values()}
+    return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
+
+
+def _why_not_recorded(call: _torch.GroupCalls, recorded: Set[str]) -> NotRecorded:
+    """Why the recorders tell nothing of a group that was used, or of which nobody can say whether it was."""
+    known = [backend for backend in call.backends if _torch.recorder_is_known(backend)]
+    if not known:
+        return NotRecorded.UNKNOWN_BACKEND
+    if not all(map(_torch.recorder_can_be_read, known)):
+        return NotRecorded.NO_DUMP
+    return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
+
+
+def _unrecorded(
+    call: _torch.GroupCalls, why: NotRecorded, members: Mapping[str, _torch.GroupMembers]
+) -> UnrecordedGroup:
+    return UnrecordedGroup(
+        name=call.name,
+        why=why,
+        description=members[call.name].description if call.name in members else "",
+        backend=",".join(call.backends),
+        calls=-1 if call.called is None else call.called,
+    )
+
+
+def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
+    """Groups and collectives of one dump, as the JSON of ``_dump_fr_trace_json`` or ``_dump_nccl_trace_json``.
+
+    Args:
+        dump: The dump.
+        names: Name and description by ``pg_id``, as far as they are known; those that the dump tells are added.
+            Positions are kept per ``pg_id``, a number of this process that means another group on another rank.
+    """
+    recorder = Recorder(dump.get("entries", []), dump.get("pg_status", {}), time.time_ns())
+    names.update(recorder.names)
+    groups = [
+        Group(
+            name=names[number][0],
+            description=names[number][1],
+            last_enqueued=position.called,
+            last_started=position.started,
+            last_completed=position.completed,
+            is_mixed=position.is_mixed,
+        )
+        for number, position in recorder.positions.items()
+        if number in names and number in dump.get("pg_status", {})
+    ]
+    return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
+
+
+def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
+    if members is None:
+        return group
+    return replace(group, description=members.description, ranks=members.ranks)
+
+
+def _collective(entry: Entry, work: Work[Any]) -> Collective:
+    backend, op = backend_of(entry)
+    return Collective(
+        group=work.group,
+        seq=work.seq,
+        op=op,
+        backend=backend,
+        completed=not work.is_open,
+        started=work.entry.get("state") in ("started", "completed"),
+        launching=work.state is State.LAUNCHING,
+        gave_up=work.gave_up,
+        input_sizes=_sizes(entry.get("input_sizes")),
+        output_sizes=_sizes(entry.get("output_sizes")),
+        dtypes=tuple(map(str, entry.get("input_dtypes") or ())),
+        created_ns=int(entry.get("time_created_ns") or 0),
+        duration_ms=float(entry["duration_ms"]) if entry.get("duration_ms") is not None else None,
+        timeout_ms=int(entry.get("timeout_ms") or 0),
+        is_p2p=work.kind is not Kind.COLLECTIVE,
+    )
+
+
+def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, size)) for size in sizes or ())
+
+
+def kept_per_group(world_size: int) -> int:
+    """How many entries of each group are told, besides those that are outstanding."""
+    return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
+
+
+def _newest(collectives: list[Collective], most: int) -> list[Collective]:
+    kept: dict[str, int] = defaultdict(int)
+    newest = []
+    for collective in sorted(collectives, key=lambda c: c.created_ns, reverse=True):
+        kept[collective.group] += 1
+        if kept[collective.group] <= most or not collective.completed:
+            newest.append(collective)
+    return newest[::-1]

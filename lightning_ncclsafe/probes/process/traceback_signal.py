@@ -1,0 +1,227 @@
+"""Python stacks of processes that cannot answer for themselves, by a signal that works while the GIL is held.
+
+``faulthandler`` writes a traceback from a C signal handler, without the GIL. Each rank arms one real-time signal with
+a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
+``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers where they stand.
+
+A rank that has not come to its Trainer has nobody yet who could tell its peers which signal that is. It is armed by
+the import of the package, and the file's name, which is among those of its open files, says it.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from lightning_ncclsafe.facts import COLLECTOR, Frame
+from lightning_ncclsafe.probes.process.stacks import seen_frame
+
+# What faulthandler says above the frames of a thread that collects garbage.
+_COLLECTS = "  Garbage-collecting"
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_ANSWER_S = 0.15
+_NAME = "ncclsafe-traceback-"
+_LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
+# What launchers call the number of a rank, and that of all of them.
+_LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Armed:
+    """Where a process writes its traceback when asked.
+
+    Attributes:
+        signum: The signal that asks.
+        fd: File descriptor, in that process, of the file it writes to.
+    """
+
+    signum: int
+    fd: int
+
+
+class TracebackSignal:
+    """Arms the signal in this process; :meth:`close` restores what was there."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._signum = 0
+        self._is_for_crashes = False
+        self._pid = os.getpid()
+
+    def arm(self) -> Armed | None:
+        """Arms the first real-time signal that nobody uses; None where the platform has none. Once is enough."""
+        for signum in () if self._file is not None else _free_signals():
+            self._file, self._signum = _open_file(signum), signum
+            faulthandler.register(signum, file=self._file, all_threads=True)
+            # Of a crash, too, unless the user wants to read that elsewhere; see last_words.
+            self._is_for_crashes = not faulthandler.is_enabled()
+            if self._is_for_crashes:
+                faulthandler.enable(file=self._file, all_threads=True)
+            break
+        return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
+
+    def close(self) -> None:
+        """Restores the signal and closes the file."""
+        if self._file is not None:
+            faulthandler.unregister(self._signum)
+            if self._is_for_crashes:
+                faulthandler.disable()
+            self._file.close()
+            self._file = None
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
+        return self._pid != os.getpid()
+
+
+_early = TracebackSignal()
+
+
+def arm_early(environ: Mapping[str, str] = os.environ) -> None:
+    """Arms the signal of a process that a launcher has started as one of several ranks; never raises.
+
+    Args:
+        environ: What the launcher has told the process.
+    """
+    if any(_number(environ.get(rank)) >= 0 and _number(environ.get(size)) > 1 for rank, size in _LAUNCHED):
+        with suppress(Exception):
+            _early.arm()
+
+
+def take_early() -> TracebackSignal:
+    """The signal of this process for its guard to arm and to close: that of the import, if it was armed then."""
+    global _early
+    taken, _early = _early, TracebackSignal()
+    return TracebackSignal() if taken.is_inherited else taken
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else -1
+
+
+def _open_file(signum: int) -> IO[bytes]:
+    """In memory where the system can: what a signal handler writes must not wait for storage."""
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return os.fdopen(os.memfd_create(f"{_NAME}{signum}"), "wb", buffering=0)
+    return tempfile.TemporaryFile(prefix="ncclsafe-")
+
+
+def armed_in(pid: int) -> Armed | None:
+    """Where another process of this user on this host writes its traceback, by its open files; None if nowhere."""
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                if found := _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}")):
+                    return Armed(signum=int(found[1]), fd=int(name))
+    return None
+
+
+def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...]:
+    """The main thread's stack of another process of this user on this host, outermost frame first; see ask_threads."""
+    threads = ask_threads(pid, armed, owner=owner)
+    return threads[0] if threads else ()
+
+
+def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tuple[Frame, ...]]:
+    """The stacks of all Python threads of another process of this user on this host, outermost frame first.
+
+    Args:
+        pid: The process to ask.
+        armed: Where it writes.
+        owner: The process whose file descriptor ``armed.fd`` is, if not ``pid`` itself: a worker writes to the file
+            of the rank that forked it.
+
+    Returns:
+        The stacks, that of the main thread first, or nothing where the process does not handle the signal (it would
+        die of it) or does not answer within 0.15 s.
+    """
+    path = Path(f"/proc/{owner or pid}/fd/{armed.fd}")
+    try:
+        if not _handles(pid, armed.signum):
+            return []
+        before = path.stat().st_size
+        os.kill(pid, armed.signum)
+        return parse_threads(_read_answer(path, before))
+    except OSError:
+        return []
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack out of faulthandler's text, outermost frame first; see parse_threads."""
+    threads = parse_threads(text)
+    return threads[0] if threads else ()
+
+
+def parse_threads(text: str) -> list[tuple[Frame, ...]]:
+    """The threads' stacks out of faulthandler's text, outermost frame first, that of the main thread first.
+
+    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. A thread
+    that collects garbage has a frame of its own for that, the innermost.
+    """
+    threads: list[list[Frame]] = []
+    current = -1
+    for line in text.splitlines():
+        if "(most recent call first)" in line:
+            current = len(threads) if line.startswith("Current thread") else current
+            threads.append([])
+        elif threads and (frame := _frame(line)) is not None:
+            threads[-1].append(frame)
+    main = threads.pop(current) if threads else []
+    return [tuple(reversed(thread)) for thread in (main, *threads)]
+
+
+def _frame(line: str) -> Frame | None:
+    if line.startswith(_COLLECTS):
+        return Frame(file=COLLECTOR, line=0, function="collect")
+    found = _FRAME.match(line)
+    if found is None:
+        return None
+    return seen_frame(found["file"], int(found["line"]), found["function"])
+
+
+def _read_answer(path: Path, before: int) -> str:
+    """Waits until the file has grown and rests; there is nothing to wait on across processes but its size."""
+    deadline = time.monotonic() + _ANSWER_S
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        grown = path.stat().st_size
+        if grown > before and grown == size:
+            break
+        size = grown
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read(1 << 20).decode("utf-8", "replace")
+
+
+def _handles(pid: int, signum: int) -> bool:
+    """Whether a process catches a signal: one that does not would die of it."""
+    return bool(_caught(pid) >> (signum - 1) & 1)
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process catches, as bits (``SigCgt`` in ``/proc/PID/status``)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _free_signals() -> list[int]:
+    """Real-time signals at their default action, the highest first: low ones are taken by runtimes that use any."""
+    first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
+    with suppress(ValueError, OSError):
+        # Python does not know of handlers that are set below it, as faulthandler's and those of C libraries are.
+        caught = _caught(os.getpid())
+        at_default = [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
+        return [number for number in at_default if not caught >> (number - 1) & 1]
+    return []

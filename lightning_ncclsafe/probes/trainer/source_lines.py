@@ -1,0 +1,266 @@
+"""Lines in the source of a hook of the user's: where it returns nothing, logs a key, or has the loop end."""
+
+import ast
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import Any, TypeGuard
+
+from lightning_ncclsafe.probes.process.stacks import is_user_code, rank_condition
+
+BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
+"""What Lightning calls before the first batch."""
+
+
+class HookSource:
+    """The source of one hook; empty where it cannot be read, or is not the user's.
+
+    Args:
+        hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
+    """
+
+    def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
+        self.file, self._name, self._body = "", "", []
+        code = hook if isinstance(hook, CodeType) else getattr(inspect.unwrap(hook), "__code__", None) if hook else None
+        if code is not None and is_user_code(code.co_filename):
+            self.file, self._name = code.co_filename, code.co_name
+            self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
+
+    def returns_nothing(self) -> tuple[str, ...]:
+        """Where it returns ``None``: ``"file:line in training_step"``."""
+        returns = (node for node in _inside(self._body) if isinstance(node, ast.Return) and _is_none(node.value))
+        return tuple(self._place(node.lineno) for node in returns)
+
+    def logs(self, key: str) -> int:
+        """The line of the call of ``log`` or ``log_dict`` in which a key is written out; 0 if there is none."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        return next((call.lineno for call in calls if key in _texts(call)), 0)
+
+    def may_log(self, key: str) -> tuple[int, ...]:
+        """The lines of such calls in which a key is put together that may be this one."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        return tuple(call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call)))
+
+    def uses(self, attribute: str) -> int:
+        """The first line that calls or names ``self.attribute``, or calls one of those in it; 0 if there is none."""
+        named = [node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute]
+        used = [node for node in named if isinstance(node.value, ast.Name)]
+        loops = (node for node in _inside(self._body) if isinstance(node, ast.For))
+        ours = [loop for loop in loops if any(node in used for node in ast.walk(loop.iter))]
+        names = {node.id for loop in ours for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        calls = (node for loop in ours for node in _inside(loop.body) if isinstance(node, ast.Call))
+        each = (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+        return next(each, 0) or next((node.lineno for node in used), 0)
+
+    def leads_around(self, line: int) -> tuple[str, ...]:
+        """What may have left out a line: jumps before it that pass it by, and conditions around it.
+
+        ``"file:line in training_step"`` of each, in their order.
+        """
+        return tuple(map(self._place, sorted(set(_ways_around(self._body, line)))))
+
+    def freezes(self) -> tuple[str, ...]:
+        """Where it may set ``requires_grad`` to false while training goes on."""
+        return self._while_training(_freezes)
+
+    def makes_leaves(self) -> tuple[str, ...]:
+        """Where it makes a tensor require a gradient that has been computed from nothing."""
+        return self._while_training(_makes_leaf)
+
+    def _while_training(self, wanted: Callable[[ast.AST], bool]) -> tuple[str, ...]:
+        if self._name in BEFORE_TRAINING:
+            return ()
+        lines = (getattr(node, "lineno", 0) for node in _inside(self._body) if wanted(node))
+        return tuple(map(self._place, dict.fromkeys(lines)))
+
+    def calls_under_condition(self, name: str) -> tuple[str, ...]:
+        """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call))
+        lines = (call.lineno for call in calls if _is_call_of(call, name))
+        return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
+
+    def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
+        """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""
+        names = {*attributes}
+        lines = [node.lineno for body in self._body for node in ast.walk(body) if _sets(node, names)]
+        return tuple(map(self._place, sorted(lines)))
+
+    def may_end_iteration(self) -> tuple[str, ...]:
+        """Where a ``StopIteration`` may leave it: it is raised, or ``next()`` is called without a default.
+
+        Lightning raises one itself where ``on_train_batch_start`` returns -1.
+        """
+        ends = (
+            node for node in _inside(self._body) if isinstance(node, (ast.Raise, ast.Call)) and _ends_iteration(node)
+        )
+        lines = [node.lineno for node in ends]
+        if self._name == "on_train_batch_start":
+            returns = (node for node in _inside(self._body) if isinstance(node, ast.Return))
+            lines += [node.lineno for node in returns if node.value is not None and ast.unparse(node.value) == "-1"]
+        return tuple(map(self._place, sorted(lines)))
+
+    def _place(self, line: int) -> str:
+        return f"{self.file}:{line} in {self._name}"
+
+    def place(self, line: int) -> str:
+        """``"file:line in hook"``; empty for line 0."""
+        return self._place(line) if line else ""
+
+
+def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
+    """The functions of a class and of those that it derives from, as far as they are the user's own."""
+    for owner in kind.__mro__:
+        functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
+        if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
+            yield from functions
+
+
+def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
+    """The same of all functions in a file, whosever they are."""
+    names = {*attributes}
+    found = ((node, function) for function in _functions(file) for node in _inside(function.body))
+    return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))
+
+
+def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
+    functions = (function for function in _functions(file) if function.name == name)
+    return next((function.body for function in functions if line in _first_lines(function)), [])
+
+
+@lru_cache(maxsize=8)
+def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def _first_lines(function: ast.FunctionDef) -> list[int]:
+    return [function.lineno, *(decorator.lineno for decorator in function.decorator_list)]
+
+
+def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Every node of a function in the order of its lines, those of functions defined within aside."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        yield statement
+        for child in ast.iter_child_nodes(statement):
+            yield from _inside([child])  # type: ignore[list-item]
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _is_call_of(call: ast.Call, name: str) -> bool:
+    return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
+
+
+def _is_log(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr in ("log", "log_dict")
+
+
+def _is_attribute(target: ast.expr, names: set[str]) -> bool:
+    return isinstance(target, ast.Attribute) and target.attr in names
+
+
+def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt]:
+    if isinstance(node, ast.Assign):
+        return any(_is_attribute(target, names) for target in node.targets)
+    return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)
+
+
+def _is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _freezes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign):
+        is_set = any(_is_attribute(target, {"requires_grad"}) for target in node.targets)
+        return is_set and not _is_constant(node.value, True)
+    if not isinstance(node, ast.Call):
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    is_set = _is_call_of(node, "requires_grad_") and bool(given) and not _is_constant(given[0], True)
+    return is_set or _is_call_of(node, "freeze")
+
+
+def _makes_leaf(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    if _is_call_of(node, "requires_grad_"):
+        return not any(_is_constant(value, False) for value in node.args)
+    return any(keyword.arg == "requires_grad" and not _is_constant(keyword.value, False) for keyword in node.keywords)
+
+
+def _ways_around(block: list[ast.stmt], line: int) -> Iterator[int]:
+    """Of the statement of a block that holds the line: what is passed on the way to it, from outside in."""
+    index = next((index for index, one in enumerate(block) if one.lineno <= line <= (one.end_lineno or 0)), None)
+    if index is None:
+        return
+    for before in block[:index]:
+        yield from _jumps(before)
+    inner = [body for body in _blocks(block[index]) if body[0].lineno <= line <= (body[-1].end_lineno or 0)]
+    if inner and isinstance(block[index], ast.If):
+        yield block[index].lineno
+    for body in inner:
+        yield from _ways_around(body, line)
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return []
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    handlers = [handler.body for handler in getattr(statement, "handlers", ())]
+    cases = [case.body for case in getattr(statement, "cases", ())]
+    return [block for block in (*blocks, *handlers, *cases) if block]
+
+
+def _jumps(statement: ast.stmt) -> Iterator[int]:
+    """Those in it that leave what it stands in; a loop keeps its own."""
+    if isinstance(statement, (ast.Return, ast.Continue, ast.Break)):
+        yield statement.lineno
+    is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
+    for block in _blocks(statement):
+        for inner in block:
+            yield from _returns(inner) if is_loop else _jumps(inner)
+
+
+def _returns(statement: ast.stmt) -> Iterator[int]:
+    yield from (node.lineno for node in _inside([statement]) if isinstance(node, ast.Return))
+
+
+def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:
+    """The keys that a call of ``log`` or ``log_dict`` gets, as far as they stand there; None for what holds others."""
+    assert isinstance(call.func, ast.Attribute)
+    wanted = "name" if call.func.attr == "log" else "dictionary"
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == wanted)]
+    for value in given[:1]:
+        if wanted == "name":
+            yield value
+        else:
+            yield from value.keys if isinstance(value, ast.Dict) else [None]
+
+
+def _may_be(name: ast.expr | None, key: str) -> bool:
+    """Whether an expression may give a key: its parts that are written out are the key's, too."""
+    if isinstance(name, ast.JoinedStr):
+        known = (str(part.value) if isinstance(part, ast.Constant) else None for part in name.values)
+        return re.fullmatch("".join(".*" if part is None else re.escape(part) for part in known), key) is not None
+    return not isinstance(name, ast.Constant)
+
+
+def _ends_iteration(node: ast.Raise | ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "next" and len(node.args) == 1
+    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return isinstance(raised, ast.Name) and raised.id == "StopIteration"
+
+
+def _texts(call: ast.Call) -> set[object]:
+    return {node.value for node in ast.walk(call) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -1,0 +1,267 @@
+"""Where a Lightning Trainer stands, read from its public state by duck type; Lightning is not imported here."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
+from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
+from lightning_ncclsafe.probes.host.resources import filesystem_of
+from lightning_ncclsafe.probes.trainer.source_lines import HookSource, lines_that_set, own_functions
+
+# Values of Lightning's RunningStage.
+_PHASES = {
+    "sanity_check": Phase.SANITY_CHECK,
+    "train": Phase.TRAIN,
+    "validate": Phase.VALIDATE,
+    "test": Phase.TEST,
+    "predict": Phase.PREDICT,
+}
+_MOST_LINES = 8
+# What decides how many steps, validations and collectives a rank makes.
+_SETTINGS = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "accumulate_grad_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "reload_dataloaders_every_n_epochs",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "precision",
+)
+# Those of them that say when training ends: one that sets them while it trains says so to its own rank.
+_ENDS = ("max_epochs", "max_steps", "limit_train_batches")
+
+
+class TrainerProbe:
+    """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
+
+    Args:
+        trainer: A ``lightning.pytorch.Trainer``.
+
+    Attributes:
+        finished: Whether the Trainer's function has returned.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._started = False
+        self._processed_before: int | None = None
+        self._settings: dict[str, str] = {}
+        self.finished = False
+
+    @property
+    def started(self) -> bool:
+        """Whether all ranks have met before the first batch; until then the phase is ``INIT``."""
+        return self._started
+
+    @started.setter
+    def started(self, value: bool) -> None:
+        self._started = value
+        # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
+        self._processed_before = self._processed()
+        # Now: a callback may change some of them from epoch to epoch.
+        self._settings = self._read_settings()
+
+    def progress(self, actions: tuple[Action, ...], last_action: str, idle_s: float) -> Progress:
+        """How far the Trainer has come."""
+        batches = self._batches()
+        return Progress(
+            phase=self._phase(_is_saving(actions)),
+            actions=actions,
+            last_action=last_action,
+            epoch=int(getattr(self._trainer, "current_epoch", 0)),
+            batch_idx=self.batch_idx(),
+            is_last_batch=bool(getattr(batches, "is_last_batch", False)),
+            global_step=int(getattr(self._trainer, "global_step", 0)),
+            idle_s=round(idle_s, 3),
+        )
+
+    def phase_kind(self, actions: tuple[Action, ...]) -> PhaseKind:
+        """What kind of phase the Trainer is in."""
+        return make_phase_kind(self._phase(_is_saving(actions)), actions, first=self._is_first())
+
+    def limit_name(self, *, is_saving: bool) -> str:
+        """The same as that kind's, for when nothing else of it is needed: this is asked in every step."""
+        phase = self._phase(is_saving)
+        return FIRST_BATCH if phase is Phase.TRAIN and self._is_first() else phase.value
+
+    def batch_idx(self) -> int:
+        """Index of the batch being worked on in the current loop, from 0; -1 before the first."""
+        batches = self._batches()
+        return batches.current.ready - 1 if batches is not None else -1
+
+    def model(self) -> Any:
+        """The model as the strategy has wrapped it; None before it is there."""
+        return getattr(getattr(self._trainer, "strategy", None), "model", None)
+
+    def is_on_gpu(self) -> bool:
+        """Whether this rank trains on a CUDA device, and so communicates by NCCL."""
+        # A property that raises before the strategy knows its devices.
+        with suppress(Exception):
+            return bool(self._trainer.strategy.root_device.type == "cuda")
+        return False
+
+    def loaders(self) -> tuple[LoaderFacts, ...]:
+        """The dataloaders of the current loop."""
+        combined = getattr(self._loop(), "_combined_loader", None)
+        flattened: Iterable[Any] = getattr(combined, "flattened", ())
+        batches = self._batch_counts()
+        return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
+
+    def facts(self) -> TrainerFacts | None:
+        """What it has been told, and how its training loop has ended; None where it does not ``fit``."""
+        trainer = self._trainer
+        if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
+            return None
+        batches, count = trainer.fit_loop.epoch_loop.batch_progress, None
+        with suppress(TypeError, ValueError, OverflowError):
+            count = int(trainer.fit_loop.max_batches)
+        end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
+        changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
+        return TrainerFacts(
+            settings=self._settings,
+            changed=changed,
+            callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
+            validates_by_clock=self._validation_s() is not None,
+            end=end,
+            ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
+            batches_begun=batches.current.ready,
+            batches=count,
+        )
+
+    def validation_loaders(self) -> list[Any]:
+        """Those of fit's validation, as far as they are there."""
+        combined = getattr(self._trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
+        return list(getattr(combined, "flattened", ()))
+
+    def directories(self) -> dict[str, str]:
+        """Where logs and checkpoints go, by what it is for: ``"logs"``, ``"checkpoints"``."""
+        trainer, found = self._trainer, {}
+        for logger in getattr(trainer, "loggers", ()):
+            if path := getattr(logger, "save_dir", None):
+                found["logs"] = str(path)
+        for callback in getattr(trainer, "checkpoint_callbacks", ()):
+            found["checkpoints"] = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+        return found
+
+    def storage(self) -> tuple[StorageFacts, ...]:
+        """The directories that loggers and checkpoint callbacks write to."""
+        loggers = [(logger, getattr(logger, "save_dir", None)) for logger in getattr(self._trainer, "loggers", ())]
+        callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
+        owners = loggers + [(callback, getattr(callback, "dirpath", None)) for callback in callbacks]
+        return tuple(
+            StorageFacts(owner=type(owner).__name__, path=str(path), filesystem=filesystem_of(str(path)))
+            for owner, path in owners
+            if path
+        )
+
+    def _read_settings(self) -> dict[str, str]:
+        trainer = self._trainer
+        found = {name: getattr(trainer, name, None) for name in _SETTINGS}
+        if (validation_s := self._validation_s()) is not None:
+            found["val_check_interval"] = f"{validation_s:g} s"
+        found |= {"first epoch": getattr(trainer, "current_epoch", 0), "first step": getattr(trainer, "global_step", 0)}
+        return {name: str(value) for name, value in found.items() if value is not None}
+
+    def _validation_s(self) -> float | None:
+        """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
+        return getattr(self._trainer, "_val_check_time_interval", None)
+
+    def _phase(self, is_saving: bool) -> Phase:
+        if self.finished:
+            return Phase.FINISHED
+        if is_saving:
+            return Phase.CHECKPOINT
+        stage = getattr(getattr(self._trainer, "state", None), "stage", None)
+        return _PHASES.get(getattr(stage, "value", ""), Phase.INIT) if self._started else Phase.INIT
+
+    def _is_first(self) -> bool:
+        """Whether the first batch of the current loop is not over: counted when it is, before the hooks at its end."""
+        trainer, batches = self._trainer, self._batches()
+        if batches is None or batches.current.processed == 0:
+            return True
+        if not getattr(trainer, "training", False):
+            return False
+        # The counts are reset only after the hooks at the epoch's start.
+        epochs = trainer.fit_loop.epoch_progress.current
+        return bool(batches.total.processed == self._processed_before or epochs.ready > epochs.started)
+
+    def _processed(self) -> int | None:
+        """Training batches of all epochs."""
+        epoch_loop = getattr(getattr(self._trainer, "fit_loop", None), "epoch_loop", None)
+        progress = getattr(epoch_loop, "batch_progress", None)
+        return progress.total.processed if progress is not None else None
+
+    def _loop(self) -> Any:
+        trainer = self._trainer
+        if getattr(trainer, "training", False):
+            return trainer.fit_loop
+        return getattr(trainer, "_active_loop", None)
+
+    def _batches(self) -> Any:
+        """Lightning's ``BatchProgress`` of the current loop."""
+        loop = self._loop()
+        return getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
+
+    def _batch_counts(self) -> Iterable[float | None]:
+        counts = getattr(self._loop(), "max_batches", None)
+        # The fit loop has one count for its combined loader, the others one count per loader.
+        return counts if isinstance(counts, list) else itertools.repeat(counts)
+
+
+def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.should_stop:
+        return LoopEnd.SHOULD_STOP
+    current = batches.current
+    # Lightning also calls that one the last at which on_train_batch_start has returned -1.
+    if not current.ready or (batches.is_last_batch if count is None else current.ready >= count):
+        return LoopEnd.DATA
+    if -1 != trainer.max_steps <= trainer.global_step:
+        return LoopEnd.MAX_STEPS
+    # What leaves a hook leaves its batch unfinished; between batches there is but the loader.
+    return LoopEnd.DATA if current.ready == current.started == current.completed else LoopEnd.UNKNOWN
+
+
+def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterator[str]:
+    """Lines of the user's own module and callbacks that may have made the training loop end so.
+
+    What they set may also be set by something else in their files.
+    """
+    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
+    sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
+    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else [*changed]
+    if attributes:
+        found = [line for source in sources for line in source.sets(attributes)]
+        files = dict.fromkeys(source.file for source in sources if source.file)
+        yield from found or (line for file in files for line in lines_that_set(attributes, file))
+    elif end is LoopEnd.UNKNOWN:
+        for source in sources:
+            yield from source.may_end_iteration()
+
+
+def _is_saving(actions: tuple[Action, ...]) -> bool:
+    return any(action.name.startswith("save_checkpoint") for action in actions)
+
+
+def _loader_facts(loader: Any, batches: float | None) -> LoaderFacts:
+    count = None
+    with suppress(TypeError, ValueError, OverflowError):
+        count = int(batches) if batches is not None else None
+    return LoaderFacts(
+        dataset=type(getattr(loader, "dataset", loader)).__name__,
+        num_workers=int(getattr(loader, "num_workers", 0)),
+        prefetch_factor=getattr(loader, "prefetch_factor", None),
+        batches=count,
+    )

@@ -1,0 +1,179 @@
+"""What a log has said of one rank so far, and the facts that this comes to."""
+
+from dataclasses import dataclass, field, replace
+
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts, RecordFacts
+from lightning_ncclsafe.reading.frames import stack
+from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
+from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
+
+_MOST_LINES = 6
+_LONGEST_LINE = 300
+_MOST_GROUPS = 256
+_OF_DEVICES = ("CUDA error", "Xid", "Duplicate GPU")
+UNKNOWN_GROUP = "unknown"
+"""Stands for a process group of which the log does not say which it is, only that it is not the default one."""
+
+
+@dataclass(slots=True)
+class RankLog:
+    """What a log has said of one rank.
+
+    Attributes:
+        rank: Global rank.
+        timeouts: Its collectives that have timed out, by sequence number and operation.
+        standings: Its last standing in each group, by the group's name.
+        at: In which group it stands at a sequence number, as far as that is said.
+        is_mixed: Whether collectives of several groups stand in the log without the names of these.
+        is_apart: Whether what stands in groups of which the name is not known has different numbers.
+    """
+
+    rank: int
+    timeouts: dict[tuple[int, str], TimedOut] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
+    at: dict[int, str] = field(default_factory=dict)
+    is_mixed: bool = False
+    is_apart: bool = False
+    stacks: list[Frame] = field(default_factory=list)
+    exception: ExceptionFacts | None = None
+    awaited: set[int] = field(default_factory=set)
+    awaited_in: str = ""
+    exit_code: int | None = None
+    ended_first: bool = False
+    host: str = ""
+    stuck_s: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def quote(self, text: str) -> None:
+        """Keeps a telling line."""
+        line = text.strip()[:_LONGEST_LINE]
+        if len(self.lines) < _MOST_LINES and line not in self.lines:
+            self.lines.append(line)
+
+    def has_timed_out(self, call: TimedOut) -> None:
+        """Keeps a collective that has timed out: the word on it that says most, and of those the first."""
+        self.timeouts.pop((call.seq, "") if call.op else (-1, ""), None)
+        if call.seq:
+            self.timeouts.pop((0, ""), None)
+        known = self.timeouts.get((call.seq, call.op))
+        says_more = known is None or (known.takes is None and call.takes is not None)
+        if says_more and len(self.timeouts) < _MOST_GROUPS:
+            self.timeouts[(call.seq, call.op)] = call
+
+    def has_timed_out_elsewhere(self) -> None:
+        """Keeps that it has timed out in something, of which nothing else is said."""
+        if not self.timeouts:
+            self.timeouts[(0, "")] = TimedOut(0, "", None, None, 0, 0, None)
+
+    def ended(self, exit_code: int, is_first: bool, host: str = "") -> None:
+        """Keeps how its process ended: the first word on that."""
+        self.exit_code = self.exit_code or exit_code
+        self.ended_first = self.ended_first or is_first
+        self.host = self.host or host
+
+    def has_named(self, seq: int) -> bool:
+        """Whether it is known what has timed out under a number."""
+        return any(op and number == seq for number, op in self.timeouts)
+
+    def stands(self, standing: Standing) -> None:
+        """Keeps how far the rank has come; the last word counts, unless it came after the end of all."""
+        if standing.group not in self.standings and len(self.standings) >= _MOST_GROUPS:
+            return
+        before = self.standings.get(standing.group)
+        if before is None or before.seq is None or standing.seq is not None:
+            self.standings[standing.group] = standing
+        if standing.seq is not None:
+            self.at.setdefault(standing.seq, standing.group)
+
+    def raised(self, exception: ExceptionFacts) -> None:
+        """Keeps the first exception that is the rank's own; one that is a consequence only where there is no other.
+
+        What a rank raises after it has given up a collective follows from that: the collective has left it nothing
+        that is right.
+        """
+        if any(call.ran_ms for call in self.timeouts.values()) and not exception.type.startswith(_OF_DEVICES):
+            exception = replace(exception, is_consequence=True)
+        if self.exception is None or (self.exception.is_consequence and not exception.is_consequence):
+            self.exception = exception
+
+    @property
+    def tells(self) -> bool:
+        """Whether this says anything of what the rank did; that it lived does not."""
+        waits = self.timeouts or self.standings or self.awaited
+        return bool(waits or self.exception or self.stuck_s or self.exit_code)
+
+    def facts(self, members: dict[str, tuple[int, ...]]) -> RankFacts:
+        """What it comes to.
+
+        Args:
+            members: Global ranks of the groups, as far as they are known.
+        """
+        calls = [self._collective(call) for call in self.timeouts.values()]
+        names = dict.fromkeys([*self.standings, *(call.group for call in calls)])
+        return RankFacts(
+            rank=self.rank,
+            host=self.host,
+            progress=Progress(phase=Phase.UNKNOWN),
+            groups=tuple(self._group(name, calls, members.get(name, ())) for name in names),
+            collectives=tuple(sorted(calls, key=lambda call: call.seq)),
+            exception=self.exception,
+            record=RecordFacts(
+                has_log=True,
+                group_known=not calls or all(self._is_known(call) for call in self.timeouts.values()),
+                waited_ms=max((call.ran_ms for call in self.timeouts.values()), default=0),
+                awaited=tuple(sorted(self.awaited)),
+                awaited_in=self.awaited_in,
+                exit_code=self.exit_code,
+                ended_first=self.ended_first,
+                stuck_s=self.stuck_s,
+                lines=tuple(self.lines),
+            ),
+        )
+
+    def _is_known(self, call: TimedOut) -> bool:
+        return call.seq in self.at
+
+    def group_of(self, call: TimedOut) -> str:
+        """Name of the group of a collective, which stands in another line, or in none."""
+        if call.seq in self.at:
+            return self.at[call.seq]
+        if self.is_mixed or (call.seq == 0 and not call.op) or (call.rank is not None and call.rank != self.rank):
+            return f"{UNKNOWN_GROUP} {call.seq}" if self.is_apart else UNKNOWN_GROUP
+        return DEFAULT_GROUP[0]
+
+    def waits_at(self) -> list[tuple[str, int]]:
+        """Groups, and the numbers in them, in which the rank waits by its standings."""
+        places = []
+        for group, standing in self.standings.items():
+            seq = standing.completed + 1 if standing.seq is None else standing.seq
+            if 0 < seq <= standing.enqueued:
+                places.append((group, seq))
+        return places
+
+    def _collective(self, call: TimedOut) -> Collective:
+        return Collective(
+            group=self.group_of(call),
+            seq=call.seq,
+            op=call.op,
+            backend="nccl",
+            input_sizes=(call.takes,) if call.takes is not None else (),
+            output_sizes=((call.gives,),) if call.gives is not None else (),
+            timeout_ms=call.timeout_ms,
+            stack=stack(self.stacks[::-1]) if len(self.timeouts) == 1 else (),
+        )
+
+    def _group(self, name: str, calls: list[Collective], members: tuple[int, ...]) -> Group:
+        seqs = [call.seq for call in calls if call.group == name]
+        standing = self.standings.get(name)
+        enqueued = max([*seqs, standing.enqueued if standing else 0])
+        # What has timed out has not completed, whatever stands in memory that nobody has written to.
+        completed = min([standing.completed if standing else enqueued, enqueued, *(seq - 1 for seq in seqs)])
+        about = standing.description if standing else (DEFAULT_GROUP[1] if name == DEFAULT_GROUP[0] else "")
+        return Group(
+            name=name,
+            description=about,
+            ranks=members,
+            last_enqueued=enqueued,
+            last_started=standing.started if standing else -1,
+            last_completed=max(completed, 0),
+        )

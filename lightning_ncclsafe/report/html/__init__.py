@@ -1,0 +1,1 @@
+"""A diagnosis as one page for a browser; the door is ``page``."""

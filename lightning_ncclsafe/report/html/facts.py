@@ -1,0 +1,200 @@
+"""What ranks have said of themselves, as a page keeps it for who does not believe a sentence: every fact, by rank.
+
+Of many ranks, those are given in full that evidence rests on and one of each group that is alike; report.json has all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.report.alike import Alike
+from lightning_ncclsafe.report.html.words import label_of, pairs, table_of, value_words
+from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
+
+_MOST_IN_FULL = 40
+_MOST_ROWS = 2_048
+_MOST_ITEMS = 200
+
+# The field of RankFacts that an observation of this source is made in, in the order of preference.
+_FIELDS_OF = {
+    "flight recorder": ("collectives", "groups"),
+    "stack": ("stack", "exception"),
+    "source code": ("stack", "exception"),
+    "phase": ("progress",),
+    "host": ("host_facts", "machine", "preflight"),
+    "process": ("workers", "peers", "host_facts"),
+    "exception": ("exception", "failed_save"),
+    "loader": ("loaders", "data", "workers"),
+    "storage": ("storage", "loggers"),
+    "collective times": ("stragglers",),
+    "log": ("record",),
+    "counters": ("groups",),
+    "network": ("exception", "machine", "peers"),
+    "gpu": ("machine",),
+    "logger": ("loggers",),
+    "steps": ("steps",),
+    "parameters": ("units", "steps"),
+    "settings": ("machine", "preflight"),
+    "size": ("collectives",),
+}
+
+# Which process it is, and when it was asked.
+_IDENTITY = ("rank", "local_rank", "local_world_size", "host", "pid", "taken_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One field of a rank's facts.
+
+    Attributes:
+        name: Name of the field, which is part of its place on the page.
+        title: What it is called.
+        pairs: Names and values, of what is one thing.
+        columns: Titles of a table, of what is a list of things.
+        rows: Its rows.
+        left_out: Rows for which there is no room.
+        stack: Number of the stack on the page, where this is one that is shown there.
+    """
+
+    name: str
+    title: str
+    pairs: tuple[tuple[str, str], ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    left_out: int = 0
+    stack: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFull:
+    """Everything that one rank has said."""
+
+    rank: int
+    title: str
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rank in a line.
+
+    Attributes:
+        rank: The rank.
+        cells: Host, process, where it stands, for how long, and what it does.
+        full: The rank that is alike and given in full, which may be this one; None where there is none.
+    """
+
+    rank: int
+    cells: tuple[str, ...]
+    full: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawFacts:
+    """The facts of all ranks.
+
+    Attributes:
+        in_full: Ranks of which everything is given, ascending.
+        rows: All ranks that answered, as far as there is room.
+        left_out: Ranks for which there is no row.
+        silent: Ranks that did not answer, of which others may have said something.
+    """
+
+    in_full: tuple[InFull, ...]
+    rows: tuple[Row, ...]
+    left_out: int
+    silent: frozenset[int] = frozenset()
+
+    def place(self, rank: int, source: str) -> str:
+        """Where on the page an observation of this source on this rank can be looked up; empty if nowhere."""
+        if rank in self.silent:
+            return "silent"
+        sections = next((facts.sections for facts in self.in_full if facts.rank == rank), None)
+        if sections is None:
+            return f"rank-{rank}" if any(row.rank == rank for row in self.rows) else ""
+        there = {section.name for section in sections}
+        field = next((field for field in _FIELDS_OF.get(source, ()) if field in there), "")
+        return f"rank-{rank}-{field}" if field else f"rank-{rank}"
+
+
+def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> RawFacts:
+    """Collects the facts of all ranks.
+
+    Args:
+        diagnosis: What was found.
+        alike: The ranks of its job.
+        stack_of: Number on the page of each rank's stack.
+    """
+    view, groups = alike.view, alike.groups()
+    wanted = [*_witnesses(diagnosis), *(ranks[0] for ranks in groups)]
+    chosen = list(dict.fromkeys(rank for rank in wanted if rank in view.facts))[:_MOST_IN_FULL]
+    like: dict[int, int | None] = {}
+    for ranks in groups:
+        like |= dict.fromkeys(ranks, next(filter(frozenset(ranks).__contains__, chosen), None))
+    shown = sorted(view.facts)[:_MOST_ROWS]
+    return RawFacts(
+        in_full=tuple(_in_full(view.facts[rank], stack_of.get(rank, 0)) for rank in sorted(chosen)),
+        rows=tuple(_row(alike, rank, rank if rank in chosen else like[rank]) for rank in shown),
+        left_out=len(view.facts) - len(shown),
+        silent=frozenset(view.silent),
+    )
+
+
+def _witnesses(diagnosis: Diagnosis) -> Iterator[int]:
+    """The ranks that sentences on the page are about, those of the first finding first."""
+    for finding in diagnosis.findings:
+        yield from finding.ranks[:4]
+        yield from (item.rank for item in finding.evidence if item.rank is not None)
+
+
+def _row(alike: Alike, rank: int, full: int | None) -> Row:
+    facts = alike.view.facts[rank]
+    cells = (
+        facts.host,
+        str(facts.pid or ""),
+        f"{facts.progress.phase.value}, {batch_words(facts.progress)}",
+        duration_words(facts.progress.idle_s),
+        capitalised(alike.states[rank]),
+    )
+    return Row(rank=rank, cells=cells, full=full)
+
+
+def _in_full(facts: RankFacts, stack: int) -> InFull:
+    identity = {name: value_words(name, getattr(facts, name)) for name in _IDENTITY}
+    told = tuple((label_of(name), words) for name, words in identity.items() if words)
+    process = Section(name="process", title="Process", pairs=told)
+    title = " · ".join(filter(None, [f"Rank {facts.rank}", facts.host, f"pid {facts.pid}" if facts.pid else ""]))
+    sections = (_section(field.name, getattr(facts, field.name), facts, stack) for field in fields(facts))
+    return InFull(
+        rank=facts.rank, title=title, sections=(process, *(section for section in sections if section is not None))
+    )
+
+
+def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | None:
+    if name in _IDENTITY or value in (None, (), {}, ""):
+        return None
+    title = capitalised(label_of(name))
+    if name == "stack" and stack and facts.exception is None:
+        return Section(name=name, title=title, stack=stack)
+    if is_dataclass(value):
+        told = tuple((label, words) for label, _, words in pairs(value))
+        return Section(name=name, title=title, pairs=told) if told else None
+    if isinstance(value, tuple) and is_dataclass(value[0]):
+        columns, rows = table_of(value[-_MOST_ITEMS:])
+        left_out = max(len(value) - _MOST_ITEMS, 0)
+        return Section(name=name, title=title, columns=tuple(columns), rows=tuple(map(tuple, rows)), left_out=left_out)
+    words = value_words(name, value)
+    return Section(name=name, title=title, pairs=(("", words),)) if words else None
+
+
+def silent_words(alike: Alike) -> Iterator[tuple[str, str]]:
+    """Ranks that did not answer, and all that others saw of them; as far as there is room."""
+    view = alike.view
+    for rank in view.silent[:_MOST_ITEMS]:
+        process = view.witnesses.get(rank)
+        yield f"Rank {rank}", alike.silence(rank) + (f": {value_words('process', process)}" if process else "")
+    if len(view.silent) > _MOST_ITEMS:
+        yield capitalised(ranks_words(view.silent[_MOST_ITEMS:])), "and others like it"

@@ -1,0 +1,128 @@
+"""A diagnosis as one page for a browser: the answer first, then a picture, then every fact that it rests on.
+
+The page is one file that loads nothing and runs nothing: its policy admits its own style sheet and nothing else.
+"""
+
+import base64
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.report.alike import Alike
+from lightning_ncclsafe.report.compared import compares
+from lightning_ncclsafe.report.html.answer import causes_of
+from lightning_ncclsafe.report.html.facts import raw_facts, silent_words
+from lightning_ncclsafe.report.html.picture import picture
+from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
+from lightning_ncclsafe.report.html.tables import tables_of
+from lightning_ncclsafe.report.opening import incident_words, nothing_found
+from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+
+_FOLDER = Path(__file__).parent
+_PAGE = "page.html.jinja"
+_STYLE = "page.css"
+
+
+def render_html(diagnosis: Diagnosis, *, most_s: float | None = None) -> str:
+    """The whole page.
+
+    Args:
+        diagnosis: What to show.
+        most_s: About how long it may take, seconds; as long as it takes if None.
+
+    Raises:
+        TimeoutError: If it takes longer.
+    """
+    give_up = time.monotonic() + most_s if most_s is not None else float("inf")
+    shown: dict[str, Any] = {}
+    for name, value in _shown(diagnosis):
+        shown[name] = value
+        _check(give_up)
+    parts = []
+    for part in _template().generate(shown):
+        parts.append(part)
+        _check(give_up)
+    return "".join(parts)
+
+
+def _check(give_up: float) -> None:
+    if time.monotonic() > give_up:
+        raise TimeoutError("it took too long")
+
+
+def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
+    """Everything that the template asks for, one by one."""
+    job, view = diagnosis.job, Timeline(diagnosis.job)
+    hangs, alike = not compares(job), Alike(view)
+    yield "incident", job.incident
+    yield "began", _moment(job.incident.opened_ns)
+    yield "launch", job.launch
+    yield "opening", incident_words(diagnosis)
+    yield "nothing", "" if diagnosis.findings else nothing_found(diagnosis)
+    yield "unanswered", diagnosis.unanswered
+    yield "picture", picture(diagnosis, alike) if hangs else None
+    yield "recorded", list(recorded_table(job)) if is_recorded(job) else []
+    stacks = stacks_of(diagnosis) if hangs else None
+    yield "stacks", stacks
+    facts = raw_facts(diagnosis, alike, stacks.number_of if stacks else {})
+    yield "facts", facts
+    tables = list(tables_of(diagnosis, view))
+    yield "tables", tables
+    yield "causes", causes_of(diagnosis, view, facts.place, {table.name for table in tables})
+    yield "silent", list(silent_words(alike))
+    yield "style", _style()
+    yield "style_hash", base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+
+
+def _moment(ns: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(ns / 1e9, tz=timezone.utc):%-d %B %Y, %H:%M:%S} UTC" if ns else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        finalize=_harmless,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Callable[..., Any]] = {"short_path": short_path, "prose": _prose}
+    environment.filters |= filters
+    return environment.get_template(_PAGE)
+
+
+@lru_cache(maxsize=1)
+def _style() -> Markup:
+    """Our own, and so no text to be escaped."""
+    return Markup((_FOLDER / _STYLE).read_text(encoding="utf-8"))
+
+
+def _harmless(value: Any) -> Any:
+    """Whatever the template prints: control characters and marks that reorder text are written out."""
+    return value if isinstance(value, Markup) else safe(str(value))
+
+
+def _prose(text: str) -> Markup:
+    """A sentence, in which what stands between backticks is code."""
+    parts = safe(text).split("`")
+    if len(parts) % 2 == 0:
+        return escape("`".join(parts))
+    marked = (
+        Markup("<code>{}</code>").format(part) if number % 2 else escape(part) for number, part in enumerate(parts)
+    )
+    return Markup("").join(marked)

@@ -1,0 +1,159 @@
+"""Ranks against time, as a page draws them: a lane for each rank, or for all that are alike, outliers first.
+
+Places on the axis of time are percentages of its width, so that a picture fits any screen without its text shrinking.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.report.alike import Alike
+from lightning_ncclsafe.report.html.picture_axis import Axis, Bar, last_progress_ns, taken_at_ns
+from lightning_ncclsafe.report.recorded import is_recorded
+from lightning_ncclsafe.rules.kit.activity import hook_words
+from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import call_words, capitalised, duration_words, ranks_words, short_location
+
+# Up to so many ranks each has a lane of its own.
+_FEW_RANKS = 8
+_MOST_LANES = 16
+_MOST_ACTIONS = 3
+_MOST_WAITS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One rank, or several that are alike, of which the first is drawn.
+
+    Attributes:
+        ranks: The ranks, in words.
+        does: What they do, and for how long they have made no progress.
+        where: In which hook and batch.
+        line: At which line.
+        label: All of it in one sentence, for those who cannot see the picture.
+        is_named: Whether the first finding names one of them.
+        is_silent: Whether they did not answer.
+        actions: What Lightning is doing there, outermost first.
+        waits: Collectives that have not ended.
+        calls: Where collectives were called that have ended.
+        stop: Where it last made progress; None where that is not in the picture.
+    """
+
+    ranks: str
+    does: str
+    where: str = ""
+    line: str = ""
+    label: str = ""
+    is_named: bool = False
+    is_silent: bool = False
+    actions: tuple[Bar, ...] = ()
+    waits: tuple[Bar, ...] = ()
+    calls: tuple[float, ...] = ()
+    stop: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """All lanes, and the axis of time below them.
+
+    Attributes:
+        lanes: From top to bottom.
+        marks: Places on the axis with their words, ``"-10 s"``; the last is ``"now"``.
+        left_out: Lanes for which there is no room.
+    """
+
+    lanes: tuple[Lane, ...]
+    marks: tuple[tuple[float, str], ...]
+    left_out: int = 0
+
+
+def picture(diagnosis: Diagnosis, alike: Alike) -> Picture:
+    """Draws the ranks of a job.
+
+    Args:
+        diagnosis: What was found.
+        alike: The ranks of its job.
+    """
+    view = alike.view
+    named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
+    few = len(view.facts) <= _FEW_RANKS
+    groups = _ordered([(rank,) for rank in view.facts] if few else alike.groups(waiting_anywhere=True), named)
+    shown = [view.facts[ranks[0]] for ranks in groups]
+    axis = Axis.of_record(shown) if is_recorded(view.job) else Axis.of(shown)
+    silent = list(_silent_lanes(alike, named))
+    lanes = [_lane(alike, axis, ranks, bool(named.intersection(ranks))) for ranks in groups[:_MOST_LANES]]
+    lanes = [*silent, *lanes] if any(lane.is_named for lane in silent) else [*lanes[:1], *silent, *lanes[1:]]
+    return Picture(lanes=tuple(lanes), marks=tuple(axis.marks()), left_out=max(len(groups) - _MOST_LANES, 0))
+
+
+def _ordered(groups: Sequence[tuple[int, ...]], named: set[int]) -> list[tuple[int, ...]]:
+    """Those that a finding names, then the few, then the many."""
+    return sorted(groups, key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
+
+
+def _lane(alike: Alike, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
+    view = alike.view
+    facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
+    idle = sorted(view.facts[rank].progress.idle_s for rank in ranks)
+    is_seen = not is_recorded(view.job)
+    does = ", no progress for ".join(filter(None, [alike.states[ranks[0]], _range_words(idle) if is_seen else ""]))
+    where = ", ".join(filter(None, [doing.hook, batch_words(facts.progress)])) if is_seen else ""
+    line = _line(view, ranks)
+    stop_ns = last_progress_ns(facts, axis.end_ns)
+    return Lane(
+        ranks=capitalised(ranks_words(ranks)),
+        does=does,
+        where=where,
+        line=line,
+        label="; ".join(filter(None, [f"{capitalised(ranks_words(ranks))} {does}".rstrip(), where, line])),
+        is_named=is_named,
+        actions=tuple(_actions(facts, axis, waits=doing.waits_for_peers)),
+        waits=tuple(_waits(facts, axis)),
+        calls=tuple(sorted(_calls(facts, axis))),
+        stop=axis.place(stop_ns) if is_seen and axis.shows(stop_ns) else None,
+    )
+
+
+def _line(view: Timeline, ranks: tuple[int, ...]) -> str:
+    frames = {frame for rank in ranks if (frame := view.activities[rank].frame) is not None}
+    return f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))
+
+
+def _range_words(idle_s: list[float]) -> str:
+    least, most = duration_words(idle_s[0]), duration_words(idle_s[-1])
+    return least if least == most else f"{least} to {most}"
+
+
+def _actions(facts: RankFacts, axis: Axis, *, waits: bool) -> Iterator[Bar]:
+    shown, now_ns = facts.progress.actions[-_MOST_ACTIONS:], taken_at_ns(facts, axis.end_ns)
+    for number, action in enumerate(shown, 1):
+        kind = ("waits" if waits else "works") if number == len(shown) else "outer"
+        words = f"{hook_words(action.name)} for {duration_words(action.for_s)}"
+        yield axis.bar(kind, now_ns - round(action.for_s * 1e9), now_ns, words)
+
+
+def _waits(facts: RankFacts, axis: Axis) -> Iterator[Bar]:
+    now_ns = taken_at_ns(facts, axis.end_ns)
+    outstanding = [call for call in facts.collectives if not call.completed and call.created_ns]
+    for call in outstanding[:_MOST_WAITS]:
+        since = f", not completed after {duration_words((now_ns - call.created_ns) / 1e9)}" if facts.taken_ns else ""
+        yield axis.bar("waits", call.created_ns, now_ns, f"{call_words(call)}, sequence number {call.seq}{since}")
+
+
+def _calls(facts: RankFacts, axis: Axis) -> set[float]:
+    """Rounded, so that those that would share a pixel are drawn once."""
+    calls = (call.created_ns for call in facts.collectives if call.completed)
+    return {round(axis.place(ns), 1) for ns in calls if axis.shows(ns)}
+
+
+def _silent_lanes(alike: Alike, named: set[int]) -> Iterator[Lane]:
+    """What others saw of those that did not answer; alike ones together."""
+    groups: dict[str, list[int]] = {}
+    for rank in alike.view.silent:
+        groups.setdefault(alike.silence(rank), []).append(rank)
+    for does, ranks in list(groups.items())[:_MOST_LANES]:
+        title = capitalised(ranks_words(ranks))
+        is_named = bool(named.intersection(ranks))
+        yield Lane(ranks=title, does=does, label=f"{title} {does}", is_silent=True, is_named=is_named)

@@ -1,0 +1,1 @@
+"""Files for ui.perfetto.dev: ``collectives`` of a run that was timed, and one ``incident``."""

@@ -1,0 +1,225 @@
+"""What a rank's main thread is doing, read from its stack, its Lightning actions and its outstanding collectives."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
+from lightning_ncclsafe.rules.kit.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
+
+AGREEMENT = "agreement:"
+"""What the name of an action begins with in which a rank presents its loaders; the hook that gave them follows."""
+
+PAUSE = "pause:"
+"""What the name of an action begins with for which a rank has announced that it will stand still; why follows."""
+
+# Share of the time in which a main thread runs, or waits for a core, that does not wait for others.
+_COMPUTES = 0.2
+_WRAPPERS = ("run_training_epoch", "run_training_batch")
+
+
+class Kind(str, Enum):
+    """What a main thread is in."""
+
+    COLLECTIVE = "a collective"
+    STORE = "a rendezvous"
+    """The store, ``init_process_group``, creation of a group, ``monitored_barrier``."""
+    LOADER = "the dataloader"
+    LOGGER = "a logger"
+    CHECKPOINT = "a checkpoint"
+    USER = "user code"
+    LIGHTNING = "Lightning"
+    """Lightning's or another library's code, with no user code below the Trainer."""
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What one rank is doing.
+
+    Attributes:
+        kind: What its main thread is in.
+        frame: Deepest frame of the user's own code; None if there is none.
+        place: The frame that tells most: the user's below the Trainer, else the one that ``kind`` was read from.
+        hook: The innermost Lightning action in words, ``"Net.on_train_epoch_end"``; empty between hooks.
+        hook_for_s: Seconds since that action began; since the last progress where there is none.
+        collective: The oldest outstanding collective (point-to-point operations aside); None if there is none.
+        call: The function or barrier in which it waits, ``"broadcast"``, ``"barrier 'post_setup'"``; may be empty.
+        on_device: Whether a collective is outstanding on a device while the main thread is free to do something else.
+        exempt: Whether Lightning itself lets this rank wait without limit (``prepare_data``).
+        rank_condition: Condition on the rank under which the work is done, in words; empty if there is none.
+        condition_frame: The frame in which that condition stands.
+    """
+
+    kind: Kind
+    frame: Frame | None = None
+    place: Frame | None = None
+    hook: str = ""
+    hook_for_s: float = 0.0
+    collective: Collective | None = None
+    call: str = ""
+    on_device: bool = False
+    exempt: bool = False
+    rank_condition: str = ""
+    condition_frame: Frame | None = None
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether this rank cannot go on before other ranks do something."""
+        return self.kind in (Kind.COLLECTIVE, Kind.STORE) or (self.on_device and self.kind is not Kind.FINISHED)
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether this rank waits for, or works in, its dataloader."""
+        return self.kind is Kind.LOADER
+
+
+def activity(facts: RankFacts) -> Activity:
+    """What this rank is doing."""
+    inside = facts.stack[trainer_start(facts.stack) :]
+    mark, outer = _innermost_landmark(inside)
+    collective = outstanding_collective(facts)
+    kind, call = _kind(facts, mark, collective)
+    action = _hook_action(facts.progress.actions)
+    condition, frame = _rank_condition(outer)
+    return Activity(
+        kind=kind,
+        frame=deepest_user_frame(facts.stack),
+        place=deepest_user_frame(inside) or (inside[len(outer)] if mark else None),
+        hook=hook_words(action.name) if action else "",
+        hook_for_s=action.for_s if action else facts.progress.idle_s,
+        collective=collective,
+        call=call,
+        on_device=collective is not None and collective.backend.startswith("nccl"),
+        exempt=mark is not None and mark.exempt,
+        rank_condition=condition,
+        condition_frame=frame,
+    )
+
+
+def outstanding_collective(facts: RankFacts) -> Collective | None:
+    """The oldest collective that this rank has called and that has not completed.
+
+    A vote on the next batch may be on its way while the rank does something else; where the rank waits for it, it
+    counts.
+    """
+    votes = {group.name for group in facts.groups if group.description in VOTE_GROUPS}
+    in_vote = any(frame.mark == Mark.VOTE for frame in facts.stack)
+    outstanding = (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
+    return next((entry for entry in outstanding if (entry.group in votes) is in_vote), None)
+
+
+def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
+    """The innermost frame of the user's own code."""
+    return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
+    """The condition on the rank under which this stack's work is done, and its frame; empty, and None, without one."""
+    return _rank_condition(_innermost_landmark(stack[trainer_start(stack) :])[1])
+
+
+def hook_words(name: str) -> str:
+    """An action's name for people: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
+    if name.startswith("barrier:"):
+        return f"barrier {name.removeprefix('barrier:')!r}"
+    if name.startswith(AGREEMENT):
+        return f"the comparison of the ranks' {name.removeprefix(AGREEMENT)}"
+    if name.startswith(PAUSE):
+        return f"a pause that was announced ({name.removeprefix(PAUSE) or 'no reason given'})"
+    owner, _, rest = name.partition("]")
+    plain = rest.lstrip(".") if owner.startswith("[") and rest else name
+    before, brace, after = plain.partition("{")
+    plain = before + after[after.rfind("}") + 1 :] if brace else plain
+    # "SafeDDP.training_step" is the user's training_step, called through the strategy.
+    return plain.rpartition(".")[2] if owner == "[Strategy" else plain
+
+
+def _hook_action(actions: tuple[Action, ...]) -> Action | None:
+    return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
+
+
+def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[Landmark | None, tuple[Frame, ...]]:
+    """What the deepest telling frame says, and the frames around that frame."""
+    below_user = False
+    for depth in range(len(inside) - 1, -1, -1):
+        found = landmark(inside[depth])
+        if found and not (found.weak and below_user):
+            return found, inside[:depth]
+        below_user = below_user or inside[depth].user
+    return None, inside
+
+
+def trainer_start(stack: tuple[Frame, ...]) -> int:
+    """What lies outside the Trainer (a sweep agent, ``if rank != -1: main()``) says nothing about what goes on."""
+    return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
+
+
+def _kind(facts: RankFacts, mark: Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
+    if facts.progress.phase is Phase.FINISHED:
+        return Kind.FINISHED, ""
+    action = facts.progress.actions[-1].name if facts.progress.actions else ""
+    if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
+        named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
+        return Kind[mark.kind], named
+    return _kind_without_landmark(facts, action, collective)
+
+
+def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective | None) -> tuple[Kind, str]:
+    if action.startswith("barrier:") and not facts.stack:
+        return Kind.COLLECTIVE, hook_words(action)
+    if action == "init_process_group":
+        return Kind.STORE, action
+    if collective is not None and _blocked_by(collective, facts.stack):
+        return Kind.COLLECTIVE, collective.op
+    if collective is None and facts.stack and _waits_in_c(facts):
+        return Kind.COLLECTIVE, "wait"
+    if action.endswith("_dataloader_next"):
+        return Kind.LOADER, ""
+    if action == "save_checkpoint":
+        return Kind.CHECKPOINT, ""
+    inside = facts.stack[trainer_start(facts.stack) :]
+    return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
+
+
+def _waits_in_c(facts: RankFacts) -> bool:
+    """Whether it is in a wait() of C++ code: that for a collective of which no recorder tells, or a send or receive.
+
+    Gloo records neither those nor their waits. A wait of Python's own has frames of its library below.
+    """
+    deepest = facts.stack[-1]
+    if ".wait(" not in deepest.code:
+        return False
+    return _may_wait_unseen(facts) or (deepest.user and bool(facts.groups) and _hardly_runs(facts))
+
+
+def _may_wait_unseen(facts: RankFacts) -> bool:
+    """Whether it may wait in a collective of which no recorder tells: the main thread then hardly runs."""
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and _hardly_runs(facts)
+
+
+def _hardly_runs(facts: RankFacts) -> bool:
+    """As far as that is known."""
+    thread = facts.machine.main_thread
+    if thread is None or thread.ran_s is None:
+        return True
+    return thread.ran_s + (thread.queued_s or 0.0) < _COMPUTES * thread.over_s
+
+
+def _blocked_by(collective: Collective, stack: tuple[Frame, ...]) -> bool:
+    """Device collectives block the main thread wherever it reads a result; those of gloo only where it waits."""
+    if not stack or ".wait(" in stack[-1].code:
+        return True
+    return collective.backend.startswith("nccl") and (looks_like_device_sync(stack[-1]) or not stack[-1].user)
+
+
+def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
+    """Only conditions around the work count, and decorators on the user's code: Lightning's loggers have their own."""
+    for frame in reversed(outer):
+        if frame.user and frame.rank_condition:
+            return frame.rank_condition, frame
+    for index in range(len(outer) - 1, 0, -1):
+        if RANK_ZERO_ONLY.has(outer[index - 1].file, outer[index - 1].function) and outer[index].user:
+            return "@rank_zero_only", outer[index]
+    return "", None

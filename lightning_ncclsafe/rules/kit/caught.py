@@ -1,0 +1,183 @@
+"""What a rank caught, or lost a thread to, before it stood still: said beside what the findings say of that rank."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
+from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, trainer_start
+from lightning_ncclsafe.rules.kit.overruns import aborted
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
+
+# What came as often belongs to how the code works: it is told, and explains nothing.
+_USUAL = 8
+# What is older has been lived with for a while.
+_BEFORE_S = 60.0
+_MOMENTS_S = 10.0
+# A queue's, a pool's or a lock's frames below the line that waits.
+_INNER = 4
+_LISTED = 4
+# Where what one rank calls is held against what others do.
+_DIVERGED = ("diverged-collectives", "mismatched-collective")
+
+
+def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
+    """What this rank has caught shortly before it stood still, or since, and most others have not; the last one first.
+
+    What has ended its other threads is among it.
+    """
+    facts = view.facts.get(rank)
+    found = [one for one in facts.caught if is_recent(one, facts) and _is_its_own(view, rank, one)] if facts else []
+    return tuple(sorted(found, key=lambda one: (not one.is_held, one.ago_s)))
+
+
+def missed_thread(facts: RankFacts) -> CaughtException | None:
+    """What has ended another thread of a rank that waits for one; the last one, and None where that is long ago."""
+    inner = facts.stack[-_INNER:]
+    waits = any(WAITS_FOR_THREADS.has(frame.file, frame.function) for frame in inner)
+    # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
+    waits = waits and not any(PROCESSES.has(frame.file, frame.function) for frame in inner)
+    ended = (one for one in facts.caught if one.thread and is_recent(one, facts))
+    return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
+
+
+def has_gone_on(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those of these ranks that have caught an exception, so that they may have left something out."""
+    return tuple(rank for rank in ranks if any(not one.thread and _is_rare(one) for one in caught_by(view, rank)))
+
+
+def skips_handled(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...], Frame | None]:
+    """Those of these ranks that stand beyond a line where others wait, in a ``try`` whose exceptions are caught.
+
+    Also gives that line. Nothing says that an exception was raised; but without one they would have come there, too.
+    A rank that is gone may be among those others, by what it has written last.
+    """
+    asked = tuple(ranks)
+    inside = {rank: frame for rank in asked if (frame := _handled(view, rank)) is not None}
+    beyond = tuple(rank for rank in asked if rank not in inside and rank in view.facts)
+    if not inside or not beyond or len({(frame.file, frame.handler) for frame in inside.values()}) > 1:
+        return (), None
+    return beyond, next(iter(inside.values()))
+
+
+def past_aborted(view: Timeline) -> tuple[int, ...]:
+    """Ranks that have caught an exception moments before gloo has ended another: they may have left out its call."""
+    gone_on = has_gone_on(view, sorted(view.facts)) if aborted(view) else ()
+    return tuple(rank for rank in gone_on if _is_moments_ago(view, rank))
+
+
+def _is_moments_ago(view: Timeline, rank: int) -> bool:
+    idle_s = view.facts[rank].progress.idle_s
+    # That a connection broke is what follows.
+    own = (one for one in caught_by(view, rank) if not (one.thread or one.is_consequence))
+    return any(one.ago_s <= idle_s + _MOMENTS_S and _is_rare(one) for one in own)
+
+
+def raised_at(one: CaughtException) -> Frame | None:
+    """The deepest line in the user's code at which it was raised."""
+    return deepest_user_frame(one.stack)
+
+
+def error_words(one: CaughtException) -> str:
+    """``"OSError: No space left on device"``."""
+    return f"{one.type}: {one.message.rstrip('.')}" if one.message else one.type
+
+
+def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+    """The same findings; those about ranks that have caught something say so, the first one in its summary, too."""
+    if job.incident.kind not in (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT):
+        return [*findings]
+    view = timeline(job)
+    told: list[Finding] = []
+    for index, finding in enumerate(findings):
+        found = [(rank, one) for rank in _asked(view, finding) for one in caught_by(view, rank)][:_LISTED]
+        evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(one, "It")) for rank, one in found)
+        news = (_sentence(one, f"Rank {rank}") for rank, one in found if _is_rare(one) and not _is_told(one, finding))
+        summary = joined((finding.summary, next(news, ""))) if index == 0 else finding.summary
+        told.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence)))
+    return told
+
+
+def _asked(view: Timeline, finding: Finding) -> Iterator[int]:
+    """The first of those that it names, and those that may have diverged from them.
+
+    Where they are gone, those that have survived what may have ended them.
+    """
+    yield from finding.ranks[:_LISTED]
+    if finding.rule in _DIVERGED:
+        yield from itertools.islice((rank for rank in sorted(view.facts) if rank not in finding.ranks), _LISTED)
+    elif finding.ranks and set(finding.ranks) <= set(view.silent):
+        survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_is_of_call_before, facts.caught)))
+        yield from itertools.islice(survived, _LISTED)
+
+
+def _is_of_call_before(one: CaughtException) -> bool:
+    return one.passed.startswith("Trainer.")
+
+
+def _is_told(one: CaughtException, finding: Finding) -> bool:
+    return bool(one.message) and one.message.rstrip(".") in finding.summary
+
+
+def _sentence(one: CaughtException, who: str) -> str:
+    frame = raised_at(one)
+    at = f" at {short_location(frame)}" if frame is not None else ""
+    ago = f", {duration_words(one.ago_s)} before this was seen"
+    if one.thread:
+        whose = "its" if who == "It" else f"{who}'s"
+        return f"{whose[:1].upper()}{whose[1:]} thread {one.thread!r} has ended with {error_words(one)}{at}{ago}."
+    out_of = f" out of {hook_words(one.passed)}" if one.passed else ""
+    if one.is_held:
+        within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
+        return f"{who} is in the `except` block{within} that has caught {error_words(one)}{out_of}, raised{at}."
+    times = f" {one.count} times" if one.count > 1 else ""
+    though = ", though where one rank raises the others are ended" if _is_of_call_before(one) else ""
+    return f"{who} has caught {error_words(one)}{out_of}{at}{times}{ago}, and gone on{though}."
+
+
+def is_recent(one: CaughtException, facts: RankFacts) -> bool:
+    """Whether it came shortly before its rank stood still, or since."""
+    return one.is_held or _is_of_call_before(one) or one.ago_s <= facts.progress.idle_s + _BEFORE_S
+
+
+def _is_rare(one: CaughtException) -> bool:
+    return one.is_held or one.count < _USUAL
+
+
+def _is_its_own(view: Timeline, rank: int, one: CaughtException) -> bool:
+    """Whether most others have nothing like it: what all ranks do alike lets none of them diverge."""
+    if view.caught_on is None:
+        view.caught_on = Counter(kind for facts in view.facts.values() for kind in {*map(_kind, facts.caught)})
+    others = len(view.facts) - 1
+    return one.is_held or not others or 2 * (view.caught_on[_kind(one)] - 1) < others
+
+
+def _kind(one: CaughtException) -> tuple[str, str]:
+    return one.type, location_of(raised_at(one))
+
+
+def _handled(view: Timeline, rank: int) -> Frame | None:
+    """The innermost frame of the user's own, below the Trainer, within a ``try`` whose exceptions are caught."""
+    facts, witness = view.facts.get(rank), view.witnesses.get(rank)
+    stack = witness.stack if facts is None and witness is not None else ()
+    if facts is not None:
+        stack = facts.exception.stack if facts.exception is not None else facts.stack
+    inside = stack[trainer_start(stack) :]
+    return next((frame for frame in reversed(inside) if frame.user and frame.handler), None)
+
+
+def skipped_words(frame: Frame, others: str) -> str:
+    """What an exception may have left out, as nothing has told of one.
+
+    Args:
+        frame: The line within the ``try``.
+        others: Who has come there, and what they do, ``"rank 0 waits"``.
+    """
+    return (
+        f"The line {short_location(frame)}, at which {others}, stands in a `try`: an exception in there is caught by "
+        f"{condition_words(frame.handler)}, and the rest of it left out."
+    )

@@ -1,0 +1,90 @@
+"""Whether ranks wait for something of which it is known that it takes long, so that a standstill is no surprise yet."""
+
+from collections.abc import Callable, Iterable
+
+from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
+from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind, phase_kind_of
+from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind
+from lightning_ncclsafe.rules.kit.timeline import Timeline, forget, timeline
+
+_ASKED_AGAIN_S = 60.0
+_COMPILES = COMPILATION | TUNING
+
+
+def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
+    """For how many seconds more the ranks' standstill is to be expected; 0 if it is not.
+
+    It is, for five minutes, while every rank that others wait for compiles, writes a checkpoint, or is in the first
+    batch of a loop; or half of a hard limit that applies if that is less. An exception, the hard limit, or a rank that
+    does not answer is never to be expected.
+
+    Args:
+        job: The facts of all ranks that answered.
+        limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
+    """
+    incident = job.incident
+    if _is_alarming(job):
+        return 0.0
+    line = timeline(job)
+    try:
+        awaited = tuple(_awaited(line))
+        # Where all wait and none is behind, it is the collective itself that takes long: the first one connects.
+        held_up = awaited or line.waiting
+        left = [_left_s(line, line.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in held_up]
+    finally:
+        forget()
+    # However often what they wait for has moved meanwhile, nobody waits for longer than that without a word.
+    waited_left_s = min(LONG_S, incident.timeout_s / 2) - incident.idle_s
+    return max(min([*left, waited_left_s]), 0.0) if left else 0.0
+
+
+def announced_for_s(job: JobFacts) -> float:
+    """For how many seconds more ranks wait without a word for those that have announced a pause; 0 if for others, too.
+
+    Until they are asked again a minute later, as the pause may be over by then, or until the hard limit.
+
+    Args:
+        job: The facts of all ranks that answered.
+    """
+    if _is_alarming(job):
+        return 0.0
+    line = timeline(job)
+    awaited = [line.facts[rank] for rank in line.stragglers] if line.waiting else []
+    forget()
+    if not awaited or not all(map(_has_paused, awaited)):
+        return 0.0
+    return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
+
+
+def _has_paused(facts: RankFacts) -> bool:
+    return any(action.name.startswith(PAUSE) for action in facts.progress.actions)
+
+
+def _is_alarming(job: JobFacts) -> bool:
+    is_asked = job.incident.kind is IncidentKind.SUSPECT
+    return not is_asked or bool(job.silent) or any(facts.exception for facts in job.ranks)
+
+
+def is_compiling(stack: Iterable[Frame]) -> bool:
+    """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
+    return any(_COMPILES.has(frame.file, frame.function) for frame in stack)
+
+
+def _awaited(line: Timeline) -> Iterable[int]:
+    if line.waiting:
+        return line.stragglers
+    return (rank for rank, doing in line.activities.items() if doing.waits_for_data)
+
+
+def _left_s(line: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:
+    phase_kind = phase_kind_of(facts.progress)
+    is_busy = is_compiling(facts.stack) or line.activities[facts.rank].kind is Kind.CHECKPOINT
+    if not phase_kind.is_long and not (is_awaited and is_busy):
+        return 0.0
+    return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _for_s(facts, phase_kind)
+
+
+def _for_s(facts: RankFacts, phase_kind: PhaseKind) -> float:
+    saves = (action.for_s for action in facts.progress.actions if action.name.startswith("save_checkpoint"))
+    return max([facts.progress.idle_s, *saves])

@@ -1,0 +1,189 @@
+"""The parts that findings are built of: where a rank stands, what the others wait in, and how we know."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, JobFacts, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts.findings import Evidence, Severity
+from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.transport import has_given_up
+from lightning_ncclsafe.rules.kit.units import begins_another_forward
+from lightning_ncclsafe.rules.kit.wording import (
+    collective_words,
+    duration_words,
+    group_words,
+    location_of,
+    ranks_words,
+    short_location,
+    verb,
+)
+
+_STAGES = {
+    Phase.INIT: "before the first batch",
+    Phase.SANITY_CHECK: "in the sanity check",
+    Phase.VALIDATE: "in validation",
+    Phase.TEST: "in test",
+    Phase.PREDICT: "in prediction",
+}
+_VARIANTS = 3
+_EXITS = ("SystemExit",)
+_WHOLE = re.compile(r"-?\d{1,9}")
+_LISTED = 8
+
+
+def severity(job: JobFacts) -> Severity:
+    """A hold-up is a warning as long as the run may go on, and an error once its time is up."""
+    is_over = job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
+    return Severity.ERROR if is_over else Severity.WARNING
+
+
+def batch_words(progress: Progress) -> str:
+    """``"batch 118 of epoch 2"``, with the stage where it is not training; Lightning's own numbers, from 0."""
+    stage = _STAGES.get(progress.phase, "")
+    if progress.phase is Phase.UNKNOWN:
+        return "at an unknown batch"
+    if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
+        return stage or f"before the first batch of epoch {progress.epoch}"
+    batch = f"batch {progress.batch_idx} of epoch {progress.epoch}"
+    return f"{batch}, {stage}" if stage else batch
+
+
+def place_words(frame: Frame | None) -> str:
+    """``"at train.py:42 in evaluate"``; empty without a frame."""
+    return f"at {short_location(frame)}" if frame is not None else ""
+
+
+def standing(timeline: Timeline, rank: int) -> str:
+    """Where a rank stands: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
+    doing, progress = timeline.activities[rank], timeline.facts[rank].progress
+    span = duration_words(doing.hook_for_s)
+    if doing.kind is Kind.FINISHED:
+        after = f", after {batch_words(progress)}" if progress.batch_idx >= 0 else ""
+        return f"past the end of the Trainer{after}, for {span}"
+    hook = f"in {doing.hook}" if doing.hook else ""
+    where = " ".join(part for part in (hook, place_words(doing.place)) if part)
+    return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {span}"
+
+
+def wait_words(timeline: Timeline, rank: int) -> str:
+    """What a rank waits in: ``"Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 7, 1 element)"``."""
+    doing = timeline.activities[rank]
+    means = meaning(doing.collective, timeline.facts[rank])
+    if doing.collective is None:
+        return means or doing.call or doing.kind.value
+    return collective_words(doing.collective, means)
+
+
+def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits."""
+    # Of many silent ranks each may be a finding of its own, and for all of them the same ranks wait.
+    besides = frozenset(rank for rank in ranks if rank in timeline.facts)
+    if besides not in timeline.others_said:
+        timeline.others_said[besides] = _others_wait(timeline, besides)
+    return timeline.others_said[besides]
+
+
+def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+    variants: dict[str, list[int]] = defaultdict(list)
+    lost: list[int] = []
+    gave_up: list[int] = []
+    for rank in timeline.held_up(ranks):
+        facts = timeline.facts[rank]
+        ended = gave_up if has_given_up(facts) else lost
+        alike = ended if facts.exception else variants[wait_words(timeline, rank)]
+        alike.append(rank)
+    ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
+    parts = [
+        f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}{_ahead(timeline, who)}"
+        for what, who in ordered[:_VARIANTS]
+    ]
+    if len(ordered) > _VARIANTS:
+        parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
+    if gave_up:
+        parts.append(f"{ranks_words(gave_up)} waited until the time was up")
+    if lost:
+        parts.append(f"{ranks_words(lost)} waited until the connection broke")
+    return "; ".join(parts)
+
+
+def _ahead(timeline: Timeline, ranks: list[int]) -> str:
+    """What is easily missed where a run seems to fail "when saving": these ranks are not saving at all."""
+    rank = ranks[0]
+    begins = begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank])
+    # Where all are in the same batch, the others are merely late for the same pass.
+    all_progress = [facts.progress for facts in timeline.facts.values()]
+    places = {(progress.phase, progress.epoch, progress.batch_idx) for progress in all_progress}
+    if not begins or len(places) == 1:
+        return ""
+    return f": {verb(ranks, 'this rank has', 'these ranks have')} started another forward pass"
+
+
+def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """The same as the tail of a sentence: ``", while ranks 1-3 wait in …"``; empty if nobody waits."""
+    waiting = others_wait(timeline, ranks)
+    return f", while {waiting}" if waiting else ""
+
+
+def location(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """The deepest line in the user's own code on the first of these ranks that has one."""
+    frames = (timeline.activities[rank].frame for rank in ranks if rank in timeline.activities)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+    """One line per rank: in what its main thread is, and at which line."""
+    evidence = []
+    for rank in list(ranks)[:_LISTED]:
+        doing = timeline.activities[rank]
+        stack = timeline.facts[rank].stack
+        line = doing.place or doing.frame or (stack[-1] if stack else None)
+        if line is not None:
+            text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
+            evidence.append(Evidence(source="stack", rank=rank, text=text))
+    return evidence
+
+
+def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+    """One line per rank: phase, hook and batch."""
+    known = (rank for rank in ranks if timeline.facts[rank].progress.phase is not Phase.UNKNOWN)
+    listed = list(known)[:_LISTED]
+    return [Evidence(source="phase", rank=rank, text=f"Stands {standing(timeline, rank)}.") for rank in listed]
+
+
+def recorder_evidence(timeline: Timeline) -> list[Evidence]:
+    """One line per group that is held up: how far its ranks have come."""
+    evidence = []
+    for group in timeline.groups:
+        if group.seq is not None and group.behind:
+            last = max(group.enqueued[rank] for rank in group.behind)
+            text = (
+                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of "
+                f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
+                f"in sequence number {group.seq}."
+            )
+            evidence.append(Evidence(source="flight recorder", text=text[:1].upper() + text[1:]))
+    return evidence
+
+
+def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
+    """Stack, phase and recorder on the ranks in question: what nearly every finding rests on."""
+    listed = list(ranks)
+    return (*stack_evidence(timeline, listed), *phase_evidence(timeline, listed), *recorder_evidence(timeline))
+
+
+def exit_status(exception: ExceptionFacts) -> int | None:
+    """The status with which ``sys.exit`` ends a process,; None for an exception that is no such exit."""
+    if exception.type not in _EXITS:
+        return None
+    message = exception.message
+    # Python prints any other text, and ends with 1.
+    return 0 if message in ("", "None", "False") else int(message) if _WHOLE.fullmatch(message) else 1
+
+
+def exception_place(facts: RankFacts) -> Frame | None:
+    """The deepest line in the user's code at which this rank's exception was raised."""
+    stack = facts.exception.stack if facts.exception else ()
+    return next((frame for frame in reversed(stack) if frame.user), None)

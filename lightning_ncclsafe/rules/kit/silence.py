@@ -1,0 +1,111 @@
+"""Ranks that do not answer and whose process is seen to be there: what keeps it from answering."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from lightning_ncclsafe.facts import COLLECTOR, ProcessFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.not_joined import is_unborn
+from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.kit.wording import location_of, size_words
+
+_DEAD = ("gone", "zombie")
+# A guard needs some 0.1 s of processor time to answer; with a larger share of a core than this it can in time.
+_STARVED = 0.08
+_SWAPPED = 100_000_000
+
+
+class Reason(Enum):
+    """What keeps a process from answering."""
+
+    STOPPED = "stopped"
+    COLLECTING = "collecting garbage"
+    STARVED = "starved"
+    BLOCKED = "blocked"
+    GIL = "gil"
+    UNKNOWN = "unknown"
+
+
+def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, ProcessFacts]]:
+    """Silent ranks whose process is there and does not answer for this reason, by rank.
+
+    Ranks that have not come to their Trainer yet have nothing that could answer, and are left out where they may be
+    at work.
+
+    Args:
+        view: The job.
+        reason: The reason asked for.
+    """
+    for rank in view.silent:
+        process = view.witnesses.get(rank)
+        if process is None or process.state in _DEAD or is_unborn(view, rank):
+            continue
+        if reason_of(process) is reason:
+            yield rank, process
+
+
+def reason_of(process: ProcessFacts) -> Reason:
+    """What keeps this process from answering, as far as can be seen from outside."""
+    if process.state in ("stopped", "tracing-stop") or wait_of(process.wait_channel) is Wait.FREEZER:
+        return Reason.STOPPED
+    if process.stack and process.stack[-1].file == COLLECTOR:
+        return Reason.COLLECTING
+    if process.state == "disk-sleep":
+        # What is swapped out is waited for in the kernel's memory management, not in a network file system.
+        on_network = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE
+        return Reason.STARVED if is_swapped_out(process) and not on_network else Reason.BLOCKED
+    if is_starved(process):
+        return Reason.STARVED
+    return Reason.GIL if process.gil_held else Reason.UNKNOWN
+
+
+def is_swapped_out(process: ProcessFacts) -> bool:
+    """Whether enough of it is swapped out to hold it up."""
+    return (process.swap_bytes or 0) > _SWAPPED
+
+
+def is_starved(process: ProcessFacts) -> bool:
+    """Whether it could run, and did not get a core."""
+    ran, queued = process.ran_share, process.queued_share
+    if ran is None or ran >= _STARVED:
+        return False
+    return process.state == "running" or (queued is not None and queued > 0.5)
+
+
+def silent_finding(
+    view: Timeline, rank: int, process: ProcessFacts, *, rule: str, words: str, remedy: str, confidence: Confidence
+) -> Finding:
+    """The finding about one silent rank.
+
+    Args:
+        view: The job.
+        rank: The rank.
+        process: Its process.
+        rule: Name of the cause.
+        words: What it is, after "Rank 3 is".
+        remedy: What to do.
+        confidence: How sure this is.
+    """
+    return Finding(
+        rule=rule,
+        severity=severity(view.job),
+        confidence=confidence,
+        summary=f"Rank {rank} is {words}{while_others_wait(view, (rank,))}.",
+        ranks=(rank,),
+        location=location_of(deepest_user_frame(process.stack)),
+        evidence=(process_evidence(rank, process),),
+        remedy=remedy,
+    )
+
+
+def process_evidence(rank: int, process: ProcessFacts) -> Evidence:
+    """State, kernel function, processor time and memory of a process, as its neighbour sees it."""
+    observed = [f"Process {process.pid} is {process.state or 'alive'}"]
+    observed += [f"kernel function {process.wait_channel}"] if process.wait_channel else []
+    observed += [f"{process.cpu_s:.1f} s of processor time used"] if process.cpu_s is not None else []
+    observed += [f"{process.ran_share:.0%} of a core got while looked at"] if process.ran_share is not None else []
+    observed += [f"{size_words(process.swap_bytes)} swapped out"] if process.swap_bytes else []
+    return Evidence(source="process", rank=rank, text=", ".join(observed) + ".")

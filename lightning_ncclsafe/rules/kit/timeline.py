@@ -1,0 +1,321 @@
+"""Questions that all rules share: who waits, who is behind in a group, where ranks diverged, who is silent."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from lightning_ncclsafe.facts import (
+    Collective,
+    Frame,
+    Group,
+    IncidentKind,
+    JobFacts,
+    NotRecorded,
+    ProcessFacts,
+    RankFacts,
+)
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
+from lightning_ncclsafe.rules.kit.transport import with_consequence
+from lightning_ncclsafe.rules.kit.wording import numel
+
+# Only the recorder's recent past is compared: older entries have long been overwritten on ranks that ran ahead.
+_WINDOW = 64
+
+# Here inputs may differ from rank to rank by design.
+_ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")
+_SYMMETRIC = ("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter")
+
+Signature = tuple[str, int, tuple[str, ...]]
+
+
+def signature(collective: Collective) -> Signature:
+    """What has to be the same on all ranks for a collective to complete: operation, elements and types."""
+    op = collective.op
+    if any(word in op for word in _ASYMMETRIC) and not op.startswith(_SYMMETRIC):
+        return op, 0, ()
+    return op, numel(collective), collective.dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One process group as its answering members see it.
+
+    Attributes:
+        name: Name of the group.
+        members: Global ranks of the members, those that did not answer included.
+        enqueued: Last sequence number that each answering member has called.
+        oldest: Oldest outstanding sequence number of each answering member that has one.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    enqueued: dict[int, int]
+    oldest: dict[int, int]
+
+    @property
+    def seq(self) -> int | None:
+        """The sequence number at which the group stands; None if nothing is outstanding."""
+        return min(self.oldest.values(), default=None)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Answering members that have not called what others wait in. A rank that merely ran ahead less is not one."""
+        seq = self.seq
+        return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first sequence number of a group at which ranks called different collectives.
+
+    Attributes:
+        group: Name of the group.
+        seq: Sequence number.
+        calls: What each rank called.
+    """
+
+    group: str
+    seq: int
+    calls: dict[int, Collective]
+
+    @property
+    def deviating(self) -> tuple[int, ...]:
+        """The ranks that called something else than most; all of them where there is no majority."""
+        counts = Counter(signature(call) for call in self.calls.values()).most_common()
+        if len(counts) > 1 and counts[0][1] == counts[1][1]:
+            return tuple(sorted(self.calls))
+        return tuple(sorted(rank for rank, call in self.calls.items() if signature(call) != counts[0][0]))
+
+
+class Timeline:
+    """The shared answers about one job; each is worked out once, when first asked for."""
+
+    def __init__(self, job: JobFacts) -> None:
+        self.job = job
+        self.facts: dict[int, RankFacts] = {facts.rank: with_consequence(facts) for facts in job.ranks}
+        self.silent: tuple[int, ...] = job.silent
+        self.others_said: dict[frozenset[int], str] = {}
+        """What is said of those that wait, by the ranks that are left out of it."""
+        self.roots: tuple[Any, ...] | None = None
+        """Where waiting ends by dumps, once that has been asked for."""
+        self.caught_on: Counter[tuple[str, str]] | None = None
+        """On how many ranks each kind of exception was caught, by its class and line, once that has been asked for."""
+        self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
+
+    @cached_property
+    def activities(self) -> dict[int, Activity]:
+        """What each answering rank is doing."""
+        return {rank: activity(facts) for rank, facts in self.facts.items()}
+
+    @cached_property
+    def witnesses(self) -> dict[int, ProcessFacts]:
+        """What other processes say of a rank's process."""
+        by_peers = (peer for facts in self.job.ranks for peer in facts.peers if peer.rank >= 0)
+        seen: dict[int, ProcessFacts] = {}
+        for process in (*by_peers, *self.job.witnessed):
+            # Not every rank could read what one that has ended had written.
+            if process.ended_by or process.rank not in seen or not seen[process.rank].ended_by:
+                seen[process.rank] = process
+        return seen
+
+    @cached_property
+    def groups(self) -> tuple[GroupView, ...]:
+        """All process groups, by name."""
+        seen: dict[str, dict[int, Group]] = defaultdict(dict)
+        for rank, facts in self.facts.items():
+            for group in facts.groups:
+                seen[group.name][rank] = group
+        oldest = self._oldest()
+        return tuple(self._view(name, by_rank, oldest.get(name, {})) for name, by_rank in sorted(seen.items()))
+
+    def _view(self, name: str, by_rank: dict[int, Group], oldest: dict[int, int]) -> GroupView:
+        known = next((group.ranks for group in by_rank.values() if group.ranks), ())
+        members = known or tuple(range(self.job.world_size))
+        enqueued = {rank: group.last_enqueued for rank, group in by_rank.items()}
+        for rank in members:
+            if rank not in enqueued and rank in self.facts and not self.waits(rank) and not self._is_dark(rank, name):
+                enqueued[rank] = 0
+        for rank, group in by_rank.items():
+            # The recorder's ring may have lost the entry, its counters have not.
+            if rank not in oldest and group.last_enqueued > max(group.last_completed, 0) and self._lost(rank, name):
+                oldest[rank] = max(group.last_completed, 0) + 1
+        return GroupView(name, members, enqueued, oldest)
+
+    def _is_dark(self, rank: int, name: str | None = None) -> bool:
+        """Whether no recorder tells what the rank has called, in any group or that of this name."""
+        unrecorded = self.facts[rank].unrecorded
+        if name is None:
+            return any(group.why is not NotRecorded.LOST for group in unrecorded)
+        return any(group.name == name for group in unrecorded)
+
+    def _lost(self, rank: int, name: str) -> bool:
+        return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)
+
+    def _oldest(self) -> dict[str, dict[int, int]]:
+        oldest: dict[str, dict[int, int]] = defaultdict(dict)
+        for rank, facts in self.facts.items():
+            for entry in facts.collectives:
+                if not entry.completed and not entry.is_p2p:
+                    oldest[entry.group].setdefault(rank, entry.seq)
+        return oldest
+
+    def waits(self, rank: int) -> bool:
+        """Whether this rank waits for peers, or did until the transport told it that one is gone."""
+        exception = self.facts[rank].exception
+        if exception is not None:
+            return exception.is_consequence
+        return self.activities[rank].waits_for_peers
+
+    @cached_property
+    def waiting(self) -> tuple[int, ...]:
+        """Answering ranks that wait for peers, ascending."""
+        return tuple(rank for rank in sorted(self.facts) if self.waits(rank))
+
+    @cached_property
+    def awaits_joining(self) -> bool:
+        """Whether some rank waits in ``init_process_group`` for others to come."""
+        names = (action.name for facts in self.facts.values() for action in facts.progress.actions)
+        return "init_process_group" in names
+
+    @cached_property
+    def raised(self) -> tuple[int, ...]:
+        """Ranks with an exception of their own, ascending."""
+        own = (rank for rank, facts in self.facts.items() if facts.exception and not facts.exception.is_consequence)
+        return tuple(sorted(own))
+
+    @cached_property
+    def behind(self) -> tuple[int, ...]:
+        """Ranks that are behind in some group, ascending."""
+        return tuple(sorted({rank for group in self.groups for rank in group.behind}))
+
+    @cached_property
+    def stragglers(self) -> tuple[int, ...]:
+        """Answering ranks for which others wait and which do not wait themselves, ascending."""
+        lagging = self._free(self.behind)
+        if lagging:
+            return lagging
+        # Without a recorder, at the store or after a transport error only the stacks tell.
+        unexplained = any(self.activities[rank].collective is None for rank in self.waiting)
+        return self._free(self.facts if unexplained else filter(self._is_dark, self.facts))
+
+    def _free(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(rank for rank in ranks if not self.waits(rank) and self.facts[rank].exception is None))
+
+    @cached_property
+    def suspects(self) -> tuple[int, ...]:
+        """The stragglers; where nobody waits for anybody, all answering ranks, as each holds itself up."""
+        return self.stragglers if self.waiting else self._free(self.facts)
+
+    def working(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of these ranks that neither wait for peers, nor raised, nor have finished."""
+        return tuple(rank for rank in self._free(ranks) if self.activities[rank].kind is not Kind.FINISHED)
+
+    def held_up(self, by: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that wait, those in ``by`` aside."""
+        excluded = set(by)
+        return tuple(rank for rank in self.waiting if rank not in excluded)
+
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        """The earliest difference between what ranks called under the same group and sequence number."""
+        return self._first_divergence(group for group in self.groups if group.seq is not None)
+
+    @cached_property
+    def lost_divergence(self) -> Divergence | None:
+        """The same in groups in which nothing is outstanding any more, as the connection to a member broke."""
+        lost = (group for group in self.groups if group.seq is None and any(map(self._is_cut_off, group.enqueued)))
+        return self._first_divergence(lost)
+
+    def _first_divergence(self, groups: Iterable[GroupView]) -> Divergence | None:
+        found = [split for group in groups if (split := self._diverged(group))]
+        return min(found, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
+
+    def _is_cut_off(self, rank: int) -> bool:
+        exception = self.facts[rank].exception
+        return exception is not None and exception.is_consequence
+
+    def _diverged(self, group: GroupView) -> Divergence | None:
+        calls = self._calls(group)
+        for seq in sorted(calls):
+            if len({signature(call) for call in calls[seq].values()}) > 1:
+                return Divergence(group.name, seq, calls[seq])
+        return None
+
+    @cached_property
+    def _is_counted(self) -> bool:
+        """Whether ranks have counted their calls themselves; of dumps and logs parts may be missing."""
+        return self.job.incident.kind is not IncidentKind.RECORDED
+
+    def _calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
+        if group.name not in self._calls_of:
+            self._calls_of[group.name] = self._collect_calls(group)
+        return self._calls_of[group.name]
+
+    def _collect_calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
+        """By sequence number and rank."""
+        first = max((group.seq or 0) - _WINDOW, 0)
+        calls: dict[int, dict[int, Collective]] = defaultdict(dict)
+        for rank in self.facts.keys() & group.enqueued.keys():
+            # What is beyond was called in a group that was destroyed, and whose name this one has got.
+            last = group.enqueued[rank] if self._is_counted else math.inf
+            for entry in self.facts[rank].collectives:
+                if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
+                    calls[entry.seq][rank] = self.with_stack(entry)
+        return calls
+
+    def sequences(self, name: str) -> dict[int, list[Collective]]:
+        """What each answering member has called in a group, in order, as far as the recorder's recent past goes."""
+        group = next((group for group in self.groups if group.name == name), None)
+        found: dict[int, list[Collective]] = defaultdict(list)
+        for _, calls in sorted(self._calls(group).items() if group is not None else ()):
+            for rank, call in calls.items():
+                found[rank].append(call)
+        return dict(found)
+
+    def with_stack(self, call: Collective) -> Collective:
+        """A collective with where it was called: of several that were called there, one has it."""
+        return replace(call, stack=self._stacks.get(call.site, ())) if call.site and not call.stack else call
+
+    @cached_property
+    def _stacks(self) -> dict[str, tuple[Frame, ...]]:
+        calls = (call for facts in self.facts.values() for call in facts.collectives if call.site and call.stack)
+        return {call.site: call.stack for call in calls}
+
+    def joined(self, group: GroupView) -> dict[int, Collective]:
+        """What each member has called at the group's place, if all have called the same; else nothing."""
+        if group.seq is None or len(group.enqueued) < len(group.members):
+            return {}
+        calls = self._calls(group).get(group.seq, {})
+        same = len({signature(call) for call in calls.values()}) == 1
+        return calls if same and len(calls) == len(group.members) else {}
+
+
+class _Same:
+    """Compares jobs by identity: facts hold dictionaries and cannot be hashed."""
+
+    def __init__(self, job: JobFacts) -> None:
+        self.job = job
+
+    def __hash__(self) -> int:
+        return id(self.job)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.job is self.job
+
+
+def timeline(job: JobFacts) -> Timeline:
+    """The shared answers about this job; consecutive calls for one job give the same object."""
+    return _timeline(_Same(job))
+
+
+@lru_cache(maxsize=1)
+def _timeline(same: _Same) -> Timeline:
+    return Timeline(same.job)
+
+
+def forget() -> None:
+    """Lets the last job go, so that its facts do not stay in memory while training goes on."""
+    _timeline.cache_clear()

@@ -1,0 +1,221 @@
+"""Ranks agree where to stop after SIGTERM: over the exchange, while they train, and all before the same batch.
+
+Whoever has received the signal asks. Every rank then promises where it stands: from there on its main thread waits
+before its next batch until the decision is known. That is the furthest that any rank has promised: nobody has gone
+beyond it, and everybody can still get there. Only the watch's thread asks, promises and decides, so a main thread that
+waits in a collective, for a rank that waits here, keeps nobody waiting.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+
+Position = tuple[int, int]
+"""How many batches of training have begun, and how many of evaluation since then."""
+
+# Far longer than ranks take that can answer at all, and a third of what schedulers mostly leave between SIGTERM and
+# SIGKILL (30 s with Kubernetes, SLURM and torchrun).
+DEADLINE_S = 10.0
+
+# After this a rank whose watch is off passes the signal on itself.
+_PASSED_ON_S = 2.0
+
+_ASKED, _DECISION = "stop/asked", "stop/decision"
+# Before every batch; and what stands in the exchange where there is nothing to agree on any more.
+_AT_ONCE, _NONE = (-1, -1), "none"
+
+
+class StopAgreement:
+    """One rank's part in the agreement, for one call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        exchange: What the ranks share.
+        rank: Global rank.
+        world_size: Number of ranks.
+        hosts_store: Whether the exchange ends with this rank's process: then it stops as the last that knows.
+        each_alone: Whether ranks have batches of their own, and each stops before its next one.
+        deadline_s: Seconds after which a rank waits no longer for the others.
+        say: Prints a line to the user.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        hosts_store: bool = False,
+        each_alone: bool = False,
+        deadline_s: float = DEADLINE_S,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._ranks = range(world_size)
+        self._hosts_store = hosts_store
+        self._each_alone = each_alone
+        self._deadline_s = deadline_s
+        self._say = say
+        self._lock = threading.Lock()
+        """Between what the main thread has passed, and what is promised."""
+        self._passed: Position = (0, 0)
+        self._promised: Position | None = None
+        self._waits_until = 0.0
+        self._received_at: float | None = None
+        self._pass_on: Callable[[], None] = lambda: None
+        self._asker: int | None = None
+        self._decision: Position | None = None
+        self._is_over = threading.Event()
+        self._is_off = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank knows of a signal, its own or another's."""
+        return self._received_at is not None or self._asker is not None
+
+    # What the main thread calls.
+
+    def receive(self, pass_on: Callable[[], None] = lambda: None) -> None:
+        """This rank has received the signal. Takes no lock: the signal may have struck where the lock is held.
+
+        Args:
+            pass_on: Sends it to the ranks that this one has started; called once the others know who has received it.
+        """
+        if self._received_at is None:
+            self._pass_on = pass_on
+            self._received_at = time.monotonic()
+
+    def may_pass(self, position: Position) -> bool:
+        """Whether this rank begins its next batch; waits for the decision where one is due.
+
+        Args:
+            position: Where it stands with that batch; greater than before.
+        """
+        if self._received_at is not None and time.monotonic() > self._received_at + _PASSED_ON_S:
+            self._send_on()
+        with self._lock:
+            if self._promised is None and not self._is_unheard():
+                self._passed = position
+                return True
+        return self._is_to_pass(position)
+
+    @marked(Mark.STORE)
+    def _is_to_pass(self, position: Position) -> bool:
+        """What is decided of a batch, once it is."""
+        if not self._is_over.wait(max(0.0, self._waits_until - time.monotonic())):
+            self._give_up()
+        return self._received_at is None if self._decision is None else position <= self._decision
+
+    def leave(self) -> None:
+        """This rank has no further batch; the others need not wait for what it would say."""
+        self._send_on()
+        with suppress(ExchangeError):  # there is nobody to tell, or they have their deadline
+            self._promise()
+            self._exchange.set(f"stop/knows/{self._rank}", b"")
+
+    def _is_unheard(self) -> bool:
+        """Whether this rank has received the signal, and its watch, which would ask and promise, is off."""
+        return self._received_at is not None and time.monotonic() > self._received_at + self._deadline_s
+
+    def _give_up(self) -> None:
+        """Nobody waits for ever. Who comes first decides, so that no rank gives up while others have agreed."""
+        decision = None
+        with suppress(ExchangeError):
+            decision = _parse(self._exchange.set_if_absent(_DECISION, _NONE.encode()))
+        with self._lock:
+            self._decision = self._decision or decision
+            self._is_over.set()
+        if self._decision is None:
+            goes = "stops" if self._received_at is not None else "goes on"
+            self._say(
+                f"rank {self._rank} {goes} alone: some rank was sent SIGTERM, and the ranks have not agreed within"
+                f" {self._deadline_s:g} s on where to stop"
+            )
+
+    # What the watch's thread calls.
+
+    def poll(self) -> None:
+        """Asks, promises and decides, as far as it goes without waiting. Never raises."""
+        try:
+            if not (self._is_off or self._is_over.is_set()):
+                self._poll()
+        except ExchangeError:
+            pass  # the next time, or never: main threads have their deadline
+        except Exception as error:
+            self._is_off = True
+            say_own_failure(error, self._say, what="the agreement on where to stop")
+        if self._received_at is not None:
+            self._send_on()
+
+    def _send_on(self) -> None:
+        pass_on, self._pass_on = self._pass_on, lambda: None
+        pass_on()
+
+    def _poll(self) -> None:
+        if self._asker is None:
+            self._asker = self._find_asker()
+        if self._asker is not None:
+            self._promise()
+            if self._decision is not None or self._find_decision():
+                self._spread()
+
+    def _find_asker(self) -> int | None:
+        if self._received_at is None:
+            asked = self._exchange.get_many([_ASKED]).get(_ASKED)
+            return None if asked is None else int(asked)
+        asker = int(self._exchange.set_if_absent(_ASKED, str(self._rank).encode()))
+        if asker == self._rank:
+            where = "each before its next batch" if self._each_alone else "all before the same batch"
+            self._say(f"rank {self._rank} was sent SIGTERM: ranks stop, {where}")
+        return asker
+
+    def _promise(self) -> None:
+        with self._lock:
+            if self._promised is None:
+                # From the next check on the main thread waits; what it has passed cannot change any more.
+                self._waits_until = time.monotonic() + self._deadline_s
+                self._promised = self._passed
+        self._exchange.set_if_absent(f"stop/promise/{self._rank}", _text(self._promised))
+
+    def _find_decision(self) -> bool:
+        """Whether the ranks have decided; the one that has asked does it for all."""
+        decided = _text(_AT_ONCE) if self._each_alone else self._exchange.get_many([_DECISION]).get(_DECISION)
+        if decided is None and self._asker == self._rank:
+            promises = self._exchange.get_many([f"stop/promise/{rank}" for rank in self._ranks])
+            if len(promises) == len(self._ranks):
+                furthest = max(_position(promise) for promise in promises.values())
+                decided = self._exchange.set_if_absent(_DECISION, _text(furthest))
+        if decided is None:
+            return False
+        with self._lock:
+            if not self._is_over.is_set():
+                self._decision = _parse(decided)
+                # Nothing to spread: who waits, does so until its deadline.
+                if self._decision is None:
+                    self._is_over.set()
+        return self._decision is not None
+
+    def _spread(self) -> None:
+        """The main thread may go by the decision; that which takes the exchange with it, once all others know."""
+        self._exchange.set(f"stop/knows/{self._rank}", b"")
+        knows = [f"stop/knows/{rank}" for rank in self._ranks]
+        if not self._hosts_store or len(self._exchange.get_many(knows)) == len(knows):
+            self._is_over.set()
+
+
+def _text(position: Position) -> bytes:
+    return f"{position[0]},{position[1]}".encode()
+
+
+def _position(text: bytes) -> Position:
+    training, evaluation = text.decode().split(",")
+    return int(training), int(evaluation)
+
+
+def _parse(decision: bytes) -> Position | None:
+    return None if decision == _NONE.encode() else _position(decision)

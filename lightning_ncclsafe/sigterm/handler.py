@@ -1,0 +1,86 @@
+"""Takes the place of Lightning's handling of SIGTERM, so that all ranks stop before the same batch.
+
+Since 2.5.2 Lightning broadcasts one element from rank 0 before every training batch for this, and waits for it, and
+once more in the handler of the signal, wherever that strikes. Before, the rank that received it left alone.
+"""
+
+from typing import Any
+
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.sigterm.agreement import StopAgreement
+
+_BATCH, _EPOCH_END = "advance", "on_advance_end"
+_BROADCAST, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+
+
+class StopSignal:
+    """Counts the batches of one rank, and ends its call before the one that ranks have agreed on.
+
+    The end of a training epoch, where Lightning would stop as well, counts as one more batch of evaluation.
+
+    Lightning's loops look at ``received_sigterm`` in several places, and a rank that has it set leaves there alone:
+    it is set no sooner than at the end.
+
+    Args:
+        trainer: The ``Trainer``.
+        agreement: Knows which batches may begin.
+        error: What Lightning raises on SIGTERM, ``SIGTERMException``.
+    """
+
+    def __init__(self, trainer: Any, agreement: StopAgreement, error: type[BaseException]) -> None:
+        self._trainer = trainer
+        self._agreement = agreement
+        self._error = error
+        self._training = 0
+        self._evaluation = 0
+        self._methods: list[ReplacedMethod] = []
+
+    def attach(self) -> None:
+        """Stands in; of what a version of Lightning does not have, nothing is replaced."""
+        epochs, connector = self._trainer.fit_loop, self._trainer._signal_connector
+        loop = epochs.epoch_loop
+        batch = ReplacedMethod(loop, _BATCH, lambda *args: self._train(batch, *args))
+        epoch_end = ReplacedMethod(epochs, _EPOCH_END, lambda: self._end_epoch(epoch_end))
+        self._methods += [batch, epoch_end]
+        for owner, name, call in ((loop, _BROADCAST, lambda: None), (connector, _HANDLER, self._handle)):
+            if hasattr(owner, name):
+                self._methods.append(ReplacedMethod(owner, name, call))
+
+    def detach(self) -> None:
+        """Lightning is as it was, and knows what has been received."""
+        if self._agreement.is_asked:
+            self._trainer._signal_connector.received_sigterm = True
+        while self._methods:
+            self._methods.pop().remove()
+
+    def before_evaluation_batch(self) -> None:
+        """Called before each batch of validation, test and prediction.
+
+        Raises:
+            BaseException: Lightning's, where this rank stops here.
+        """
+        self._evaluation += 1
+        self._check()
+
+    def _train(self, batch: ReplacedMethod, *args: Any) -> Any:
+        """Stands for the method that trains on the next batch, from its fetching on."""
+        self._training += 1
+        self._evaluation = 0
+        self._check()
+        return batch.original(*args)
+
+    def _end_epoch(self, epoch_end: ReplacedMethod) -> None:
+        """Stands for the method that calls the hooks at the end of an epoch; after the last one nothing is checked."""
+        epoch_end.original()
+        self._evaluation += 1
+        self._check()
+
+    def _check(self) -> None:
+        if not self._agreement.may_pass((self._training, self._evaluation)):
+            self._trainer._signal_connector.received_sigterm = True
+            raise self._error
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        """The signal has struck, wherever the main thread is: in a lock of ours, or in a collective."""
+        launcher = self._trainer.strategy.launcher
+        self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)

@@ -1,0 +1,322 @@
+"""What is the same for all of Lightning's strategies with the guard plugged in: nothing but the plugging."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.guard.ending import Ending
+from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts
+from lightning_ncclsafe.probes.process.stacks import drop_passing_frames
+from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
+from lightning_ncclsafe.strategies.guarded_call import GuardedCall
+from lightning_ncclsafe.strategies.launchers import guarded
+
+_SUFFIX = "_ncclsafe"
+
+
+if TYPE_CHECKING:
+
+    class _ParallelStrategy:
+        """What Lightning's strategies have, of either of its packages."""
+
+        _launcher: Any
+        _checkpoint_io: Any
+        checkpoint_io: Any
+        model: Any
+        _configure_launcher: Any
+        setup_environment: Any
+        barrier: Any
+        save_checkpoint: Any
+        remove_checkpoint: Any
+        lightning_module_state_dict: Any
+        optimizer_state: Any
+        optimizer_step: Any
+        training_step: Any
+        validation_step: Any
+        test_step: Any
+        predict_step: Any
+        backward: Any
+        process_dataloader: Any
+        on_exception: Any
+
+        def __getstate__(self) -> dict[str, Any]: ...
+
+else:
+    _ParallelStrategy = object
+
+
+def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    """As Lightning's own does, beside; the checkpoint is there whole, or as it was before."""
+    with ending.written(path) as beside:
+        type(io).save_checkpoint(io, checkpoint, beside, storage_options)
+
+
+def _remove(io: Any, ending: Ending, path: Any) -> None:
+    ending.check()
+    type(io).remove_checkpoint(io, path)
+
+
+class GuardedStrategy(_ParallelStrategy):
+    """Says why ranks wait, and ends a run that cannot go on: one of Lightning's strategies with the guard plugged in.
+
+    Stands before that strategy, of either of Lightning's packages, in the order of inheritance.
+
+    Args:
+        suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
+            report is written: a ``timedelta``, or seconds. Training is left alone. None means that this is learned
+            from the run: several times what is usual in that phase, at least 10 s, at most half of the hard limit.
+        on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
+            then every rank leaves with exit status 124. ``"report"``: only the report is written, and the back end's
+            own timeout, 15 s later, ends the run.
+        report_dir: The folder that reports go to, one folder in it for each incident; made when there is one. None
+            means ``<trainer.default_root_dir>/ncclsafe``.
+        phase_timeouts: Hard limits that differ from phase to phase; see :class:`~lightning_ncclsafe.PhaseTimeouts`.
+            None means ``timeout`` for all.
+        sigterm_broadcast: True leaves Lightning's own handling of SIGTERM, with a broadcast before every training
+            batch. By default the ranks agree beside the training on the batch before which all of them stop.
+        *args: What Lightning's own strategy takes by position.
+        **kwargs: Everything that Lightning's own strategy takes. ``timeout`` (a ``timedelta``; by default, and for
+            None, 30 minutes) keeps its meaning of a hard limit, for every process group that the strategy makes.
+
+    Attributes:
+        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them:
+            then all have to predict, too, the same number of batches.
+
+    Raises:
+        ValueError: If ``suspect_after`` is not longer than 0, or not shorter than ``timeout``, or if ``on_timeout``
+            is unknown.
+    """
+
+    forward_communicates: ClassVar[bool] = False
+    _timeout: timedelta | None
+    _watched: GuardedCall | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        suspect_after: float | timedelta | None = None,
+        on_timeout: OnTimeout = "abort",
+        report_dir: str | Path | None = None,
+        phase_timeouts: PhaseTimeouts | None = None,
+        sigterm_broadcast: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        phases_s = phase_timeouts.as_seconds() if phase_timeouts is not None else {}
+        self._limits = check_limits(suspect_after, self._timeout, on_timeout, phases_s)
+        self._report_dir = report_dir
+        self._sigterm_broadcast = sigterm_broadcast
+        self._ending = Ending()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers each name of the strategy that is guarded once more, with ``_ncclsafe`` behind it: ours."""
+        # Of some Lightning says, as soon as there is a Trainer, that they need a GPU: of those of FSDP.
+        for_gpus = getattr(cls, "_registered_strategies", [])
+        for name, entry in [*strategy_registry.items()]:
+            if issubclass(cls, entry["strategy"]) and not name.endswith(_SUFFIX):
+                # Overriding is for a package that is loaded twice, as notebooks do.
+                strategy_registry.register(
+                    f"{name}{_SUFFIX}",
+                    cls,
+                    description=f"{entry['description']}, and says why ranks wait",
+                    override=True,
+                    **entry["init_params"],
+                )
+                if name in for_gpus and f"{name}{_SUFFIX}" not in for_gpus:
+                    for_gpus.append(f"{name}{_SUFFIX}")
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # The function that the launcher calls, in each process, is what the guard watches from beginning to end: it
+        # is told of an exception before Lightning's own handlers, which may call collectives, see it.
+        self._launcher = guarded(self._launcher)
+
+    def setup_environment(self) -> None:
+        """Creates the process group, watched from before it exists: its creation is a wait for all ranks, too."""
+        watched = self._watched
+        if watched is None:
+            super().setup_environment()
+            return
+        watched.begin(self)
+        timeout = self._timeout
+        # The guard keeps to the limit of each phase; a back end that cannot change its own must not end one early.
+        limit_s = self._limits.limit_s("init") if _torch.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
+        self._timeout = timedelta(seconds=limit_s + BACKSTOP_S)
+        try:
+            with watched.tracker.action("init_process_group"), watched.recorder():
+                super().setup_environment()
+        finally:
+            self._timeout = timeout
+        watched.connect(self)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; the barrier's name, which Lightning gives and drops, tells what for."""
+        self._ending.check()
+        name = args[0] if args else kwargs.get("name")
+        watched = self._watched
+        with watched.tracker.action(f"barrier:{name or ''}") if watched else nullcontext():
+            super().barrier(*args, **kwargs)
+        # It may have been an abort that ended the wait.
+        self._ending.check()
+        # Trainer._run_stage meets here once everything is set up.
+        if watched is not None and name == "run-stage":
+            watched.set_up()
+        if watched is not None and name == "Trainer.save_checkpoint":
+            watched.steps.saved()
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """What writes checkpoints: Lightning's own writes them beside, and then renames."""
+        outer: Any = super().checkpoint_io
+        inner = outer
+        # AsyncCheckpointIO and others hand on to another, which writes in a thread of theirs.
+        while (wrapped := getattr(inner, "checkpoint_io", None)) is not None:
+            inner = wrapped
+        if type(inner) in known("TorchCheckpointIO"):
+            for name, act in (("save_checkpoint", _save_whole), ("remove_checkpoint", _remove)):
+                vars(inner)[name] = partial(act, inner, self._ending)
+        return outer
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's way to every checkpoint: that of the Trainer, ModelCheckpoint's and OnExceptionCheckpoint's.
+
+        Raises:
+            CollectiveTimeoutError: The run is being ended, as it may be on what follows.
+        """
+        self._ending.check()
+        super().save_checkpoint(*args, **kwargs)
+        self._ending.check()
+
+    def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """What ModelCheckpoint does with older checkpoints once it has saved."""
+        self._ending.check()
+        super().remove_checkpoint(*args, **kwargs)
+
+    def lightning_module_state_dict(self) -> Any:
+        """What is saved of the model; strategies that shard it call collectives for that."""
+        self._ending.check()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, *args: Any, **kwargs: Any) -> Any:
+        """What is saved of an optimizer."""
+        self._ending.check()
+        return super().optimizer_state(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each step of an optimizer."""
+        self._ending.check()
+        output = super().optimizer_step(*args, **kwargs)
+        if self._watched is not None:
+            self._watched.steps.stepped(args[0] if args else kwargs.get("optimizer"))
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each batch of training."""
+        self._ending.check()
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
+        self._ending.check()
+        watched = self._watched
+        if watched is None:
+            return super().backward(*args, **kwargs)
+        # DDP's own word on it; strategies that shard the model have none.
+        is_reduced = getattr(self.model, "require_backward_grad_sync", True)
+        loss = args[0] if args else kwargs.get("closure_loss")
+        watched.steps.backward(loss, is_reduced=is_reduced)
+        try:
+            return super().backward(*args, **kwargs)
+        except Exception as error:
+            # With manual optimization no action of Lightning's tells of it.
+            watched.raised(error, "backward")
+            raise
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lightning's hook for each loader, before its workers start; here those of all ranks are compared."""
+        dataloader = super().process_dataloader(dataloader)
+        return self._watched.prepared(dataloader) if self._watched is not None else dataloader
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each batch of validation; here ranks may stop on SIGTERM, as in the two below."""
+        self._before_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each batch of testing."""
+        self._before_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's hook for each batch of prediction."""
+        self._before_evaluation_batch()
+        return super().predict_step(*args, **kwargs)
+
+    def _before_evaluation_batch(self) -> None:
+        self._ending.check()
+        if self._watched is not None:
+            self._watched.before_evaluation_batch()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
+        drop_passing_frames(exception)
+        super().on_exception(exception)
+
+    def __repr__(self) -> str:
+        # A Trainer of Lightning's other package asks for this alone, to say that it does not know the strategy.
+        refuse_other_caller(self, sys._getframe(1).f_globals.get("__name__", ""))
+        return super().__repr__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_watched"}
+
+    @contextmanager
+    def watch(self, trainer: Any) -> Iterator[None]:
+        """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
+        self._ending.is_called_here()
+        package = package_of(type(self))
+        watched = self._watched = GuardedCall(
+            trainer,
+            self._limits,
+            self._report_dir,
+            ending=self._ending,
+            combined=lightnings(package, "CombinedLoader"),
+            sigterm_error=None if self._sigterm_broadcast else lightnings(package, "SIGTERMException"),
+        )
+        try:
+            yield
+        except BaseException as error:
+            replacement = watched.failed(error)
+            drop_passing_frames(error)
+            if replacement is not None:
+                raise replacement from error
+            raise
+        else:
+            watched.finish()
+        finally:
+            self._watched = None
+            watched.close()
+
+
+def timer_of(strategy: object) -> AttachedTimer | None:
+    """What times the collectives of the call that a strategy is in; None where nothing does."""
+    watched = strategy._watched if isinstance(strategy, GuardedStrategy) else None
+    return watched.timer if watched is not None else None
+
+
+def guards(strategy: object) -> bool:
+    """Whether a strategy is one of this package."""
+    return isinstance(strategy, GuardedStrategy)

@@ -1,0 +1,39 @@
+"""One rank of a case: ``python fault_rank.py CASE FOLDER STRATEGY SUSPECT_AFTER_S``."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))
+from catalogue import CASES
+from networks import move_to
+from training import Here, quick_patience, rank_of_environment
+
+from lightning_ncclsafe.probes.process import traceback_signal
+
+
+def main() -> None:
+    name, folder, strategy_name, suspect_after_s = sys.argv[1:]
+    case = CASES[name]
+    # What the import of the package does; in a fork of a program that has imported it, it would have to be done again.
+    if traceback_signal._early.is_inherited:
+        traceback_signal._early = traceback_signal.TracebackSignal()
+        traceback_signal.arm_early()
+    root = Path(folder)
+    # What a rank that is killed leaves behind goes with the folder.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(root)
+    if namespace := os.environ.get("NAMESPACE"):
+        move_to(namespace)
+    here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)
+    if not case.is_healthy:
+        here = here.with_(suspect_after_s=float(suspect_after_s))
+    else:
+        here = here.with_(suspect_after_s=None, timeout_s=1800.0)
+        if not case.scenario.real_time:
+            quick_patience()
+    case.scenario.run(here.with_(num_nodes=int(os.environ.get("NODES", 1))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Makes small trainings go wrong in every known way, and prints how often the cause is named: ``make faults``.
+
+Each case is judged by the first report that SafeDDP writes after it went wrong. Healthy ones, which take their time,
+have to stay quiet. What is right is written in the scenarios themselves.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parents[1]), str(FOLDER)]
+
+from catalogue import CASES  # noqa: E402
+from recorded import recorded_cases, score_recording  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from running import SUSPECT_AFTER_S, run_case  # noqa: E402
+from scores import Row, Score, calibration, exit_code, row, rows, score_fault, score_healthy  # noqa: E402
+from truths import Case  # noqa: E402
+from warm import Warm  # noqa: E402
+
+# Ranks mostly wait; more at once than this, and they wait for the machine.
+AT_ONCE = 3
+# Of the table in a file.
+WIDTH = 130
+# What was said of each training from a public thread when it was run for the first time.
+FIRST_RUN = FOLDER / "first_run.json"
+
+
+def judged(warm: Warm, case: Case, strategy: str, suspect_after_s: float) -> Score:
+    """Runs a case and compares what was said with the truth."""
+    outcome = run_case(warm, case, strategy=strategy, suspect_after_s=suspect_after_s)
+    if outcome.skipped:
+        return Score(case=case.name, causes=case.scenario.causes, skipped=outcome.skipped)
+    if case.is_healthy:
+        return score_healthy(case, outcome.report, outcome.exit_codes, outcome.said)
+    said = [line for line in outcome.output.splitlines() if "Error" in line or line.startswith("[ncclsafe]")]
+    why_none = f"no report; exit codes {[*outcome.exit_codes]}; {' | '.join(said[-2:])}"
+    return score_fault(case, outcome.report, outcome.delay_s, why_none)
+
+
+def scored(cases: Iterable[Case], strategy: str, suspect_after_s: float, at_once: int) -> Iterator[Score]:
+    """The scores of trainings, as they come."""
+    warm = Warm()
+    try:
+        with ThreadPoolExecutor(at_once) as pool:
+            waiting = [pool.submit(judged, warm, case, strategy, suspect_after_s) for case in cases]
+            for one in as_completed(waiting):
+                yield one.result()
+    finally:
+        warm.close()
+
+
+def table(found: list[Row]) -> Table:
+    """The scoreboard."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    made.add_column("cause", no_wrap=True)
+    for name in ("cases", "cause", "ranks", "line", "phase", "entirely", "median", "longest", "alarms"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        skipped = f" + {one.skipped} skipped" if one.skipped else ""
+        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase, one.entirely)]
+        times = [_seconds(one.median_s), _seconds(one.longest_s)]
+        made.add_row(one.name, f"{one.scores}{skipped}", *shares, *times, _of(one.false_alarms, alarms=True))
+    return made
+
+
+def first_run() -> Row | None:
+    """What was right when the trainings from public threads were run for the first time."""
+    if not FIRST_RUN.exists():
+        return None
+    plain = [one | {"causes": tuple(one["causes"])} for one in json.loads(FIRST_RUN.read_text())]
+    return row("their first run", (score for score in (Score(**one) for one in plain) if score.causes))
+
+
+def _of(share: tuple[int, int], *, alarms: bool = False) -> str:
+    """``"3 of 4"``, in red where it is not as it should be."""
+    count, of = share
+    if not of:
+        return "-"
+    wrong = count if alarms else of - count
+    return f"[red]{count} of {of}[/red]" if wrong else f"{count} of {of}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def line_of(score: Score) -> str:
+    """What was wrong with a case, in one line."""
+    if score.skipped:
+        return f"{score.case}: skipped: {score.skipped}"
+    checks = {"ranks": score.ranks_right, "line": score.line_right, "phase": score.phase_right}
+    wrong = [name for name, right in checks.items() if right is False]
+    named = f"named {score.named or 'nothing'}, not {' or '.join(score.causes) or 'nothing'}"
+    told = [named] if score.cause_right is False or score.false_alarm else [f"{', '.join(wrong)} wrong"]
+    return f"{score.case}: {'; '.join(told)}: {score.answer}"
+
+
+def chosen(names: list[str], strategy: str) -> list[Case]:
+    """Of all cases those that a name stands for: of a case, a scenario, or a cause; all if there is none.
+
+    Raises:
+        SystemExit: Nothing is called so.
+    """
+    every = [*CASES.values(), *recorded_cases()]
+    of_strategy = [case for case in every if strategy in case.scenario.strategies]
+    found = [case for case in of_strategy if not names or not _names(case).isdisjoint(names)]
+    if not found:
+        raise SystemExit(f"no case, scenario or cause is called {' or '.join(names)} with {strategy}")
+    return found
+
+
+def _names(case: Case) -> set[str]:
+    healthy = {"healthy"} if case.is_healthy else set()
+    return {case.name, case.scenario.name, *case.scenario.causes, *healthy}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
+    parser.add_argument("--from-threads", action="store_true", help="only those written after public threads")
+    parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel", "SafeFSDP"], default="SafeDDP")
+    parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    cases = chosen(options.only, options.strategy)
+    if options.from_threads:
+        cases = [case for case in cases if case.scenario.source]
+    recorded = [case for case in cases if case.scenario.needs == "recording"]
+    trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
+    found = [score_recording(case) for case in recorded]
+    scores = []
+    for score in chain(found, scored(trainings, options.strategy, options.suspect_after, options.at_once)):
+        scores.append(score)
+        if not score.is_right:
+            console.print(line_of(score), markup=False, highlight=False, soft_wrap=True)
+    scores.sort(key=lambda score: score.case)
+    told = rows(scores)
+    if any(score.is_unrehearsed for score in scores) and (first := first_run()):
+        told.insert(-1, first)
+    console.print(table(told))
+    for confidence, share in calibration(scores).items():
+        console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {_of(share)}")
+    if options.json:
+        plain = {"rows": [asdict(one) for one in rows(scores)], "scores": [asdict(one) for one in scores]}
+        options.json.write_text(json.dumps(plain, indent=2) + "\n")
+    raise SystemExit(exit_code(scores))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The arithmetic of the scoreboard, the truths and how they are compared: nothing is trained here."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+import scoreboard
+import truths
+from catalogue import CASES
+from scores import UNREHEARSED, Score, calibration, exit_code, row, rows, score_fault, score_healthy
+from truths import Case, Moment, Scenario
+
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
+from lightning_ncclsafe.facts.codec import from_plain
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.kit.rule import name_of
+
+JOB = JobFacts(
+    incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0),
+    world_size=2,
+    ranks=(RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN, idle_s=3.0)),),
+    witnessed=(ProcessFacts(pid=7, rank=1, state="gone"),),
+)
+
+
+def stalls(_: object) -> None:
+    raise TimeoutError  # <- here
+
+
+_SOURCE = Path(__file__).resolve().read_text().splitlines()
+_NUMBER = next(number for number, line in enumerate(_SOURCE, 1) if line.startswith("    raise TimeoutError"))
+LINE = f"{Path(__file__).resolve()}:{_NUMBER} "
+SCENARIO = Scenario(name="stalls", run=stalls, causes=("data-stall",), ranks=(-1,), at={Moment.MIDDLE: (3,)})
+CASE = Case(scenario=SCENARIO, world_size=3, moment=Moment.MIDDLE)
+HEALTHY = replace(CASE, scenario=replace(SCENARIO, causes=(), ranks=()))
+
+
+def report(rule: str = "data-stall", ranks: tuple[int, ...] = (2,), **more: Any) -> dict[str, Any]:
+    finding = {
+        "rule": rule,
+        "confidence": "likely",
+        "ranks": [*ranks],
+        "location": f"{LINE}in stalls",
+        "summary": "It stalls.",
+    }
+    facts = [{"rank": rank, "progress": {"phase": "train"}} for rank in range(3)]
+    return {"findings": [finding | more], "job": {"ranks": facts}}
+
+
+def test_the_marked_line_is_that_of_the_source() -> None:
+    assert CASE.place == LINE
+    unmarked = replace(SCENARIO, run=test_a_case_has_its_ranks_counted_from_the_last)
+    with pytest.raises(LookupError, match=r"stalls has 0 marked lines in test_scores\.py, not one"):
+        truths.place_of(unmarked)
+
+
+def test_a_case_has_its_ranks_counted_from_the_last() -> None:
+    assert CASE.ranks == (2,)
+    assert replace(CASE, scenario=replace(SCENARIO, ranks=None)).ranks == (0, 1, 2)
+
+
+def test_a_right_verdict_is_right_in_everything() -> None:
+    score = score_fault(CASE, report(), delay_s=2.5)
+    assert score.is_right
+    judged = (score.cause_right, score.ranks_right, score.line_right, score.phase_right)
+    assert judged == (True, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        pytest.param(report("rank-behind"), "cause_right", id="cause"),
+        pytest.param(report(ranks=(1, 2)), "ranks_right", id="ranks"),
+        pytest.param(report(location=LINE.replace(" ", "0 ")), "line_right", id="line"),
+        pytest.param(report(location=""), "line_right", id="no-line"),
+    ],
+)
+def test_one_wrong_thing_is_seen(given: dict[str, Any], wrong: str) -> None:
+    score = score_fault(CASE, given)
+    assert not score.is_right
+    checks = ("cause_right", "ranks_right", "line_right", "phase_right")
+    assert [name for name in checks if not getattr(score, name)] == [wrong]
+
+
+def test_another_phase_is_seen_and_that_of_a_silent_rank_is_not_judged() -> None:
+    other = report()
+    other["job"]["ranks"][2]["progress"]["phase"] = "validate"
+    assert score_fault(CASE, other).phase_right is False
+    del other["job"]["ranks"][2]
+    assert score_fault(CASE, other).phase_right is None
+
+
+def test_no_report_and_one_without_findings_are_wrong() -> None:
+    for none in (None, report() | {"findings": []}):
+        score = score_fault(CASE, none, why_none="exit codes [0]")
+        assert (score.cause_right, score.ranks_right, score.line_right) == (False, False, False)
+        assert (score.named, score.answer) == ("", "exit codes [0]")
+
+
+def test_a_healthy_run_ends_on_all_ranks_and_says_that_it_watches() -> None:
+    said = ["[ncclsafe] watching 3 ranks"]
+    assert score_healthy(HEALTHY, None, [0, 0, 0], said).is_right
+    assert score_healthy(HEALTHY, report(), [0, 0, 0], said).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0, 0], [*said, "[ncclsafe] recovered after 3 s"]).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0, 1], said).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0], said).false_alarm
+
+
+RIGHT = Score(case="a", causes=("data-stall",), cause_right=True, ranks_right=True, delay_s=2.0)
+MISSED = Score(case="b", causes=("data-stall", "rank-behind"), cause_right=False, ranks_right=True, delay_s=4.0)
+WELL = Score(case="c", causes=(), false_alarm=False)
+LOUD = Score(case="d", causes=(), false_alarm=True)
+SKIPPED = Score(case="e", causes=("dead-rank",), skipped="no namespaces")
+
+
+def test_sums_count_what_was_judged_and_nothing_else() -> None:
+    total = row("in total", [RIGHT, MISSED, WELL, LOUD, SKIPPED])
+    assert (total.scores, total.skipped) == (4, 1)
+    assert (total.cause, total.ranks, total.line, total.false_alarms) == ((1, 2), (2, 2), (0, 0), (1, 2))
+    assert (total.median_s, total.longest_s) == (3.0, 4.0)
+
+
+def test_rows_are_by_the_first_cause_then_the_healthy_then_all() -> None:
+    found = rows([WELL, MISSED, SKIPPED, RIGHT])
+    assert [one.name for one in found] == ["data-stall", "dead-rank", "healthy", "in total"]
+    assert [one.scores for one in found] == [2, 0, 1, 3]
+
+
+def test_those_from_public_threads_have_a_row_of_their_own() -> None:
+    found = rows([WELL, replace(WELL, is_unrehearsed=True), replace(MISSED, is_unrehearsed=True), RIGHT])
+    assert [one.name for one in found] == ["data-stall", "healthy", UNREHEARSED, "in total"]
+    assert (found[-2].scores, found[-2].entirely, found[-1].entirely) == (1, (0, 1), (1, 2))
+
+
+def test_answers_are_counted_by_how_sure_they_say_to_be() -> None:
+    sure = replace(RIGHT, confidence="certain", phase_right=False)
+    wrong_line = replace(sure, line_right=False)
+    alarm = replace(LOUD, confidence="possible")
+    counted = calibration([sure, wrong_line, alarm, WELL, MISSED, replace(SKIPPED, confidence="certain")])
+    assert counted == {"certain": (1, 2), "likely": (0, 0), "possible": (0, 1)}
+    assert score_fault(CASE, report()).confidence == "likely"
+
+
+@pytest.mark.parametrize(
+    ("scores", "code"),
+    [
+        pytest.param([RIGHT, WELL, SKIPPED], 0, id="all-right"),
+        pytest.param([RIGHT, MISSED], 1, id="missed"),
+        pytest.param([RIGHT, LOUD], 1, id="false-alarm"),
+        pytest.param([SKIPPED], 1, id="nothing-run"),
+    ],
+)
+def test_the_exit_code_tells_whether_all_was_right(scores: list[Score], code: int) -> None:
+    assert exit_code(scores) == code
+
+
+def test_what_is_wrong_is_told_in_a_line() -> None:
+    assert scoreboard.line_of(replace(MISSED, named="slow-logger", answer="Rank 0 …")) == (
+        "b: named slow-logger, not data-stall or rank-behind: Rank 0 …"
+    )
+    assert scoreboard.line_of(replace(RIGHT, line_right=False)) == "a: line wrong: "
+
+
+def test_every_case_has_one_marked_line_and_fitting_ranks() -> None:
+    assert len({case.scenario.name for case in CASES.values()}) == len(truths.SCENARIOS)
+    for case in CASES.values():
+        assert bool(case.place) == case.scenario.has_line
+        assert {*case.ranks} <= {*range(case.world_size)}
+        assert bool(case.ranks) == (not case.is_healthy and case.scenario.has_ranks)
+
+
+def test_there_are_enough_of_them() -> None:
+    well = {case.scenario.name for case in CASES.values() if case.is_healthy}
+    assert len(well) >= 15
+    assert len(truths.SCENARIOS) - len(well) >= 40
+
+
+@pytest.mark.parametrize("rule", [name_of(rule) for rule in HANG_RULES])
+def test_every_cause_of_a_hang_has_a_case(rule: str) -> None:
+    every = [*CASES.values(), *recorded.recorded_cases()]
+    assert any(rule in case.scenario.causes for case in every)
+
+
+def test_names_choose_cases() -> None:
+    assert {case.scenario.name for case in scoreboard.chosen(["worker-died"], "SafeDDP")} >= {"killed_worker"}
+    assert all(case.is_healthy for case in scoreboard.chosen(["healthy"], "SafeDDP"))
+    with pytest.raises(SystemExit, match="nothing-like-it with SafeDDP"):
+        scoreboard.chosen(["nothing-like-it"], "SafeDDP")
+
+
+def test_recordings_say_that_they_are_constructed() -> None:
+    files = [json.loads(path.read_text()) for path in recorded.RECORDINGS.glob("*.json")]
+    assert len(files) >= 20
+    assert all(file["made"] == "constructed" for file in files)
+
+
+def test_a_recording_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "RECORDINGS", tmp_path)
+    path = recorded.write("silence", ("dead-rank",), (1,), JOB)
+    assert from_plain(JobFacts, json.loads(path.read_text())["job"]) == JOB
+    (case,) = recorded.recorded_cases()
+    assert (case.ranks, case.world_size) == ((1,), 2)
+    assert recorded.score_recording(case).named == "dead-rank"

@@ -1,0 +1,227 @@
+"""What stands in for Lightning's handling of SIGTERM: counts batches, asks before each, and ends at the right one."""
+
+import copy
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.exchange import MemoryExchange
+from lightning_ncclsafe.sigterm.agreement import Position, StopAgreement
+from lightning_ncclsafe.sigterm.handler import StopSignal
+
+
+class Stopped(SystemExit):
+    """Stands for Lightning's ``SIGTERMException``."""
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.broadcasts = 0
+        self.trained: list[str] = []
+
+    def advance(self, batch: str) -> str:
+        self._broadcast_sigterm_tensor()
+        self.trained.append(batch)
+        return "advanced"
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        self.broadcasts += 1
+
+
+class FitLoop:
+    def __init__(self) -> None:
+        self.epoch_loop: Any = Loop()
+        self.epochs = 0
+
+    def on_advance_end(self) -> None:
+        self.epochs += 1
+
+
+class Connector:
+    def __init__(self) -> None:
+        self.received_sigterm = False
+        self.handled: list[int] = []
+
+    def _sigterm_notifier_fn(self, signum: int, frame: Any) -> None:
+        self.handled.append(signum)
+
+
+class Trainer:
+    """As much of Lightning's as matters here."""
+
+    def __init__(self) -> None:
+        self.fit_loop = FitLoop()
+        self._signal_connector = Connector()
+        self.killed: list[int] = []
+        self.strategy = SimpleNamespace(launcher=SimpleNamespace(kill=self.killed.append))
+
+    @property
+    def loop(self) -> Loop:
+        return self.fit_loop.epoch_loop  # type: ignore[no-any-return]
+
+    def signal(self) -> None:
+        self._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+
+
+class Agreement(StopAgreement):
+    """Of a rank without others; notes what is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryExchange(), rank=0, world_size=1, say=lambda _: None)
+        self.positions: list[Position] = []
+
+    def may_pass(self, position: Position) -> bool:
+        self.positions.append(position)
+        return super().may_pass(position)
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def agreement() -> Agreement:
+    return Agreement()
+
+
+@pytest.fixture
+def stop(trainer: Trainer, agreement: Agreement) -> StopSignal:
+    stop = StopSignal(trainer, agreement, Stopped)
+    stop.attach()
+    return stop
+
+
+def test_nothing_is_broadcast(trainer: Trainer, stop: StopSignal) -> None:
+    assert trainer.loop.advance("batch") == "advanced"
+    assert trainer.loop.trained == ["batch"]
+    assert trainer.loop.broadcasts == 0
+
+
+def test_batches_of_evaluation_are_counted_anew_after_each_of_training(
+    trainer: Trainer, agreement: Agreement, stop: StopSignal
+) -> None:
+    stop.before_evaluation_batch()
+    trainer.loop.advance("batch")
+    trainer.loop.advance("batch")
+    stop.before_evaluation_batch()
+    stop.before_evaluation_batch()
+    trainer.loop.advance("batch")
+    assert agreement.positions == [(0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0)]
+
+
+def test_it_ends_before_a_batch_of_training(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    trainer.loop.advance("first")
+    trainer.signal()
+    assert not trainer._signal_connector.received_sigterm, "or Lightning would end this rank alone"
+    agreement.poll()
+    assert not trainer._signal_connector.received_sigterm
+    with pytest.raises(Stopped):
+        trainer.loop.advance("second")
+    assert trainer.loop.trained == ["first"]
+    assert trainer._signal_connector.received_sigterm
+    assert trainer._signal_connector.handled == []
+
+
+def test_it_ends_before_a_batch_of_evaluation(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    stop.before_evaluation_batch()
+    trainer.signal()
+    agreement.poll()
+    with pytest.raises(Stopped):
+        stop.before_evaluation_batch()
+    assert trainer._signal_connector.received_sigterm
+
+
+def test_it_ends_after_an_epoch(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    trainer.loop.advance("last")
+    trainer.fit_loop.on_advance_end()
+    trainer.loop.advance("last")
+    trainer.signal()
+    agreement.poll()
+    with pytest.raises(Stopped):
+        trainer.fit_loop.on_advance_end()
+    assert trainer.fit_loop.epochs == 2, "the end of the epoch is no place to leave things undone"
+    assert agreement.positions == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_the_signal_may_strike_where_our_own_lock_is_held(
+    trainer: Trainer, agreement: Agreement, stop: StopSignal
+) -> None:
+    with agreement._lock:
+        struck = threading.Thread(target=trainer.signal, daemon=True)
+        struck.start()
+        struck.join(5)
+        assert not struck.is_alive()
+    assert agreement.is_asked
+
+
+def test_what_came_too_late_for_a_batch_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+    trainer.signal()
+    stop.detach()
+    assert trainer._signal_connector.received_sigterm
+
+
+def test_without_a_signal_nothing_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+    trainer.loop.advance("batch")
+    stop.detach()
+    assert not trainer._signal_connector.received_sigterm
+
+
+def test_launched_processes_are_told_once(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    trainer.signal()
+    trainer.signal()
+    agreement.poll()
+    agreement.poll()
+    assert trainer.killed == [signal.SIGTERM]
+
+
+def test_a_rank_that_launched_nobody(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    trainer.strategy.launcher = None
+    trainer.signal()
+    assert agreement.is_asked
+
+
+def test_lightning_is_as_it_was_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+    handler = trainer._signal_connector._sigterm_notifier_fn
+    stop.detach()
+    assert {*vars(trainer._signal_connector)} == {*vars(Connector())}
+    assert {*vars(trainer.loop)} == {*vars(Loop())}
+    assert {*vars(trainer.fit_loop)} == {*vars(FitLoop())}
+    trainer.loop.advance("batch")
+    handler(signal.SIGTERM, None)
+    assert trainer.loop.broadcasts == 1
+    assert trainer._signal_connector.handled == [signal.SIGTERM], "whoever has kept the handler has Lightning's again"
+
+
+def test_a_lightning_that_does_not_broadcast(trainer: Trainer, agreement: Agreement) -> None:
+    trainer.fit_loop.epoch_loop = SimpleNamespace(advance=lambda batch: batch)
+    stop = StopSignal(trainer, agreement, Stopped)
+    stop.attach()
+    assert trainer.loop.advance("batch") == "batch"
+    assert not hasattr(trainer.loop, "_broadcast_sigterm_tensor")
+    trainer.signal()
+    agreement.poll()
+    with pytest.raises(Stopped):
+        trainer.loop.advance("batch")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
+def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None:
+    loop = Loop()
+    ReplacedMethod(loop, "_broadcast_sigterm_tensor", print)
+    other = copied(loop)
+    other._broadcast_sigterm_tensor()
+    assert (loop.broadcasts, other.broadcasts) == (0, 1)
+
+
+def test_what_stood_there_before_stands_there_again() -> None:
+    loop = Loop()
+    loop._broadcast_sigterm_tensor = (before := lambda: None)  # type: ignore[method-assign]
+    ReplacedMethod(loop, "_broadcast_sigterm_tensor", print).remove()
+    assert loop._broadcast_sigterm_tensor is before

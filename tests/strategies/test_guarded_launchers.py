@@ -1,0 +1,55 @@
+"""What ranks are given to tell when Lightning's own launcher finds that one of them has ended."""
+
+import threading
+
+import pytest
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+from lightning_ncclsafe.strategies import launchers
+from lightning_ncclsafe.strategies.launchers import _GuardedFunction
+
+NOBODY = (1 << 22) + 1
+
+
+class WatchedStrategy:
+    """A strategy whose calls are watched, as far as launchers see it."""
+
+    def watch(self, trainer: object) -> threading.Lock:
+        return threading.Lock()
+
+
+class OneTrainer:
+    strategy = WatchedStrategy()
+
+    def fit(self) -> str:
+        return "fitted"
+
+
+class EndedRank:
+    """A child that was killed."""
+
+    pid, returncode = 4711, -9
+
+    def poll(self) -> None: ...
+
+
+def test_the_others_are_killed_once_they_have_had_time_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    told, begun, waits = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(_ChildProcessObserver, "_terminate_all", lambda _: events.append("killed"))
+    monkeypatch.setattr(launchers.time, "sleep", lambda _: (waits.set(), told.wait(20)))
+    observer = _ChildProcessObserver(main_pid=NOBODY, child_processes=[EndedRank()])  # type: ignore[list-item]
+    observer.run = lambda: (begun.wait(20), observer._run())  # type: ignore[assignment, func-returns-value]
+    observer.start()
+    assert _GuardedFunction(OneTrainer().fit)() == "fitted"
+    assert _GuardedFunction(OneTrainer().fit)() == "fitted"
+    begun.set()
+    assert waits.wait(20)
+    events.append("told")
+    told.set()
+    observer.join(20)
+    assert events == ["told", "killed"]
+
+
+def test_lightnings_observer_is_what_we_take_it_for() -> None:
+    assert callable(getattr(_ChildProcessObserver(main_pid=NOBODY, child_processes=[]), launchers._END_ALL))
