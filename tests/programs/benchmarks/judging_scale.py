@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "rules"))
 
 from builders import BACKWARD, ENGINE, GLOO, GRADIENTS, NCCL, SITE, Backend, process, raised, transport_error, user
