@@ -1,1 +1,5 @@
-"""Reading what a run has left behind, dumps, logs and reports: bytes that nobody vouches for become facts."""
+"""Reading what a run has left behind, dumps, logs and reports: bytes that nobody vouches for become facts.
+
+The door is ``evidence``: all that paths hold, as jobs. Imports facts, the recorder's model and rules; neither torch nor
+Lightning.
+"""
