@@ -838,11 +838,11 @@ def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tm
 def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_S", "_UNKNOWN_S", "_LATER_S"):
         monkeypatch.setattr(deadlines, name, 0.3)
+    # Longer than this test may take: how long torch waits for a worker that does not end.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)
     lines = Lines()
     tuned = tuned_of(DataLoader(Silent(since)), workers, say=lines)
-    began_s = time.monotonic()
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
-    assert time.monotonic() - began_s < 4.5  # torch waits 5 s for a worker that does not end
     assert len(lines) == 1 and "WorkersSilent: no batch has come for" in lines[0]
     assert tuned.workers == 0 and tuned.frozen
 
