@@ -108,6 +108,9 @@ GROUP_CREATION = _in(
     _C10D,
     functions="init_process_group monitored_barrier _store_based_barrier new_*group* _new_*group* split_group",
 )
+NAME_LOOKUPS = _in(_TORCH, "distributed/rendezvous.py") | _in(
+    _PYTHON, "socket.py", functions="getaddrinfo getfqdn create_connection"
+)
 RENDEZVOUS = _in(_TORCH, "distributed/rendezvous.py", "distributed/elastic/*")
 COLLECTIVES = C10D | _in(_TORCH, "distributed/_functional_collectives.py", "distributed/utils.py")
 SAVING_SHARDED = _in(_TORCH, "distributed/checkpoint/*", but="*load*")

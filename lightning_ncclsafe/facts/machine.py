@@ -176,6 +176,7 @@ class MachineFacts:
         shm_free_bytes: What is free of it.
         gpu: Its GPU; None where it uses none.
         interface: The interface towards other hosts; None where that is not known.
+        name_servers: Addresses of name servers that this process has asked and that have not answered yet.
         settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
     """
 
@@ -187,4 +188,5 @@ class MachineFacts:
     shm_free_bytes: int | None = None
     gpu: GpuStateFacts | None = None
     interface: InterfaceFacts | None = None
+    name_servers: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)

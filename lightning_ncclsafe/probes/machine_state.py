@@ -13,6 +13,7 @@ from lightning_ncclsafe.facts import InterfaceFacts, MachineFacts, MainThreadFac
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.pressure import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.network.links import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.garbage import GarbageWatch
@@ -96,6 +97,7 @@ class MachineProbe:
             shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
             shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
             interface=self._interface,
+            name_servers=name_servers_asked(),
             settings=settings_seen(),
         )
 

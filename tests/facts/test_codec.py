@@ -307,6 +307,7 @@ RANK = RankFacts(
             is_loopback=True,
             others=("docker0 172.17.0.1",),
         ),
+        name_servers=("10.0.0.53",),
         settings={"NCCL_DEBUG": "INFO"},
     ),
     host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),

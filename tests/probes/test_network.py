@@ -12,7 +12,13 @@ import pytest
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
 from lightning_ncclsafe.probes.network import interfaces as module
 from lightning_ncclsafe.probes.network.interfaces import Interface, gloo_interface, is_meant, nccl_interface
-from lightning_ncclsafe.probes.network.links import infiniband_off, interfaces, network_facts, taken_interface
+from lightning_ncclsafe.probes.network.links import (
+    infiniband_off,
+    interfaces,
+    name_servers_asked,
+    network_facts,
+    taken_interface,
+)
 
 Address = namedtuple("Address", "family address netmask", defaults=("255.255.255.0",))
 Stats = namedtuple("Stats", "isup speed")
@@ -267,3 +273,13 @@ def test_this_host() -> None:
         facts = network_facts(is_cuda=is_cuda)
         assert facts.chosen_by
         assert not any(line.startswith("lo ") for line in facts.interfaces)
+
+
+def test_a_name_server_is_waited_for_until_it_answers() -> None:
+    assert name_servers_asked() == ()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as resolver:
+        resolver.connect(("127.0.0.1", 53))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.connect(("127.0.0.2", 54))
+            assert name_servers_asked() == ("127.0.0.1",)
+    assert name_servers_asked() == ()

@@ -31,6 +31,7 @@ MAIN = Frame(file=USER_FILE, line=200, function="main", code="trainer.fit(model)
 BROADCAST = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3150, function="broadcast")
 ALL_REDUCE = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3256, function="all_reduce")
 BARRIER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5300, function="barrier")
+CREATE_STORE = Frame(file=f"{SITE}/torch/distributed/rendezvous.py", line=190, function="_create_c10d_store")
 INIT_GROUP = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=1900, function="init_process_group")
 ENGINE = Frame(file=f"{SITE}/torch/autograd/graph.py", line=850, function="_engine_run_backward")
 LOOP = f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py"

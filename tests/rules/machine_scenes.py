@@ -6,6 +6,7 @@ from typing import Any
 from builders import (
     ALL_REDUCE,
     BARRIER,
+    CREATE_STORE,
     FETCH,
     GLOO,
     INIT_GROUP,
@@ -299,6 +300,18 @@ def loopback_between_hosts(_: Backend) -> JobFacts:
     return job(*ranks)
 
 
+def name_server_without_an_answer(_: Backend) -> JobFacts:
+    """Rank 0 has the store and waits in init_process_group; the others are still in the constructor of theirs."""
+    ranks = []
+    for rank in range(3):
+        progress = Progress(phase=Phase.INIT, actions=(Action(name="init_process_group", for_s=4),), idle_s=4)
+        facts = RankFacts(
+            rank=rank, local_rank=rank, host="node-1", progress=progress, stack=(INIT_GROUP, CREATE_STORE)
+        )
+        ranks.append(with_machine(facts, name_servers=("10.0.0.53",)) if rank else replace(facts, stack=(INIT_GROUP,)))
+    return job(*ranks)
+
+
 def driver_waits(_: Backend) -> JobFacts:
     """It hangs in a call to the GPU's driver, with the GIL."""
     return without_answer(NCCL, process(2, "disk-sleep", wait_channel="uvm_gpu_wait"))
@@ -341,5 +354,6 @@ MACHINE_SCENES = (
     Scene("first collective of all GPUs", first_collective_of_all_gpus, "p2p-blocked", (0, 1, 2, 3)),
     Scene("link fails for a moment", link_fails_for_a_moment, "network-cut", (2, 3)),
     Scene("bridges of Docker", bridges_of_docker, "wrong-interface", (0, 1, 2, 3)),
+    Scene("name server without an answer", name_server_without_an_answer, "slow-name-server", (1, 2)),
     Scene("loopback between hosts", loopback_between_hosts, "wrong-interface", (0, 1)),
 )

@@ -276,3 +276,15 @@ def confidences(build: Callable[[Backend], JobFacts]) -> set[Confidence]:
 
 def test_two_hosts_that_are_known_make_a_wrong_interface_likely() -> None:
     assert LIKELY in confidences(scenes.bridges_of_docker)
+
+
+def test_a_question_to_a_name_server_counts_where_names_are_looked_up() -> None:
+    """Libraries with resolvers of their own keep such sockets open."""
+    facts = scenes.name_server_without_an_answer(GLOO)
+    at_work = (replace(one, stack=(scenes.user("training_step", 40),)) for one in facts.ranks)
+    assert "slow-name-server" not in found(replace(facts, ranks=tuple(at_work)))
+    by_hand = scenes.user("prepare", 40, code="socket.gethostbyname(host)")
+    assert (
+        found(replace(facts, ranks=tuple(replace(one, stack=(by_hand,)) for one in facts.ranks)))["slow-name-server"]
+        is LIKELY
+    )

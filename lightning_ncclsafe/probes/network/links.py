@@ -18,6 +18,7 @@ from lightning_ncclsafe.probes.network.interfaces import Interface, gloo_interfa
 _PORTS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")
 _MOST = 16
+_DNS_PORT = 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,12 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 def _order(entry: "psutil._ntp.snicaddr") -> int:
     return _FAMILIES.index(entry.family)
+
+
+def name_servers_asked() -> tuple[str, ...]:
+    """The name servers that this process waits for: a resolver has a socket open until it is answered."""
+    sockets = or_none(lambda: psutil.Process().net_connections("udp")) or []
+    return tuple(sorted({one.raddr.ip for one in sockets if one.raddr and one.raddr.port == _DNS_PORT}))
 
 
 def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> str:

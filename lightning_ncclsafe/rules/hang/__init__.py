@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.skipped_step import skipped_step
 from lightning_ncclsafe.rules.hang.slow_checkpoint import slow_checkpoint
 from lightning_ncclsafe.rules.hang.slow_logger import slow_logger
+from lightning_ncclsafe.rules.hang.slow_name_server import slow_name_server
 from lightning_ncclsafe.rules.hang.stopped_early import stopped_early
 from lightning_ncclsafe.rules.hang.stopped_process import stopped_process
 from lightning_ncclsafe.rules.hang.timeout_misuse import timeout_misuse
@@ -72,6 +73,7 @@ HANG_RULES: tuple[Rule, ...] = (
     slow_checkpoint,
     data_stall,
     blocked_on_disk,
+    slow_name_server,
     late_at_init,
     unfinished_rank,
     different_trainer_settings,

@@ -15,10 +15,11 @@ from truths import Moment, fault
 
 # From <sched.h> and <sys/mount.h>.
 _NEW_NAMESPACE, _PRIVATE_AND_BELOW = 0x00020000, (1 << 18) | (1 << 14)
+BIND = 1 << 12
 
 
-def small_shared_memory(mebibytes: int) -> None:
-    """This process and those that it starts see a ``/dev/shm`` of their own.
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mounts something that only this thread, and what it starts, sees.
 
     Raises:
         PermissionError: This machine does not let us.
@@ -26,7 +27,7 @@ def small_shared_memory(mebibytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     made = libc.unshare(_NEW_NAMESPACE) == 0
     made = made and libc.mount(b"none", b"/", None, _PRIVATE_AND_BELOW, None) == 0
-    made = made and libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, f"size={mebibytes}m".encode()) == 0
+    made = made and libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) == 0
     if not made:
         raise PermissionError(os.strerror(ctypes.get_errno()))
 
@@ -62,7 +63,7 @@ class LargeNet(Net):
 def small_dev_shm(here: Here) -> None:
     """A container's 64 MB, in small: 4 MB batches of two workers in 6 MB."""
     if here.is_hit:
-        small_shared_memory(6)
+        mount("shm", "/dev/shm", "tmpfs", options="size=6m")
     data = DataLoader(Large(here), batch_size=BATCH_SIZE, num_workers=2, prefetch_factor=4)
     here.fit(data=data, net=LargeNet(here))
 

@@ -4,10 +4,13 @@ import ctypes
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
+from faults_host import BIND, mount
 from networks import LINK
 from training import Here, Net, rows
 from truths import Moment, fault
@@ -90,6 +93,24 @@ def host_that_is_cut_off(here: Here) -> None:
             self.act(self)
 
     here.fit(cut, net=Slow(here), data=rows(here, batches=40))
+
+
+@fault("slow-name-server", ranks=(1,), at={Moment.START: (2, 3), Moment.MIDDLE: (2,)}, needs="mounts")
+def name_server_that_does_not_answer(here: Here) -> None:
+    """Its port is open, and nobody reads what comes."""
+
+    def ask(*_: object) -> None:
+        if here.is_hit:
+            server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            server.bind(("127.0.0.53", 53))
+            resolv_conf = Path(tempfile.mkdtemp(dir=".")) / "resolv.conf"
+            resolv_conf.write_text("nameserver 127.0.0.53\n")
+            mount(str(resolv_conf), "/etc/resolv.conf", "", BIND)
+            os.environ["RES_OPTIONS"] = "timeout:30 attempts:1"
+            here.begins()
+            socket.getaddrinfo("data.example.com", 443)  # <- here
+
+    here.fit(ask)
 
 
 @fault("wrong-interface", ranks=(), at={Moment.START: (2,)}, has_line=False, has_ranks=False, needs="namespaces")

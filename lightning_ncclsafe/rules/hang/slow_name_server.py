@@ -1,0 +1,76 @@
+"""The cause slow-name-server: a rank waits for the answer to the name of a host or of an address."""
+
+import re
+from collections.abc import Iterable
+
+from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
+from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+
+# Of functions in C there is no frame, but the line that calls them. torch asks for a name of each connection's address.
+_CALLS = re.compile(
+    r"\b(?:TCPStore|rendezvous|getaddrinfo|gethostby\w+|getnameinfo|getfqdn|create_connection|urlopen)\("
+)
+_LISTED = 8
+_REMEDY = (
+    "Look at the name server on that host: how long does `getent hosts ADDRESS` take, for the addresses of all hosts "
+    "and for ::ffff:127.0.0.1? Write names and addresses of the hosts into /etc/hosts, run a caching resolver on each "
+    "host, or make a lost question cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
+)
+
+
+def slow_name_server(job: JobFacts) -> Iterable[Finding]:
+    """A rank waits for a name server, most often while it connects to the job's store.
+
+    Symptom:
+        The start of a job takes five seconds longer than it should, or a multiple of it, now and then or on some
+        hosts; some ranks wait in init_process_group, others in the constructor of TCPStore.
+
+    Cause:
+        torch asks for the name of each address that it connects to or is called from (pytorch#159007), as other
+        libraries do. A name server that is away, overloaded or behind a firewall does not answer, and glibc asks again
+        after 5 s.
+
+    Remedy:
+        Names of all hosts in /etc/hosts, a caching resolver, a shorter timeout (RES_OPTIONS).
+
+    Cannot see:
+        Questions over TCP or HTTPS, or that another process asks on the rank's behalf (nscd, systemd-resolved).
+    """
+    view = timeline(job)
+    ranks = tuple(sorted(rank for rank, facts in view.facts.items() if _looks_up(facts)))
+    if not ranks:
+        return
+    asked = sorted({server for rank in ranks for server in view.facts[rank].machine.name_servers})
+    servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:_LISTED])}"
+    text = (
+        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} waiting for an answer from {servers}, "
+        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    )
+    questions = (_question(rank, view.facts[rank]) for rank in ranks[:_LISTED])
+    yield Finding(
+        rule="slow-name-server",
+        severity=severity(job),
+        confidence=Confidence.LIKELY,
+        summary=capitalised(text),
+        ranks=ranks,
+        location=location(view, ranks),
+        evidence=(*questions, *how_we_know(view, ranks)),
+        remedy=_REMEDY,
+    )
+
+
+def _looks_up(facts: RankFacts) -> bool:
+    """A question is open, and the main thread is where such questions are asked: it may be another thread's."""
+    if not facts.machine.name_servers or not facts.stack:
+        return False
+    inner = facts.stack[-1]
+    return NAME_LOOKUPS.has(inner.file, inner.function) or _CALLS.search(inner.code) is not None
+
+
+def _question(rank: int, facts: RankFacts) -> Evidence:
+    servers = ", ".join(facts.machine.name_servers)
+    return Evidence(source="network", rank=rank, text=f"A question to {servers}, port 53, has no answer yet.")
