@@ -44,12 +44,23 @@ POLL_S = 0.2
 PR_SET_CHILD_SUBREAPER = 36
 
 
+class Hooks:
+    @pytest.hookspec
+    def pytest_before_forks(self, session: pytest.Session) -> None:
+        """What is made now is there for all processes, once."""
+
+
 class Asking:
     """The plugin of pytest: asks for files, and says where it is."""
 
     def __init__(self, theirs: "Theirs", others: list["Theirs"]) -> None:
         self._stream = theirs.stream()
         self._others = others
+        # A file that works on a large tensor where it is imported would have OpenMP start threads, which it would wait
+        # for in the forks, too. The programs of the tests have as many as ever.
+        self._one_thread = "" if "OMP_NUM_THREADS" in os.environ else "OMP_NUM_THREADS"
+        if self._one_thread:
+            os.environ[self._one_thread] = "1"
         self._worst = "passed"
         self.say(at="pytest's start")
 
@@ -64,6 +75,9 @@ class Asking:
                 return
             yield from files[name]
 
+    def pytest_addhooks(self, pluginmanager: pytest.PytestPluginManager) -> None:
+        pluginmanager.add_hookspecs(Hooks)
+
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         self.say(at=f"the collection of {collector.nodeid or 'the tests'}")
 
@@ -75,6 +89,8 @@ class Asking:
         for each in session.items:
             files.setdefault(each.nodeid.partition("::")[0], []).append(each)
         self.say(files={name: len(items) for name, items in files.items()})
+        os.environ.pop(self._one_thread, "")
+        session.config.hook.pytest_before_forks(session=session)
         if self._is_first_after_forks(session.config):
             self.say(all_there=True)
         claimed = self._claimed(files)
