@@ -22,8 +22,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         torch_part.make_recorders(torch_part.DEFAULT_RECORDER_SIZE)
 
 
+# What all processes of the suite fork their programs from. It ends when the last of them has ended.
+shared: list[Warm] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_before_forks(session: pytest.Session) -> None:
+    if any("warm" in item.fixturenames for item in session.items):
+        shared.append(Warm())
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
+    if shared:
+        yield shared[0]
+        return
     warm = Warm()
     yield warm
     warm.close()

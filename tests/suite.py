@@ -1,8 +1,9 @@
 """Runs the whole suite, in processes of pytest beside one another, and ends whatever a test does to them.
 
-Each process collects everything, and asks for one file after the other; what stands in ``ALONE`` is given to the
-last one that still runs. A process that ends before its time, or that is stuck beyond the limit of its test, ends
-the run: the test is named, nothing more is waited for, and nothing that the tests have started is left.
+The first process collects everything, as it takes many seconds to import all files and to rewrite what they assert, and
+forks the others. Each asks for one file after the other; what stands in ``ALONE`` is given to the last one that still
+runs. A process that ends before its time, or that is stuck beyond the limit of its test, ends the run: the test is
+named, nothing more is waited for, and nothing that the tests have started is left.
 
     python tests/suite.py [OPTION...] [ARGUMENT OF PYTEST...]
 """
@@ -15,20 +16,19 @@ import platform
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import psutil
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # These start ranks and measure them: whatever else runs would be in their way.
 ALONE = "tests/trainers/"
@@ -44,11 +44,23 @@ POLL_S = 0.2
 PR_SET_CHILD_SUBREAPER = 36
 
 
+class Hooks:
+    @pytest.hookspec
+    def pytest_before_forks(self, session: pytest.Session) -> None:
+        """What is made now is there for all processes, once."""
+
+
 class Asking:
     """The plugin of pytest: asks for files, and says where it is."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._stream = connection.makefile("rw", encoding="utf-8")
+    def __init__(self, theirs: "Theirs", others: list["Theirs"]) -> None:
+        self._stream = theirs.stream()
+        self._others = others
+        # A file that works on a large tensor where it is imported would have OpenMP start threads, which it would wait
+        # for in the forks, too. The programs of the tests have as many as ever.
+        self._one_thread = "" if "OMP_NUM_THREADS" in os.environ else "OMP_NUM_THREADS"
+        if self._one_thread:
+            os.environ[self._one_thread] = "1"
         self._worst = "passed"
         self.say(at="pytest's start")
 
@@ -57,12 +69,14 @@ class Asking:
         self._stream.flush()
 
     def _claimed(self, files: dict[str, list[pytest.Item]]) -> Iterator[pytest.Item]:
-        self.say(files={name: len(items) for name, items in files.items()})
         while True:
             self.say(asks=True)
             if not (name := self._stream.readline().strip()):
                 return
             yield from files[name]
+
+    def pytest_addhooks(self, pluginmanager: pytest.PytestPluginManager) -> None:
+        pluginmanager.add_hookspecs(Hooks)
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         self.say(at=f"the collection of {collector.nodeid or 'the tests'}")
@@ -74,6 +88,11 @@ class Asking:
         files: dict[str, list[pytest.Item]] = {}
         for each in session.items:
             files.setdefault(each.nodeid.partition("::")[0], []).append(each)
+        self.say(files={name: len(items) for name, items in files.items()})
+        os.environ.pop(self._one_thread, "")
+        session.config.hook.pytest_before_forks(session=session)
+        if self._is_first_after_forks(session.config):
+            self.say(all_there=True)
         claimed = self._claimed(files)
         item = next(claimed, None)
         while item is not None:
@@ -89,6 +108,27 @@ class Asking:
             item = following
         return True
 
+    def _is_first_after_forks(self, config: pytest.Config) -> bool:
+        """Forks the others, and returns in each of them, too."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        while self._others:
+            other = self._others.pop()
+            if (between := os.fork()) != 0:
+                os.waitpid(between, 0)
+                continue
+            # Its child becomes one of the process that hands out the files, as the first one is.
+            stream = other.stream()
+            if (pid := os.fork()) != 0:
+                stream.write(json.dumps({"pid": pid}) + "\n")
+                stream.flush()
+                os._exit(0)
+            self._stream, self._others = stream, []
+            os.setsid()
+            write_to(other.log, config)
+            return False
+        return True
+
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> None:
         self.say(at=item.nodeid, limit_s=settings.timeout * SLACK)
@@ -101,10 +141,35 @@ class Asking:
         self.say(at="pytest's end")
 
 
-def ask(number: int, arguments: list[str]) -> int:
-    """Is a process of pytest."""
-    asking = Asking(socket.socket(fileno=number))
+def write_to(log: IO[bytes], config: pytest.Config) -> None:
+    """Pytest has its outputs, as they were before it captures them, in three places."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    for number in (1, 2, config.stash[fault_handler_stderr_fd_key]):
+        os.dup2(log.fileno(), number)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+
+
+class Theirs(NamedTuple):
+    """What a process of pytest has of its own: the other end of its connection, and the file that it writes to."""
+
+    connection: socket.socket
+    log: IO[bytes]
+
+    def stream(self) -> IO[str]:
+        return self.connection.makefile("rw", encoding="utf-8")
+
+
+def ask(first: Theirs, others: list[Theirs], arguments: list[str]) -> int:
+    """Is the first process of pytest, or one of those that it forks."""
+    os.setsid()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number in (1, 2):
+        os.dup2(first.log.fileno(), number)
     sys.path[0] = os.getcwd()  # As with ``python -m pytest``.
+    asking = Asking(first, others)
     status = int(pytest.main(["--quiet", *arguments], plugins=[asking]))
     asking.say(status=status, at="the end of the process")
     return status
@@ -118,29 +183,27 @@ class Process:
     """One of pytest.
 
     Attributes:
+        pid: None before it was forked.
         asks: Whether it waits to be given a file.
         is_last: Whether it was told that there is no further one.
         status: Of pytest, once it came to its end.
     """
 
-    def __init__(self, outside_tests_s: float, arguments: list[str]) -> None:
+    def __init__(self, outside_tests_s: float) -> None:
         self._outside_tests_s = outside_tests_s
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # open as long as the process runs
-        self._running = subprocess.Popen(
-            [sys.executable, __file__, "--ask", str(theirs.fileno()), "--", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        self.theirs = Theirs(theirs, self._log)
         self._unread = b""
+        self.pid: int | None = None
         self.asks = self.is_last = False
         self.status: int | None = None
-        self._is_at("the start of Python", outside_tests_s)
+        self._is_at("before its start", None)
+
+    def has_begun(self, pid: int) -> None:
+        self.pid = pid
+        self._is_at("its start", self._outside_tests_s)
 
     def _is_at(self, place: str, limit_s: float | None) -> None:
         self.place = place
@@ -154,6 +217,8 @@ class Process:
         *lines, self._unread = self._unread.split(b"\n")
         all_said: list[dict[str, Any]] = [json.loads(line) for line in lines]
         for said in all_said:
+            if "pid" in said:
+                self.has_begun(said["pid"])
             if "at" in said:
                 self._is_at(said["at"], said.get("limit_s", self._outside_tests_s))
             if "done" in said:
@@ -169,9 +234,6 @@ class Process:
         with suppress(OSError):  # It has ended, which is_alive() tells.
             self.connection.sendall(f"{file}\n".encode())
 
-    def exit_code(self) -> int | None:
-        return self._running.poll()
-
     def check(self, code: int | None) -> None:
         """Lost if it is stuck, or has ended with this code before it came to its end.
 
@@ -180,11 +242,14 @@ class Process:
         if code is not None and self.status is None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
             raise Lost(f"{self.place}: the process {how}")
-        if code is None and not self.asks and time.monotonic() > self._until:
+        if code is None and not self.asks and time.monotonic() > self._until and self.pid is not None:
             for number in (signal.SIGABRT, signal.SIGCONT):
-                self._running.send_signal(number)
-            with suppress(subprocess.TimeoutExpired):
-                self._running.wait(STACKS_S)
+                os.kill(self.pid, number)
+            until = time.monotonic() + STACKS_S
+            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.01)
             raise Lost(f"{self.place}: stuck beyond its limit")
 
     def text(self) -> str:
@@ -203,6 +268,9 @@ class Suite:
         self.counts: Counter[str] = Counter()
         self.statuses: list[int] = []
         self._running = processes
+        self._first = processes[0]
+        self._all_there = False
+        self._codes: dict[int, int] = {}  # Of processes that have ended.
         self._tests: dict[str, int] = {}  # Of each file, how many.
         self._files: list[str] = []
         self._counts_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -212,10 +280,13 @@ class Suite:
         """Until all processes have ended; Lost if one never will."""
         while self._running:
             select.select([process.connection for process in self._running], [], [], POLL_S)
+            self._codes |= reaped()  # Before they are heard: then nothing that they have said is missed.
             for process in tuple(self._running):
                 self._hear(process)
+            if self._first not in self._running:  # Errors of the collection: it has forked nobody.
+                self._running = [process for process in self._running if process.pid is not None]
             for process in self._running:
-                if process.asks:
+                if process.asks and self._all_there:
                     self._answer(process)
             if time.monotonic() > until:
                 places = ", ".join(process.place for process in self._running)
@@ -224,8 +295,11 @@ class Suite:
             raise Lost("not all tests have run")
 
     def _hear(self, process: Process) -> None:
-        code = process.exit_code()  # Before it is heard: then nothing that it has said is missed.
+        code = None if process.pid is None else self._codes.get(process.pid)
         for said in process.heard():
+            if "all_there" in said:
+                self._all_there = True
+                adopt_orphans(False)
             if "files" in said and not self._tests:
                 self._tests = said["files"]
                 self._files = sorted(said["files"], key=lambda file: file.startswith(ALONE))
@@ -286,7 +360,18 @@ def run(options: argparse.Namespace) -> int:
     until = time.monotonic() + options.limit_s
     about = versions()
     say(", ".join(f"{name} {version}" for name, version in about.items()))
-    suite = Suite([Process(options.outside_tests_s, options.arguments) for _ in range(options.processes)])
+    processes = [Process(options.outside_tests_s) for _ in range(options.processes)]
+    first, *others = (process.theirs for process in processes)
+    # Of those that the first one forks, until they are there.
+    adopt_orphans(True)
+    if (pid := os.fork()) == 0:
+        for process in processes:
+            process.connection.close()
+        return ask(first, others, options.arguments)
+    for theirs in (first, *others):
+        theirs.connection.close()
+    processes[0].has_begun(pid)
+    suite = Suite(processes)
     lost = None
     try:
         suite.run(until)
@@ -309,17 +394,18 @@ def forked(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    try:
-        os._exit(run(options))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    sys.exit(run(options))
+
+
+def adopt_orphans(do: bool) -> None:
+    """Whether what is left of processes below this one becomes its own."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(do), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def supervise(options: argparse.Namespace) -> int:
     """Runs the suite in a fork, and ends what is left of it: all orphans come to this process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+    adopt_orphans(True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -377,10 +463,9 @@ def main() -> int:
     # More than the two cores of CI: many tests wait for a limit, or for other processes.
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what has become of the tests, and the versions")
-    parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     options, arguments = parser.parse_known_args()
     options.arguments = [argument for argument in arguments if argument != "--"]
-    return supervise(options) if options.ask is None else ask(options.ask, options.arguments)
+    return supervise(options)
 
 
 if __name__ == "__main__":

@@ -139,8 +139,11 @@ def test_of_a_stopped_process_the_line_is_shown(outcome: Ended) -> None:
     assert 'test_culprit.py", line 2 in test_it' in outcome.text
 
 
-def test_each_test_runs_once(tmp_path: Path) -> None:
-    touch = "import pathlib\ndef test_it(): pathlib.Path(__file__ + '.ran').touch(exist_ok=False)\n"
+def test_each_file_is_imported_once_and_each_test_runs_once(tmp_path: Path) -> None:
+    touch = (
+        "import pathlib\npathlib.Path(__file__ + '.imported').touch(exist_ok=False)\n"
+        "def test_it(): pathlib.Path(__file__ + '.ran').touch(exist_ok=False)\n"
+    )
     names = {f"test_{number}.py" for number in range(20)}
     for name in names:
         (tmp_path / name).write_text(touch)

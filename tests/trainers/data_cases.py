@@ -1,7 +1,7 @@
 """Trainings of several ranks on data of every kind, one after the other in the same processes.
 
-Run by the tests as one process for each rank: ``python data_cases.py [CASE ...] --result FILE``. What becomes of each
-case on this rank is written to the file: what was raised, how many steps were made, on which samples.
+Run by the tests as one process for each rank: ``python data_cases.py [CASE ...] --folder FOLDER``. What becomes of each
+case on this rank is written to a file there: what was raised, how many steps were made, on which samples.
 """
 
 import argparse
@@ -502,15 +502,15 @@ CASES: dict[str, Callable[[Case], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     outcomes = {}
     for name in options.cases or CASES:
-        case = Case(options.result.parent / name)
+        case = Case(options.folder / name)
         case.folder.mkdir(exist_ok=True)
         CASES[name](case)
         outcomes[name] = case.run()
-        options.result.write_text(json.dumps(outcomes))
+        (options.folder / f"rank{RANK}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ FIRST = [
     ("torchrun", "stall", "--hook", "on_train_epoch_end", "--suspect-after", "4", "--timeout", "15"),
     ("cluster", "recover", "--devices", "4", "--rank", "2", "--suspect-after", "4"),
     ("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5"),
-    ("estimate", "--rank", "0"),
+    ("cluster", "estimate", "--devices", "2", "--rank", "0"),
     ("stall", "--start-method", "fork", "--timeout", "5"),
 ]
 
@@ -40,6 +40,7 @@ class Outcome:
     """How a run of ``scenario.py`` ended, and what was said and written."""
 
     exit_code: int
+    exit_codes: list[int]
     said: list[str]
     output: str
     reports: list[dict[str, Any]]
@@ -52,13 +53,14 @@ def run_program(warm: Warm, folder: Path, *arguments: str) -> Outcome:
     argv = [*(TORCHRUN if launcher == "torchrun" else ()), str(SCENARIO), *options, f"--root-dir={folder / 'root'}"]
     ranks = ranks_of(int(options[options.index("--devices") + 1])) if launcher == "cluster" else [{}]
     codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=ranks)
-    return ended(max(codes, key=abs), output, folder)
+    return ended(codes, output, folder)
 
 
-def ended(exit_code: int, output: str, folder: Path) -> Outcome:
+def ended(codes: list[int], output: str, folder: Path) -> Outcome:
     reports = sorted((folder / "root").glob("ncclsafe/*/report.json"))
     return Outcome(
-        exit_code=exit_code,
+        exit_code=max(codes, key=abs),
+        exit_codes=codes,
         said=[line.removeprefix("[ncclsafe] ") for line in output.splitlines() if line.startswith("[ncclsafe]")],
         output=output,
         reports=[json.loads(path.read_text()) for path in reports],
@@ -118,13 +120,13 @@ def test_what_started_the_ranks_raises_the_error_of_the_one_that_has_failed(outc
     assert "CollectiveTimeoutError" not in outcome.output
 
 
-@pytest.mark.program("exit", "--devices", "3", "--rank", "2")
+@pytest.mark.program("cluster", "exit", "--devices", "3", "--rank", "2")
 def test_a_rank_that_exits_silently_is_no_silent_end(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [2])
     assert first_finding(outcome)["location"].startswith(line_of("exit"))
     assert "Rank 2 left the others by SystemExit with status 0 at scenario.py" in outcome.said[1]
     assert "Traceback" not in outcome.output
-    assert outcome.exit_code != 0
+    assert all(outcome.exit_codes[:2]), outcome.exit_codes
 
 
 @pytest.mark.program("exit", "--rank", "0")
@@ -133,7 +135,7 @@ def test_the_exit_of_the_rank_that_has_started_the_others_is_no_success(outcome:
     assert outcome.exit_code == 1
 
 
-@pytest.mark.program("kill", "--rank", "0")
+@pytest.mark.program("cluster", "kill", "--devices", "2", "--rank", "0")
 def test_the_death_of_rank_0_is_reported_by_the_others(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("dead-rank", [0])
 
@@ -174,7 +176,7 @@ def test_one_device_is_guarded_without_peers(outcome: Outcome) -> None:
     assert not outcome.reports
 
 
-@pytest.mark.program("raise", "--data", "stream", "--hook", "loader")
+@pytest.mark.program("cluster", "raise", "--devices", "2", "--data", "stream", "--hook", "loader")
 def test_a_rank_whose_stream_raises_is_named_and_nobody_hangs(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("failed-rank", [1])
@@ -182,7 +184,7 @@ def test_a_rank_whose_stream_raises_is_named_and_nobody_hangs(outcome: Outcome) 
     assert outcome.exit_code != 0
 
 
-@pytest.mark.program("estimate", "--rank", "0")
+@pytest.mark.program("cluster", "estimate", "--devices", "2", "--rank", "0")
 def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     # Its line stands under a condition on the rank: the others will never come there.
