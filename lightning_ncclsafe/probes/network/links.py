@@ -127,7 +127,8 @@ def _order(entry: "psutil._ntp.snicaddr") -> int:
 def name_servers_asked() -> tuple[str, ...]:
     """The name servers that this process waits for: a resolver has a socket open until it is answered."""
     sockets = or_none(lambda: psutil.Process().net_connections("udp")) or []
-    return tuple(sorted({one.raddr.ip for one in sockets if one.raddr and one.raddr.port == _DNS_PORT}))
+    # One that is not connected has an empty tuple in place of an address.
+    return tuple(sorted({one.raddr.ip for one in sockets if getattr(one.raddr, "port", None) == _DNS_PORT}))
 
 
 def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> str:
