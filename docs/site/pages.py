@@ -9,13 +9,14 @@ import io
 import json
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -34,6 +35,7 @@ from lightning_ncclsafe.rules.kit.rule import Rule, name_of
 
 DOCS = Path(__file__).resolve().parents[1]
 REPORTS = DOCS / "site" / "reports"
+TITLES: dict[str, str] = yaml.safe_load((DOCS / "site" / "titles.yml").read_text())
 CAUSES = "Causes"
 """The entry of the navigation that the pages of causes are put under."""
 # Sphinx's roles, which docstrings use for the names of classes.
@@ -57,7 +59,7 @@ class Cause:
     @property
     def title(self) -> str:
         """What people see of it, which is what they look for."""
-        return title_of(self.sections["Symptom"])
+        return TITLES.get(self.name) or title_of(self.sections["Symptom"])
 
 
 def title_of(symptom: str) -> str:
@@ -124,6 +126,12 @@ def causes() -> dict[str, list[Cause]]:
     for kind, rules in RULES.items():
         for rule in dict.fromkeys(rules):
             found[name_of(rule)].append(load(kind, rule))
+    if unknown := TITLES.keys() - found.keys():
+        raise PluginError(f"docs/site/titles.yml has titles of causes that no rule names: {', '.join(sorted(unknown))}.")
+    titles = Counter(told[0].title for told in found.values())
+    for name, told in found.items():
+        if titles[told[0].title] > 1:
+            raise PluginError(f"Another cause has the title of {name}: give it one in docs/site/titles.yml.")
     return dict(found)
 
 
