@@ -41,6 +41,7 @@ CAUSES = "Causes"
 # Sphinx's roles, which docstrings use for the names of classes.
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?\.?([\w.]+)</code>")
 HELP = re.compile(r"^<!-- help: (.+) -->$", re.MULTILINE)
+ERRORS_FIRST = 3
 # Of a title: what a page of results shows.
 LONGEST_TITLE = 90
 
@@ -205,7 +206,8 @@ def _told(one: Cause, number: int, *, alone: bool) -> Iterator[str]:
     titles = {"Symptom": "What you see", "Cause": "Why", "Remedy": "What to do", "Cannot see": "What it cannot see"}
     for section, title in titles.items():
         yield from (f"{level} {title}", "", one.sections[section].replace("``", "`"), "")
-    yield from (f"{level} A report", "", one.made, "", "```text")
+    # Its words are those of all reports, which are not what anybody looks for.
+    yield from (f"{level} A report {{ data-search-exclude }}", "", one.made, "", "```text")
     yield render_text(one.diagnosis).rstrip()
     yield from ("```", "", f"[The whole report as a page]({_report(one.name, number)})" + "{ target=_blank }", "")
 
@@ -236,6 +238,9 @@ def _list(found: dict[str, list[Cause]]) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Puts in what commands print of themselves where a page has ``<!-- help: diagnose -->``."""
+    if page.file.src_uri.startswith("hangs/"):
+        # Who pastes an error wants the page on this error, and from there the cause.
+        page.meta.setdefault("search", {"boost": ERRORS_FIRST})
     return HELP.sub(lambda found: f"```text\n{_help(found[1].split())}```", markdown)
 
 
