@@ -1,4 +1,4 @@
-"""Whether links from the README into the site's pages, and to other files, lead somewhere: ``python docs/site/links.py``.
+"""Whether links of the README lead somewhere: ``python docs/site/links.py``.
 
 MkDocs checks those between pages. README.md is none of them.
 """
@@ -32,6 +32,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def main() -> None:
+    """Prints those that do not; the exit code says whether there are any."""
     found = broken(ROOT / "README.md")
     for link in found:
         print(f"README.md links to {link}, which is not there.")

@@ -128,7 +128,9 @@ def causes() -> dict[str, list[Cause]]:
         for rule in dict.fromkeys(rules):
             found[name_of(rule)].append(load(kind, rule))
     if unknown := TITLES.keys() - found.keys():
-        raise PluginError(f"docs/site/titles.yml has titles of causes that no rule names: {', '.join(sorted(unknown))}.")
+        raise PluginError(
+            f"docs/site/titles.yml has titles of causes that no rule names: {', '.join(sorted(unknown))}."
+        )
     titles = Counter(told[0].title for told in found.values())
     for name, told in found.items():
         if titles[told[0].title] > 1:
@@ -222,8 +224,8 @@ def _list(found: dict[str, list[Cause]]) -> str:
     lines = [
         "# All causes",
         "",
-        "Each has a name, which `report.json` gives as `rule`, and a page that is made from the rule's own text, with a",
-        "report of it. `ncclsafe explain NAME` prints the same on a terminal.",
+        "Each has a name, which `report.json` gives as `rule`, and a page that is made from the rule's own text, with",
+        "a report of it. `ncclsafe explain NAME` prints the same on a terminal.",
         "",
         "[My job hangs](../hangs/index.md) leads here from the text of an error.",
         "",

@@ -1,7 +1,8 @@
 """Records the facts whose report the page of a cause shows: ``python docs/site/record.py [NAME...]``.
 
-Without names, those that are missing. The best there is is taken: a real training of ``make faults``; a log or the dumps
-of a real job; facts that tests construct, where it takes GPUs, many hosts or a host in a bad state. Each file says which.
+Without names, those that are missing. The best that there is is taken: a real training of ``make faults``; a log or the
+dumps of a real job; facts that tests construct, where it takes GPUs, many hosts or a host in a bad state. Each file
+says which.
 """
 
 import argparse
@@ -41,6 +42,7 @@ Recorded = dict[str, Any]
 
 
 def first_finding(kind: str, job: JobFacts | None) -> str:
+    """What today's rules name first; empty if nothing."""
     found = judge(job, RULES[kind]).findings if job is not None else ()
     return found[0].rule if found else ""
 
@@ -84,6 +86,7 @@ def _without_this_machine(text: str) -> str:
 
 
 def from_recording(kind: str, name: str) -> Iterator[Recorded]:
+    """Facts of GPUs and large jobs that were made by hand for ``make faults``."""
     for path in sorted(RECORDINGS.glob("*.json")):
         file = json.loads(path.read_text())
         if file["truth"]["causes"][:1] == [name] and first_finding(kind, from_plain(JobFacts, file["job"])) == name:
@@ -94,6 +97,7 @@ CONSTRUCTED = "Of facts that were constructed after what such jobs are known to 
 
 
 def from_scene(kind: str, name: str) -> Iterator[Recorded]:
+    """Facts that the tests of rules construct."""
     scenes = {LIVE: HANG_SCENES, DISAGREEMENT: AGREEMENT_SCENES, HOSTS: PREFLIGHT_SCENES}.get(kind, ())
     for scene in scenes:
         if scene.rule == name:
@@ -125,7 +129,8 @@ def from_logs(kind: str, name: str) -> Iterator[Recorded]:
         path = job.relative_to(ROOT)
         every = [each.relative_to(ROOT) for each in sorted(job.glob("_dump_*"))]
         if names(kind, name, [path]):
-            yield {"made": f"Of the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`.", "files": [str(path)]}
+            made = f"Of the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`."
+            yield {"made": made, "files": [str(path)]}
         for left_out in every:
             rest = [each for each in every if each != left_out]
             if names(kind, name, rest):
@@ -157,6 +162,7 @@ LOADER_ERRORS = {
 
 
 def names(kind: str, name: str, paths: list[Path]) -> bool:
+    """Whether this is what files say first."""
     evidence = Evidence()
     for path in paths:
         evidence.read(str(ROOT / path))
@@ -203,6 +209,7 @@ def record(kind: str, name: str, warm: Warm) -> str:
 
 
 def main() -> None:
+    """Records those that are named, or missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="causes; without any, those that have no facts yet")
     wanted = parser.parse_args().names

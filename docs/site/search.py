@@ -1,4 +1,4 @@
-"""Whether the built site's own search leads from what people paste to the right page: ``python docs/site/search.py SITE``.
+"""Whether the site's own search leads from what people paste to the right page: ``python docs/site/search.py SITE``.
 
 The search that the browser would run is run here: the site's worker, on the site's index. Each query stands in a public
 thread; the page that is meant has to come first.
@@ -15,15 +15,15 @@ from py_mini_racer import MiniRacer
 QUERIES = (
     (
         "mlfoundations/open_clip#1024",
-        "[rank7]:[E126 01:17:58.183000000 ProcessGroupNCCL.cpp:616] [Rank 7] Watchdog caught collective operation timeout:"
-        " WorkNCCL(SeqNum=14217, OpType=ALLGATHER, NumelIn=65536, NumelOut=524288, Timeout(ms)=600000) ran for 600002"
-        " milliseconds before timing out.",
+        "[rank7]:[E126 01:17:58.183000000 ProcessGroupNCCL.cpp:616] [Rank 7] Watchdog caught collective operation"
+        " timeout: WorkNCCL(SeqNum=14217, OpType=ALLGATHER, NumelIn=65536, NumelOut=524288, Timeout(ms)=600000) ran for"
+        " 600002 milliseconds before timing out.",
         "hangs/watchdog-timeout/",
     ),
     (
         "RUCAIBox/RecBole#2069",
-        "torch.distributed.DistBackendError: [5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via"
-        " c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
+        "torch.distributed.DistBackendError: [5] is setting up NCCL communicator and retrieving ncclUniqueId from [0]"
+        " via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
         "hangs/socket-timeout/",
     ),
     (
@@ -33,7 +33,8 @@ QUERIES = (
     ),
     (
         "om-ai-lab/VLM-R1#257",
-        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.",
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued"
+        " collectives.",
         "hangs/watchdog-stuck/",
     ),
     (
@@ -44,8 +45,8 @@ QUERIES = (
     ),
     (
         "tatsu-lab/stanford_alpaca#207",
-        "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3 ncclRemoteError: A call failed"
-        " possibly due to a network error or a remote process exiting prematurely.",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3 ncclRemoteError: A call"
+        " failed possibly due to a network error or a remote process exiting prematurely.",
         "hangs/network-error/",
     ),
     (
@@ -65,7 +66,8 @@ QUERIES = (
     ),
     (
         "vllm-project/vllm-ascend#1767",
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:33817",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+        " [127.0.0.1]:33817",
         "hangs/connection-closed-by-peer/",
     ),
 )
@@ -108,6 +110,7 @@ class Search:
 
 
 def main() -> None:
+    """Prints each text that leads elsewhere; the exit code says whether there are any."""
     search, wrong = Search(Path(sys.argv[1])), 0
     for thread, query, page in QUERIES:
         found = search.pages(query)
