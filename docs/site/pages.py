@@ -10,9 +10,10 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ CAUSES = "Causes"
 # Sphinx's roles, which docstrings use for the names of classes.
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?\.?([\w.]+)</code>")
 HELP = re.compile(r"^<!-- help: (.+) -->$", re.MULTILINE)
+# What the text of a report ends with, which only the whole report shows.
+STACKS = re.compile(r"\n\n(?=Stacks? of .*\n---)")
 ERRORS_FIRST = 3
 # Of a title: what a page of results shows.
 LONGEST_TITLE = 90
@@ -144,7 +147,7 @@ def on_config(config: MkDocsConfig) -> None:
     seen: set[str] = set()
     for kind, rules in RULES.items():
         names = [name for rule in rules if (name := name_of(rule)) not in seen]
-        pages = [{name: f"causes/{name}.md"} for name in dict.fromkeys(names)]
+        pages = [{name: f"causes/{name}.md"} for name in sorted(set(names))]
         seen.update(names)
         listed.append({kind: pages})
 
@@ -158,7 +161,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     leading = error_texts()
     found = causes()
     for name, told in found.items():
-        page = _page(name, told, leading.get(name, []))
+        page = _page(name, told, leading.get(name, []), found.keys())
         files.append(File.generated(config, f"causes/{name}.md", content=page))
         for number, one in enumerate(told):
             report = File.generated(config, f"causes/{_report(name, number)}", content=render_html(one.diagnosis))
@@ -183,11 +186,15 @@ def _report(name: str, number: int) -> str:
     return f"report-{name}{f'-{number + 1}' if number else ''}.html"
 
 
-def _page(name: str, told: list[Cause], leading: list[tuple[str, str]]) -> str:
-    return "\n".join(_lines(name, told, leading)) + "\n"
+def _page(name: str, told: list[Cause], leading: list[tuple[str, str]], names: Collection[str]) -> str:
+    other = "|".join(sorted(set(names) - {name}, key=len, reverse=True))
+    linked = partial(re.sub, rf"(?<![\w`-])({other})(?![\w-])", r"[`\1`](\1.md)")
+    return "\n".join(_lines(name, told, leading, linked)) + "\n"
 
 
-def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]]) -> Iterator[str]:
+def _lines(
+    name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]
+) -> Iterator[str]:
     first = told[0]
     yield from ("---", f"title: {name}", f"description: {json.dumps(first.summary)}", "---", "")
     yield from (f"# {first.title}", "")
@@ -196,10 +203,10 @@ def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]]) -> Iter
         links = ", ".join(f"[{title}](../hangs/{file})" for title, file in leading)
         yield from (f"Error texts that lead here: {links}.", "")
     for number, one in enumerate(told):
-        yield from _told(one, number, alone=len(told) == 1)
+        yield from _told(one, number, linked, alone=len(told) == 1)
 
 
-def _told(one: Cause, number: int, *, alone: bool) -> Iterator[str]:
+def _told(one: Cause, number: int, linked: Callable[[str], str], *, alone: bool) -> Iterator[str]:
     level = "##" if alone else "###"
     if not alone:
         yield from (f"## {one.kind}", "")
@@ -207,11 +214,11 @@ def _told(one: Cause, number: int, *, alone: bool) -> Iterator[str]:
             yield from (one.summary, "")
     titles = {"Symptom": "What you see", "Cause": "Why", "Remedy": "What to do", "Cannot see": "What it cannot see"}
     for section, title in titles.items():
-        yield from (f"{level} {title}", "", one.sections[section].replace("``", "`"), "")
+        yield from (f"{level} {title}", "", linked(one.sections[section].replace("``", "`")), "")
     # Its words are those of all reports, which are not what anybody looks for.
     yield from (f"{level} A report {{ data-search-exclude }}", "", one.made, "", "```text")
-    yield render_text(one.diagnosis).rstrip()
-    yield from ("```", "", f"[The whole report as a page]({_report(one.name, number)})" + "{ target=_blank }", "")
+    yield STACKS.split(render_text(one.diagnosis))[0].rstrip()
+    yield from ("```", "", f"[The whole report, as a page]({_report(one.name, number)})" + "{ target=_blank }", "")
 
 
 def lowered(sentence: str) -> str:
@@ -232,7 +239,7 @@ def _list(found: dict[str, list[Cause]]) -> str:
     ]
     for kind in RULES:
         lines += [f"## {kind}", "", "| cause | |", "|---|---|"]
-        told = (one for each in found.values() for one in each if one.kind == kind)
+        told = (one for name in sorted(found) for one in found[name] if one.kind == kind)
         lines += [f"| [`{one.name}`]({one.name}.md) | {one.summary.replace('|', chr(92) + '|')} |" for one in told]
         lines.append("")
     return "\n".join(lines)

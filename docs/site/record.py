@@ -1,4 +1,4 @@
-"""Records the facts whose report the page of a cause shows: ``python docs/site/record.py [NAME...]``.
+"""Records the facts whose report the page of a cause shows: ``python docs/site/record.py [NAME[=CASE]...]``.
 
 Without names, those that are missing. The best that there is is taken: a real training of ``make faults``; a log or the
 dumps of a real job; facts that tests construct, where it takes GPUs, many hosts or a host in a bad state. Each file
@@ -47,9 +47,10 @@ def first_finding(kind: str, job: JobFacts | None) -> str:
     return found[0].rule if found else ""
 
 
-def from_training(kind: str, name: str, warm: Warm) -> Iterator[Recorded]:
-    """Real ranks on gloo, small jobs first."""
+def from_training(kind: str, name: str, warm: Warm, wanted: str = "") -> Iterator[Recorded]:
+    """Real ranks on gloo, small jobs first; of the case that is wanted, if there is one."""
     cases = [case for case in CASES.values() if case.scenario.causes[:1] == (name,) and "SafeDDP" in _strategies(case)]
+    cases = [case for case in cases if wanted in ("", case.name)]
     for case in sorted(cases, key=lambda case: (bool(case.scenario.needs), case.world_size)):
         outcome = run_case(warm, case)
         if outcome.report is None or not score_fault(case, outcome.report, outcome.delay_s).is_right:
@@ -190,7 +191,7 @@ SIMULATOR = "tests/reading/simulated_incidents.py"
 SIMULATED = 60
 
 
-def record(kind: str, name: str, warm: Warm) -> str:
+def record(kind: str, name: str, warm: Warm, wanted: str = "") -> str:
     """Writes the facts of one cause; says which."""
     makers: dict[str, tuple[Callable[..., Iterator[Recorded]], ...]] = {
         LIVE: (from_training, from_recording, from_scene),
@@ -199,7 +200,8 @@ def record(kind: str, name: str, warm: Warm) -> str:
         RECORDED: (from_logs, from_simulation, from_made_log),
     }
     for make in makers[kind]:
-        found = next(make(kind, name, warm) if make is from_training else make(kind, name), None)
+        more = (warm, wanted) if make is from_training else ()
+        found = next(make(kind, name, *more), None)
         if found is not None:
             path = facts_file(kind, name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,13 +214,13 @@ def main() -> None:
     """Records those that are named, or missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="causes; without any, those that have no facts yet")
-    wanted = parser.parse_args().names
+    wanted = dict(given.partition("=")[::2] for given in parser.parse_args().names)
     warm = Warm()
     try:
         for kind, rules in RULES.items():
             for name in dict.fromkeys(map(name_of, rules)):
                 if name in wanted if wanted else not facts_file(kind, name).exists():
-                    print(f"{name} ({kind}): {record(kind, name, warm)}", flush=True)
+                    print(f"{name} ({kind}): {record(kind, name, warm, wanted.get(name, ''))}", flush=True)
     finally:
         warm.close()
 
