@@ -82,7 +82,7 @@ QUERIES = (
         "hangs/cannot-connect/",
     ),
     (
-        "pytorch/pytorch#121209",
+        "zai-org/GLM-130B#31",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
         "hangs/process-killed/",
     ),
