@@ -20,7 +20,7 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.loaders import endings
+from lightning_ncclsafe.loaders import iteration
 
 # Lightning's seed_everything sets it, also for the processes that it starts.
 _SEED = "PL_GLOBAL_SEED"
@@ -89,7 +89,7 @@ def unresizable(loader: Any) -> str:
         return f"a {type(loader).__name__} is no torch DataLoader"
     if _torch.has_iterable_dataset(loader):
         return "the number of batches of an iterable dataset depends on the number of workers"
-    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != endings.__name__]
+    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
     if own:
         return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
     return unsafe(loader)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.loaders.endings import Begin
+from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.deciding import LoaderReport, LoaderSetting
 from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded, unresizable, unsafe
 from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval, Measurement, ObservedLoader

@@ -16,7 +16,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Capacity, codec
-from lightning_ncclsafe.loaders.endings import Begin
+from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
 from lightning_ncclsafe.loaders.tuning.deciding import (
     ADVICE_ONLY,

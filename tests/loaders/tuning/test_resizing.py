@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_ncclsafe.loaders.endings import Replaced
+from lightning_ncclsafe.loaders.iteration import ReplacedIteration
 from lightning_ncclsafe.loaders.tuning import worker_pool
 from lightning_ncclsafe.loaders.tuning.eligibility import unresizable
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
@@ -648,7 +648,7 @@ def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkey
 def test_a_loader_whose_iteration_is_replaced_is_copied_with_its_own() -> None:
     loader: Loader = DataLoader(Items())
     tuned = tuned_of(loader, 1)
-    replaced = Replaced(loader, lambda begin: tuned.begin())
+    replaced = ReplacedIteration(loader, lambda begin: tuned.begin())
     assert unresizable(loader) == ""
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
     replaced.restore()
