@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ncclsafe.loaders.tuning import observing
-from lightning_ncclsafe.loaders.tuning.batch_sizes import bytes_of, tensors_of
-from lightning_ncclsafe.loaders.tuning.observing import BatchSize, ObservedLoader, Observer
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
+from lightning_ncclsafe.loaders.tuning import measuring
+from lightning_ncclsafe.loaders.tuning.measuring import (
+    BatchSize,
+    Interval,
+    Measurement,
+    ObservedLoader,
+    Observer,
+    bytes_of,
+    tensors_of,
+)
 
 
 class Clock:
@@ -31,14 +37,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(observing, "time", clock)
+    monkeypatch.setattr(measuring, "time", clock)
     return clock
 
 
 class Run:
     def __init__(self, clock: Clock, **options: Any) -> None:
         self.clock = clock
-        self.found: list[Stretch] = []
+        self.found: list[Measurement] = []
         self.observer = Observer(self.found.append, **options)
 
     def step(self, wait_s: float, gap_s: float, cpu_s: float = 0.0, batch: Any = b"") -> bool:
@@ -60,7 +66,7 @@ def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock
     clock.now_s += 50  # a validation
     run.observer.ends(took_s=0.5)
     (found,) = run.found
-    assert (found.moment, found.workers, found.batches) == (Moment(1), 2, 5)
+    assert (found.interval, found.workers, found.batches) == (Interval(1), 2, 5)
     assert found.gap_s == 0.5 and found.cpu_s == 0.125
     assert found.data_s == 0.25 + 1.0 + 4 * 0.125 + 0.5
     assert found.start_s == 0.25 + 1.0 + 0.5
@@ -89,8 +95,13 @@ def test_an_epoch_of_minutes_is_measured_in_parts(clock: Clock) -> None:
             run.observer.goes_on(2)
             ended += 1
     assert ended == 4
-    assert [stretch.moment for stretch in run.found] == [Moment(8), Moment(8, 1), Moment(8, 2), Moment(8, 3)]
-    assert [stretch.workers for stretch in run.found] == [1, 2, 2, 2]
+    assert [measurement.interval for measurement in run.found] == [
+        Interval(8),
+        Interval(8, 1),
+        Interval(8, 2),
+        Interval(8, 3),
+    ]
+    assert [measurement.workers for measurement in run.found] == [1, 2, 2, 2]
     assert run.found[0].start_s == pytest.approx(1.1) and run.found[1].start_s == 0.0
     assert run.found[1].gap_s == pytest.approx(0.4) and run.found[1].wait_s == pytest.approx(0.1)
 
@@ -130,13 +141,13 @@ def test_larger_batches_are_looked_for_ever_more_rarely(clock: Clock) -> None:
 def test_what_fails_is_said_once_and_no_batch_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(observing, "bytes_of", lambda batch: 1 / 0)
-    stretches: list[Stretch] = []
+    monkeypatch.setattr(measuring, "bytes_of", lambda batch: 1 / 0)
+    measurements: list[Measurement] = []
     loader = DataLoader(torch.zeros(20))  # type: ignore[arg-type]
-    observed = ObservedLoader(loader, on_stretch=stretches.append)
+    observed = ObservedLoader(loader, on_measured=measurements.append)
     for _ in range(3):
         assert len([*observed.begin(loader.__iter__)]) == 20
-    assert stretches == [] and observed.observer.size == BatchSize()
+    assert measurements == [] and observed.observer.size == BatchSize()
     assert capsys.readouterr().err.count("the measuring of a loader has failed") == 1
 
 
@@ -146,14 +157,16 @@ class Stream(IterableDataset[int]):
 
 
 def test_a_loader_is_read_as_it_is() -> None:
-    stretches: list[Stretch] = []
+    measurements: list[Measurement] = []
     loader = DataLoader(Stream(), batch_size=None)
-    observed = ObservedLoader(loader, on_stretch=stretches.append)
+    observed = ObservedLoader(loader, on_measured=measurements.append)
     for _ in range(2):
         iterator = observed.begin(loader.__iter__)
         assert iter(iterator) is iterator
         assert [*iterator] == list(range(10))
-    assert [(stretch.moment, stretch.workers, stretch.batches) for stretch in stretches] == [(Moment(1), 0, 10)]
+    assert [(measurement.interval, measurement.workers, measurement.batches) for measurement in measurements] == [
+        (Interval(1), 0, 10)
+    ]
 
 
 @dataclass

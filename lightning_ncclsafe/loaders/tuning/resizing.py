@@ -16,56 +16,22 @@ from typing import Any
 from weakref import WeakSet
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.loaders import endings
-from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
-from lightning_ncclsafe.loaders.tuning.epochs import Epoch
-from lightning_ncclsafe.loaders.tuning.forkable import forks, unforkable
-from lightning_ncclsafe.loaders.tuning.gates import Gate, Indices, Setting, Wish
-from lightning_ncclsafe.loaders.tuning.observing import STRETCH_S, BatchSize, Observer
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
-from lightning_ncclsafe.loaders.tuning.worker_pool import WorkerPool
+from lightning_ncclsafe.loaders.tuning.eligibility import forks, unforkable_dataset
+from lightning_ncclsafe.loaders.tuning.measuring import INTERVAL_S, BatchSize, Interval, Measurement, Observer
+from lightning_ncclsafe.loaders.tuning.worker_pool import (
+    Deadlines,
+    EpochIndices,
+    PoolSampler,
+    TargetSetting,
+    WorkerPool,
+    WorkerSetting,
+)
 
 # Any odd number with its bits well mixed: pools follow one another with seeds that have nothing in common.
 _SEED_STEP = 0x9E3779B97F4A7C15
-# From so many workers on, the user has shown that several processes can use his dataset.
-_SEVERAL = 2
 
 
-def unresizable(loader: Any) -> str:
-    """Why the workers of a loader cannot be changed while it is read, in words; empty if they can."""
-    if not _torch.is_dataloader(loader):
-        return f"a {type(loader).__name__} is no torch DataLoader"
-    if _torch.has_iterable_dataset(loader):
-        return "the number of batches of an iterable dataset depends on the number of workers"
-    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != endings.__name__]
-    if own:
-        return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
-    return unsafe(loader)
-
-
-def unsafe(loader: Any) -> str:
-    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``, in words; empty if not."""
-    stateful = next((part for part in parts_of(loader) if callable(getattr(type(part), "state_dict", None))), None)
-    if stateful is not None:
-        return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
-    return _unforkable(loader)
-
-
-def parts_of(loader: Any) -> list[Any]:
-    """A loader and what it draws from, however samplers are wrapped: Lightning wraps that for several ranks."""
-    parts = [loader]
-    for part in parts:
-        own = (getattr(part, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler", "_sampler"))
-        parts.extend(each for each in own if each is not None and all(each is not known for known in parts))
-    return parts
-
-
-def _unforkable(loader: Any) -> str:
-    what = unforkable(loader.dataset) if loader.num_workers < _SEVERAL and forks(loader) else ""
-    return what and f"{what}, which several processes cannot use at once"
-
-
-def _as_is(_: Moment) -> None:
+def _as_is(_: Interval) -> None:
     return None
 
 
@@ -73,7 +39,7 @@ def _no_limit(_: BatchSize) -> None:
     return None
 
 
-class TunedLoader:
+class ResizableLoader:
     """Reads a loader with workers that can be changed at any time.
 
     Args:
@@ -81,13 +47,13 @@ class TunedLoader:
         workers: ``num_workers`` to begin with.
         prefetch: ``prefetch_factor`` to begin with; of no account without workers.
         say: Says a line to the user.
-        on_stretch: Is given what was measured of an epoch, or of minutes of a longer one, on the thread that reads.
+        on_measured: Is given what was measured of an epoch, or of minutes of a longer one, on the thread that reads.
         workers_at: Says, at the beginning of each of them, how many workers are to be there; None for no change.
         most_ahead: Says how many batches there is room for that are ready or being made, by the largest seen so far;
             None for as many as are set. Until the first was seen, there is one for each worker.
-        stretch_s: How long an epoch may last that is measured as a whole, seconds.
+        interval_s: How long an epoch may last that is measured as a whole, seconds.
         epochs: How many epochs of the loader there were before.
-        users: What counts as the user's ``num_workers``; None for what the loader has.
+        user_workers: What counts as the user's ``num_workers``; None for what the loader has.
 
     Attributes:
         frozen: Why it takes no new settings; empty while it does.
@@ -101,24 +67,26 @@ class TunedLoader:
         workers: int,
         prefetch: int,
         say: Callable[[str], None],
-        on_stretch: Callable[[Stretch], None] = lambda _: None,
-        workers_at: Callable[[Moment], int | None] = _as_is,
+        on_measured: Callable[[Measurement], None] = lambda _: None,
+        workers_at: Callable[[Interval], int | None] = _as_is,
         most_ahead: Callable[[BatchSize], int | None] = _no_limit,
-        stretch_s: float = STRETCH_S,
+        interval_s: float = INTERVAL_S,
         epochs: int = 0,
-        users: int | None = None,
+        user_workers: int | None = None,
     ) -> None:
         self.frozen = ""
         self._loader = loader
-        self._user = Setting.of(loader.num_workers if users is None else users, loader.prefetch_factor or 0)
-        self._now = Setting.of(workers, prefetch)
-        self._wish = Wish(self._now)
+        self._user = WorkerSetting.of(
+            loader.num_workers if user_workers is None else user_workers, loader.prefetch_factor or 0
+        )
+        self._now = WorkerSetting.of(workers, prefetch)
+        self._target = TargetSetting(self._now)
         self._say = say
         self._workers_at = workers_at
         self._most_ahead = most_ahead
         self._prefetch = prefetch
         self._lock = threading.Lock()
-        self.observer = Observer(on_stretch, stretch_s=stretch_s, epochs=epochs)
+        self.observer = Observer(on_measured, interval_s=interval_s, epochs=epochs)
         self._deadlines = Deadlines(forks=forks(loader))
         self._epochs: WeakSet[Epoch] = WeakSet()
         self._kept: WorkerPool | None = None
@@ -149,22 +117,22 @@ class TunedLoader:
             epoch.park()
         asked_at = time.perf_counter()
         try:
-            self._look_up(Moment(self.observer.moment.epoch + 1))
+            self._look_up(Interval(self.observer.interval.epoch + 1))
             epoch = self._begin()
         finally:
             started_at = time.perf_counter()
             self._end_leaving()
             # The wait for workers to end counts for the last epoch.
             self.observer.ends(asked_at - began_at + time.perf_counter() - started_at)
-        self.observer.begins(self._wish.setting.workers, started_at - asked_at)
+        self.observer.begins(self._target.setting.workers, started_at - asked_at)
         return epoch
 
-    def _begin(self) -> Epoch:
+    def _begin(self) -> "Epoch":
         # Torch resets workers that persist, without drawing a number.
         draws = not (self._begun and self._persists)
         self._begun += 1
         # Torch begins the sampler once for every iterator, and once again for every epoch of worker processes.
-        indices = Indices(self._sampler, begins=2 if self._user.workers and draws else 1)
+        indices = EpochIndices(self._sampler, begins=2 if self._user.workers and draws else 1)
         epoch = Epoch(self, indices)
         self._epochs.add(epoch)
         if self._user.workers:
@@ -174,7 +142,7 @@ class TunedLoader:
             self._seed = _torch.draw_base_seed(self._loader)
         return epoch
 
-    def _begin_at_once(self, epoch: Epoch, indices: Indices, *, draws: bool) -> None:
+    def _begin_at_once(self, epoch: "Epoch", indices: EpochIndices, *, draws: bool) -> None:
         self._draws = draws
         try:
             epoch.start()
@@ -191,10 +159,10 @@ class TunedLoader:
         """
         with self._lock:
             if not self.frozen:
-                self._wish.setting = Setting.of(workers, prefetch)
+                self._target.setting = WorkerSetting.of(workers, prefetch)
 
-    def _look_up(self, moment: Moment) -> None:
-        workers = self._workers_at(moment)
+    def _look_up(self, interval: Interval) -> None:
+        workers = self._workers_at(interval)
         if workers is not None:
             self.resize(workers, self._prefetch)
 
@@ -206,10 +174,10 @@ class TunedLoader:
         """
         self._freeze(reason, self._now)
 
-    def _freeze(self, reason: str, setting: Setting) -> None:
+    def _freeze(self, reason: str, setting: WorkerSetting) -> None:
         with self._lock:
             self.frozen = self.frozen or reason
-            self._wish.setting = setting
+            self._target.setting = setting
 
     def close(self) -> None:
         """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
@@ -243,10 +211,10 @@ class TunedLoader:
         if observer.size != before:
             pool.limit(self._limit_of(pool.setting))
         if ends:
-            self._look_up(Moment(observer.moment.epoch, observer.moment.part + 1))
-            observer.goes_on(self._wish.setting.workers)
+            self._look_up(Interval(observer.interval.epoch, observer.interval.part + 1))
+            observer.goes_on(self._target.setting.workers)
 
-    def _limit_of(self, setting: Setting) -> int | None:
+    def _limit_of(self, setting: WorkerSetting) -> int | None:
         size = self.observer.size
         return setting.workers if size is None else self._most_ahead(size)
 
@@ -271,7 +239,7 @@ class TunedLoader:
         while self._leaving:
             self._leaving.pop().end()
 
-    def pool(self, indices: Indices) -> WorkerPool:
+    def pool(self, indices: EpochIndices) -> WorkerPool:
         """Workers, as they are wanted now, for what an epoch has left."""
         # Another epoch may be read at the same time, zip(loader, loader): it keeps its workers.
         kept_is_free = self._kept is None or all(epoch.pool is not self._kept for epoch in self._epochs)
@@ -283,8 +251,8 @@ class TunedLoader:
         self._now = kept.setting
         return kept
 
-    def _renewed(self, kept: WorkerPool, indices: Indices) -> bool:
-        if self._wish.is_for(kept.setting):
+    def _renewed(self, kept: WorkerPool, indices: EpochIndices) -> bool:
+        if self._target.is_for(kept.setting):
             try:
                 kept.renew(indices)
                 return True
@@ -300,11 +268,11 @@ class TunedLoader:
             self._step_down(pool.setting, self._user, error)
         return pool.is_extra
 
-    def _start(self, indices: Indices) -> WorkerPool:
+    def _start(self, indices: EpochIndices) -> WorkerPool:
         draws, self._draws = self._draws, False
-        self._check(self._wish.setting)
+        self._check(self._target.setting)
         while True:
-            setting = self._wish.setting
+            setting = self._target.setting
             try:
                 return self._pool_of(setting, indices, draws=draws)
             except Exception as error:
@@ -315,31 +283,33 @@ class TunedLoader:
                 self._step_down(setting, self._back_from(setting), error)
             draws = False
 
-    def _check(self, setting: Setting) -> None:
+    def _check(self, setting: WorkerSetting) -> None:
         """Again: a dataset may have opened its files with its first samples, in this process."""
-        what = _unforkable(self._loader) if setting.workers > self._user.workers else ""
+        what = unforkable_dataset(self._loader) if setting.workers > self._user.workers else ""
         if what:
             self._go_back(what, self._user)
 
-    def _pool_of(self, setting: Setting, indices: Indices, *, draws: bool) -> WorkerPool:
+    def _pool_of(self, setting: WorkerSetting, indices: EpochIndices, *, draws: bool) -> WorkerPool:
         self._started += 1
         seed = None if draws else (self._seed + self._started * _SEED_STEP) % 2**63
-        gate = Gate(indices, partial(self._wish.is_for, setting), self._limit_of(setting) if setting.workers else None)
+        sampler = PoolSampler(
+            indices, partial(self._target.is_for, setting), self._limit_of(setting) if setting.workers else None
+        )
         is_extra = setting.workers > self._user.workers
-        pool = WorkerPool(self._loader, setting, gate, seed=seed, is_extra=is_extra, deadlines=self._deadlines)
+        pool = WorkerPool(self._loader, setting, sampler, seed=seed, is_extra=is_extra, deadlines=self._deadlines)
         if draws:
             self._seed = pool.seed
         return pool
 
-    def _back_from(self, setting: Setting) -> Setting:
+    def _back_from(self, setting: WorkerSetting) -> WorkerSetting:
         """What to go back to from workers that cannot be started: what is known to work, or what cannot fail."""
         fewer = [known for known in (self._now, self._user) if known.workers < setting.workers]
-        return max(fewer, key=lambda known: known.workers, default=Setting(0, 0))
+        return max(fewer, key=lambda known: known.workers, default=WorkerSetting(0, 0))
 
-    def _step_down(self, setting: Setting, back: Setting, error: Exception) -> None:
+    def _step_down(self, setting: WorkerSetting, back: WorkerSetting, error: Exception) -> None:
         self._go_back(f"{setting.workers} worker processes have failed ({_words(error)})", back)
 
-    def _go_back(self, reason: str, back: Setting) -> None:
+    def _go_back(self, reason: str, back: WorkerSetting) -> None:
         then = f"{back.workers} worker processes" if back.workers else "no worker processes"
         self._freeze(reason, back)
         with suppress(Exception):
@@ -351,3 +321,72 @@ def _words(error: Exception) -> str:
     name, lines = type(error).__name__, str(error).strip().splitlines()
     text = lines[-1].strip() if lines else ""
     return text if text.startswith(name) or not text else f"{name}: {text}"
+
+
+class Epoch:
+    """Hands out the batches of one epoch. Dropping it ends its workers, unless they persist.
+
+    Args:
+        loader: Where it has its workers from.
+        indices: The epoch.
+    """
+
+    def __init__(self, loader: ResizableLoader, indices: EpochIndices) -> None:
+        self.pool: WorkerPool | None = None
+        self._loader = loader
+        self._indices = indices
+        self._has_ended = False
+
+    def start(self) -> None:
+        """Starts workers; they are started with the first batch otherwise."""
+        self.pool = self._loader.pool(self._indices)
+
+    def park(self) -> None:
+        """Has no workers until the next batch is asked for, which will be the one that is due."""
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.sampler.take_back()
+            self._loader.leave(pool)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._loader.asked()
+        while not self._has_ended:
+            if self.pool is None:
+                self.start()
+            pool = self.pool
+            assert pool is not None
+            try:
+                batch = pool.next_batch()
+            except StopIteration:
+                self._pool_ended(pool)
+            except Exception as error:
+                if not self._goes_on_after(error, pool):
+                    raise
+            else:
+                pool.handed()
+                self._loader.given(pool, batch)
+                return batch
+        raise StopIteration
+
+    def _pool_ended(self, pool: WorkerPool) -> None:
+        self.pool = None
+        if pool.sampler.goes_on:
+            self._loader.end(pool)
+        else:
+            self._has_ended = True
+            self._loader.release(pool)
+
+    def _goes_on_after(self, error: Exception, pool: WorkerPool) -> bool:
+        if self._indices.has_failed or not self._loader.falls_back(pool, error):
+            # Torch goes on with the next batch, should the user ask for one.
+            pool.handed()
+            return False
+        self.pool = None
+        self._loader.end(pool)
+        return True
+
+    def __len__(self) -> int:
+        return len(self._indices)

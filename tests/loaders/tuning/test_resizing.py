@@ -29,11 +29,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_ncclsafe.loaders.endings import Replaced
-from lightning_ncclsafe.loaders.tuning import deadlines, worker_pool
-from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader, unresizable
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
+from lightning_ncclsafe.loaders.iteration import ReplacedIteration
+from lightning_ncclsafe.loaders.tuning import worker_pool
+from lightning_ncclsafe.loaders.tuning.eligibility import unresizable
+from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
+from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
+from lightning_ncclsafe.loaders.tuning.worker_pool import Deadlines
 
 EPOCHS = 3
 Loader = DataLoader[Any]
@@ -162,8 +163,10 @@ class Lines(list[str]):
         self.append(line)
 
 
-def tuned_of(loader: Loader, workers: int, prefetch: int = 2, say: Callable[[str], None] = pytest.fail) -> TunedLoader:
-    return TunedLoader(loader, workers=workers, prefetch=prefetch, say=say)
+def tuned_of(
+    loader: Loader, workers: int, prefetch: int = 2, say: Callable[[str], None] = pytest.fail
+) -> ResizableLoader:
+    return ResizableLoader(loader, workers=workers, prefetch=prefetch, say=say)
 
 
 def read(loader: Loader, begin: Callable[[], Iterator[Any]], each: Callable[[], None] = lambda: None) -> Any:
@@ -208,14 +211,14 @@ def nothing_left_behind() -> Iterator[None]:
     assert children() == []
 
 
-@pytest.mark.parametrize("users", [0, 2])
+@pytest.mark.parametrize("user_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: str, users: int) -> None:
-    chance = random.Random(f"{kind} {users}")
-    expected = stock(KINDS[kind], num_workers=users)
+def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: str, user_workers: int) -> None:
+    chance = random.Random(f"{kind} {user_workers}")
+    expected = stock(KINDS[kind], num_workers=user_workers)
     torch.manual_seed(3)
-    loader = KINDS[kind](num_workers=users)
-    tuned = tuned_of(loader, users)
+    loader = KINDS[kind](num_workers=user_workers)
+    tuned = tuned_of(loader, user_workers)
     seen = set()
 
     def maybe_resize() -> None:
@@ -225,7 +228,7 @@ def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: 
 
     assert read(loader, tuned.begin, maybe_resize) == expected
     assert len(seen) > 1
-    assert loader.num_workers == users and loader._iterator is None
+    assert loader.num_workers == user_workers and loader._iterator is None
 
 
 @pytest.mark.parametrize("at", ["never", "in the middle", "between epochs"])
@@ -324,8 +327,8 @@ def test_a_frozen_loader_keeps_what_it_has() -> None:
     assert (tuned.workers, tuned.frozen) == (1, "enough")
 
 
-@pytest.mark.parametrize("users", [0, 2])
-def test_an_epoch_that_is_left_early(users: int) -> None:
+@pytest.mark.parametrize("user_workers", [0, 2])
+def test_an_epoch_that_is_left_early(user_workers: int) -> None:
     def some(begin: Callable[[], Iterator[Any]]) -> Any:
         found = []
         for most in (4, 2, 30):
@@ -334,9 +337,9 @@ def test_an_epoch_that_is_left_early(users: int) -> None:
         return found, torch.rand(2).tolist()
 
     torch.manual_seed(3)
-    expected = some(KINDS["shuffled"](num_workers=users).__iter__)
+    expected = some(KINDS["shuffled"](num_workers=user_workers).__iter__)
     torch.manual_seed(3)
-    tuned = tuned_of(KINDS["shuffled"](num_workers=users), 2)
+    tuned = tuned_of(KINDS["shuffled"](num_workers=user_workers), 2)
     found = some(tuned.begin)
     assert found == expected
     tuned.close()
@@ -356,8 +359,8 @@ def test_an_epoch_is_read_on_after_another_was_begun(persists: bool) -> None:
     tuned.close()
 
 
-@pytest.mark.parametrize("users", [0, 1])
-def test_two_shuffled_loaders_of_one_combined_loader(users: int) -> None:
+@pytest.mark.parametrize("user_workers", [0, 1])
+def test_two_shuffled_loaders_of_one_combined_loader(user_workers: int) -> None:
     class Begins:
         def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
             self.begin = begin
@@ -379,12 +382,12 @@ def test_two_shuffled_loaders_of_one_combined_loader(users: int) -> None:
         return found, torch.rand(2).tolist()
 
     torch.manual_seed(3)
-    loaders = [KINDS["shuffled"](num_workers=users), by_batch(num_workers=users)]
+    loaders = [KINDS["shuffled"](num_workers=user_workers), by_batch(num_workers=user_workers)]
     expected = pairs([loader.__iter__ for loader in loaders], lambda: None)
     torch.manual_seed(3)
-    again = [KINDS["shuffled"](num_workers=users), by_batch(num_workers=users)]
+    again = [KINDS["shuffled"](num_workers=user_workers), by_batch(num_workers=user_workers)]
     # None where the user has some: the sampler's seed has to be drawn as early all the same.
-    both = [tuned_of(loader, 1 - users) for loader in again]
+    both = [tuned_of(loader, 1 - user_workers) for loader in again]
     chance = random.Random(1)
     assert pairs([tuned.begin for tuned in both], lambda: chance.choice(both).resize(chance.choice([0, 2]), 2)) == (
         expected
@@ -484,7 +487,7 @@ def test_nothing_is_left_behind(by: str) -> None:
     if by == "end":
         assert len([batch.shape for batch in epoch]) == 25
     del epoch
-    # Threads of multiprocessing's queues close their ends of pipes a moment later; those of what was before, too.
+    # Threads of multiprocessing's queues close their ends of pipes a interval later; those of what was before, too.
     give_up = time.monotonic() + 5
     while any(map(gt, left_behind(), before)) and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -573,8 +576,8 @@ def test_more_workers_than_the_user_has_asked_for_are_killed() -> None:
     tuned.close()
 
 
-@pytest.mark.parametrize("users", [0, 1])
-def test_a_sample_that_cannot_be_read_raises_what_stock_raises(users: int) -> None:
+@pytest.mark.parametrize("user_workers", [0, 1])
+def test_a_sample_that_cannot_be_read_raises_what_stock_raises(user_workers: int) -> None:
     def story(epoch: Iterator[Any]) -> tuple[list[int], type, str, list[int]]:
         seen = [int(next(epoch)) for _ in range(7)]
         with pytest.raises(ValueError) as raised:
@@ -583,15 +586,18 @@ def test_a_sample_that_cannot_be_read_raises_what_stock_raises(users: int) -> No
         return seen, raised.type, first + last, [int(batch) for batch in epoch]
 
     lines = Lines()
-    expected = story(iter(DataLoader(Failing(), num_workers=users)))
-    assert story(tuned_of(DataLoader(Failing(), num_workers=users), 1 if users else 2, say=lines).begin()) == expected
-    assert len(lines) == (0 if users else 1)
+    expected = story(iter(DataLoader(Failing(), num_workers=user_workers)))
+    assert (
+        story(tuned_of(DataLoader(Failing(), num_workers=user_workers), 1 if user_workers else 2, say=lines).begin())
+        == expected
+    )
+    assert len(lines) == (0 if user_workers else 1)
 
 
 @pytest.mark.parametrize("prefetch", [1, 6])
-@pytest.mark.parametrize("users", [0, 1])
-def test_an_error_of_the_sampler_is_the_users(users: int, prefetch: int) -> None:
-    tuned = tuned_of(DataLoader(Items(), sampler=BadSampler(), num_workers=users), 2, prefetch=prefetch)
+@pytest.mark.parametrize("user_workers", [0, 1])
+def test_an_error_of_the_sampler_is_the_users(user_workers: int, prefetch: int) -> None:
+    tuned = tuned_of(DataLoader(Items(), sampler=BadSampler(), num_workers=user_workers), 2, prefetch=prefetch)
     with pytest.raises(LookupError, match="no index"):
         [*tuned.begin()]
     assert not tuned.frozen
@@ -642,7 +648,7 @@ def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkey
 def test_a_loader_whose_iteration_is_replaced_is_copied_with_its_own() -> None:
     loader: Loader = DataLoader(Items())
     tuned = tuned_of(loader, 1)
-    replaced = Replaced(loader, lambda begin: tuned.begin())
+    replaced = ReplacedIteration(loader, lambda begin: tuned.begin())
     assert unresizable(loader) == ""
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
     replaced.restore()
@@ -672,7 +678,7 @@ def test_fewer_batches_ahead_change_nothing_of_what_training_sees(most: int, per
     loader = kind()
     expected = read(loader, loader.__iter__, lambda: torch.rand(1).item())
     torch.manual_seed(3)
-    tuned = TunedLoader(kind(), workers=2, prefetch=5, say=pytest.fail, most_ahead=lambda size: most)
+    tuned = ResizableLoader(kind(), workers=2, prefetch=5, say=pytest.fail, most_ahead=lambda size: most)
     assert read(loader, tuned.begin, lambda: torch.rand(1).item()) == expected
     tuned.close()
 
@@ -700,7 +706,7 @@ def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resize
         asked.append(size.size_bytes)
         return 5
 
-    tuned = TunedLoader(loader, workers=2, prefetch=5, say=pytest.fail, most_ahead=most_ahead)
+    tuned = ResizableLoader(loader, workers=2, prefetch=5, say=pytest.fail, most_ahead=most_ahead)
     epoch = tuned.begin()
     assert sum(dataset.made) <= 2, "one for each worker, until it is known how large a batch is"
     seen = []
@@ -714,7 +720,7 @@ def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resize
 
 
 def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
-    tuned = TunedLoader(
+    tuned = ResizableLoader(
         DataLoader(Items(), batch_size=None, num_workers=2, prefetch_factor=4),
         workers=2,
         prefetch=4,
@@ -728,38 +734,38 @@ def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
 
 
 def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one() -> None:
-    moments: list[Moment] = []
-    stretches: list[Stretch] = []
+    intervals: list[Interval] = []
+    measurements: list[Measurement] = []
 
-    def workers_at(moment: Moment) -> int:
-        moments.append(moment)
-        return len(moments) % 2
+    def workers_at(interval: Interval) -> int:
+        intervals.append(interval)
+        return len(intervals) % 2
 
     loader = DataLoader(Items(10), batch_size=None)
-    tuned = TunedLoader(
+    tuned = ResizableLoader(
         loader,
         workers=0,
         prefetch=2,
         say=pytest.fail,
         workers_at=workers_at,
-        on_stretch=stretches.append,
+        on_measured=measurements.append,
         epochs=4,
     )
     assert [*tuned.begin()] == list(range(10))
-    assert (moments, stretches, tuned.workers) == ([Moment(5)], [], 1)
+    assert (intervals, measurements, tuned.workers) == ([Interval(5)], [], 1)
     epoch = tuned.begin()
-    (first,) = stretches
-    assert (first.moment, first.workers, first.batches) == (Moment(5), 1, 10)
-    assert tuned.observer.moment == Moment(6)
+    (first,) = measurements
+    assert (first.interval, first.workers, first.batches) == (Interval(5), 1, 10)
+    assert tuned.observer.interval == Interval(6)
     seen = [next(epoch) for _ in range(3)]
     tuned.observer._stretch_s = 0.0
     seen.append(next(epoch))
     tuned.observer._stretch_s = 1e9
-    assert moments[-1] == tuned.observer.moment == Moment(6, 1)
+    assert intervals[-1] == tuned.observer.interval == Interval(6, 1)
     assert [*seen, *epoch] == list(range(10))
     tuned.close()
-    assert stretches[-1].moment == Moment(6) and stretches[-1].workers == 0
-    assert tuned.observer.moment == Moment(6, 1)
+    assert measurements[-1].interval == Interval(6) and measurements[-1].workers == 0
+    assert tuned.observer.interval == Interval(6, 1)
 
 
 def test_what_cannot_be_resized_is_said() -> None:
@@ -837,7 +843,7 @@ def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tm
 @pytest.mark.parametrize(("since", "workers"), [(0, 2), (9, 2), (0, 1)])
 def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_S", "_UNKNOWN_S", "_LATER_S"):
-        monkeypatch.setattr(deadlines, name, 0.3)
+        monkeypatch.setattr(worker_pool, name, 0.3)
     # Longer than this test may take: how long torch waits for a worker that does not end.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)
     lines = Lines()

@@ -1,11 +1,13 @@
-"""What of a dataset does not survive being used by several processes at once.
+"""Which loaders can have other workers than the user's, and why others cannot.
 
 Forked processes share the offset of an open file, and have none of the threads of the process they were forked from:
-the first gives samples the content of others, the second waits for ever. Neither raises anything.
+the first gives samples the content of others, the second waits for ever. Neither raises anything, so the dataset is
+searched for such objects.
 """
 
 import io
 import multiprocessing
+import os
 import sys
 import threading
 import types
@@ -17,18 +19,29 @@ from itertools import chain, islice
 from multiprocessing.pool import Pool
 from typing import Any
 
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.loaders import iteration
+
+# Lightning's seed_everything sets it, also for the processes that it starts.
+_SEED = "PL_GLOBAL_SEED"
+
+# From so many workers on, the user has shown that several processes can use his dataset.
+_SEVERAL = 2
+
 # A few milliseconds at most: some 2 µs an object.
 MOST_OBJECTS = 2000
 MOST_LEVELS = 5
+
 # Items of one container that are looked at: what a dataset lists is mostly all of one kind.
 _MOST_ITEMS = 64
+
 # Datasets that only pass on what others give, however many of them: torch's Subset and ConcatDataset, and their like.
 _CHAINED = ("dataset", "datasets")
-
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, io.TextIOWrapper)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
 _ITEMED: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _ATOMS = (str, bytes, bytearray, int, float, complex, range, type, types.ModuleType, types.FunctionType, type(None))
+
 # Python makes its locks anew in a forked process.
 _SAFE_MODULES = frozenset({"logging", "numpy", "weakref"})
 
@@ -68,6 +81,47 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
     ("_queue", "SimpleQueue"): ("a queue between threads", _always),
     ("torch", "Tensor"): ("a CUDA tensor", lambda found: _module(type(found)) == "torch" and bool(found.is_cuda)),
 }
+
+
+def unresizable(loader: Any) -> str:
+    """Why the workers of a loader cannot be changed while it is read, in words; empty if they can."""
+    if not _torch.is_dataloader(loader):
+        return f"a {type(loader).__name__} is no torch DataLoader"
+    if _torch.has_iterable_dataset(loader):
+        return "the number of batches of an iterable dataset depends on the number of workers"
+    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
+    if own:
+        return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
+    return unsafe(loader)
+
+
+def unsafe(loader: Any) -> str:
+    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``, in words; empty if not."""
+    stateful = next((part for part in parts_of(loader) if callable(getattr(type(part), "state_dict", None))), None)
+    if stateful is not None:
+        return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
+    return unforkable_dataset(loader)
+
+
+def unforkable_dataset(loader: Any) -> str:
+    """Why more processes cannot read the dataset of a ``DataLoader``, in words; empty if they can, or do already."""
+    what = unforkable(loader.dataset) if loader.num_workers < _SEVERAL and forks(loader) else ""
+    return what and f"{what}, which several processes cannot use at once"
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """A loader and what it draws from, however samplers are wrapped: Lightning wraps that for several ranks."""
+    parts = [loader]
+    for part in parts:
+        own = (getattr(part, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler", "_sampler"))
+        parts.extend(each for each in own if each is not None and all(each is not known for known in parts))
+    return parts
+
+
+def is_seeded(loader: Any) -> bool:
+    """Whether what a loader gives follows from a seed: of the run, or of a generator that its user has given it."""
+    own = (getattr(part, "__dict__", {}).get("generator") for part in parts_of(loader))
+    return _SEED in os.environ or _torch.is_seeded() or any(generator is not None for generator in own)
 
 
 def forks(loader: Any) -> bool:

@@ -11,14 +11,14 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_ncclsafe.loaders import endings
-from lightning_ncclsafe.loaders.endings import Begin, Replaced, replaceable
+from lightning_ncclsafe.loaders import iteration
+from lightning_ncclsafe.loaders.iteration import Begin, ReplacedIteration, replaceable
 
 
 @pytest.fixture
 def asked_by_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if one of Lightning's loops iterated, and not this test."""
-    monkeypatch.setattr(endings, "_asked_by_a_loop", lambda frame: True)
+    monkeypatch.setattr(iteration, "_asked_by_a_loop", lambda frame: True)
 
 
 class OwnLoader(DataLoader[Any]):
@@ -62,7 +62,7 @@ def loader() -> OwnLoader:
 @pytest.mark.usefixtures("asked_by_a_loop")
 def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
     own = loader()
-    Replaced(own, first_two, length=2)
+    ReplacedIteration(own, first_two, length=2)
     assert [batch.tolist() for batch in own] == [[0, 1], [2, 3]]
     assert len(own) == 2
     assert isinstance(own, OwnLoader)
@@ -73,7 +73,7 @@ def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
 def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None:
     """A Trainer that is copied in the middle of an epoch has iterators of its loaders: here, generators."""
     own = loader()
-    Replaced(own, lambda begin: (batch for batch in begin()))
+    ReplacedIteration(own, lambda begin: (batch for batch in begin()))
     combined = CombinedLoader({"a": own})
     fetcher = _DataFetcher()
     fetcher.setup(combined)
@@ -85,7 +85,7 @@ def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None
 
 def test_the_length_is_the_own_one_unless_another_is_given() -> None:
     own = loader()
-    Replaced(own, first_two)
+    ReplacedIteration(own, first_two)
     assert len(own) == 4
 
 
@@ -93,21 +93,21 @@ def test_a_hidden_length_is_none_to_lightning() -> None:
     from lightning.fabric.utilities.data import sized_len
 
     own = loader()
-    Replaced(own, first_two, hides_length=True)
+    ReplacedIteration(own, first_two, hides_length=True)
     assert sized_len(own) is None
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
 def test_it_is_iterated_anew_every_time() -> None:
     own = loader()
-    Replaced(own, first_two)
+    ReplacedIteration(own, first_two)
     assert [len(list(own)) for _ in range(3)] == [2, 2, 2]
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
 def test_persistent_workers_are_kept() -> None:
     own = OwnLoader(torch.arange(8), batch_size=2, num_workers=1, persistent_workers=True)
-    Replaced(own, lambda begin: begin())
+    ReplacedIteration(own, lambda begin: begin())
     assert [batch.tolist() for batch in own] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     workers = own._iterator._workers  # type: ignore[union-attr]
     assert len(list(own)) == 4
@@ -117,7 +117,7 @@ def test_persistent_workers_are_kept() -> None:
 
 def test_it_can_be_undone() -> None:
     own = loader()
-    replaced = Replaced(own, first_two, length=2)
+    replaced = ReplacedIteration(own, first_two, length=2)
     replaced.restore()
     assert type(own) is OwnLoader
     assert len(list(own)) == len(own) == 4
@@ -126,7 +126,7 @@ def test_it_can_be_undone() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
 def test_a_copy_is_the_users_own_loader_again(copied: Any) -> None:
     own = loader()
-    Replaced(own, first_two, length=2)
+    ReplacedIteration(own, first_two, length=2)
     other = copied(own)
     assert type(other) is OwnLoader
     assert len(list(other)) == 4
@@ -147,7 +147,7 @@ def test_what_cannot_is_stood_for(own: Any) -> None:
     assert replaceable(own) is not own
     stand_in = replaceable(own)
     assert hasattr(type(stand_in), "__len__") == hasattr(own, "__len__")
-    Replaced(stand_in, lambda begin: begin())
+    ReplacedIteration(stand_in, lambda begin: begin())
     assert list(stand_in) == [1, 2]
     copy.copy(stand_in)
 
@@ -156,7 +156,7 @@ def test_what_cannot_is_stood_for(own: Any) -> None:
 def test_what_is_iterated_by_index() -> None:
     own = replaceable(Indexed())
     assert not isinstance(own, Indexed)
-    Replaced(own, first_two)
+    ReplacedIteration(own, first_two)
     assert list(own) == [1, 2]
 
 
@@ -190,20 +190,20 @@ def read_on(fetcher: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("fetcher", [_PrefetchDataFetcher, _DataFetcher])
 def test_lightnings_loops_get_what_was_agreed_on(mode: str, fetcher: type) -> None:
     own = loader()
-    Replaced(own, first_two, length=2)
+    ReplacedIteration(own, first_two, length=2)
     assert len(Fetcher([own], mode, fetcher).read()) == 2
 
 
 def test_a_loader_that_goes_round_ends_every_time_as_agreed() -> None:
     short, long = loader(), OwnLoader(torch.arange(10), batch_size=2)
-    Replaced(short, first_two, length=2)
+    ReplacedIteration(short, first_two, length=2)
     batches = Fetcher([short, long], "max_size_cycle").read()
     assert [batch[0].tolist()[0] for batch in batches] == [0, 2, 0, 2, 0]
 
 
 def test_a_user_who_looks_gets_the_loaders_own() -> None:
     own = loader()
-    Replaced(own, first_two, hides_length=True)
+    ReplacedIteration(own, first_two, hides_length=True)
     assert len(list(own)) == 4
     assert len([*iter(own)]) == 4
     assert len([batch for batch, _, _ in iter(CombinedLoader([own], "sequential"))]) == 4

@@ -13,7 +13,7 @@ Begin = Callable[[], Iterator[Any]]
 Iterate = Callable[[Begin], Iterator[Any]]
 
 
-class Replaced:
+class ReplacedIteration:
     """A loader whose iteration is replaced until :meth:`restore`.
 
     Users, Lightning and PyTorch ask ``isinstance(loader, DataLoader)``, so the object stays what it is: its class
@@ -88,7 +88,7 @@ def _subclass(parent: type, methods: dict[str, Any]) -> type:
     return type(parent.__name__, (parent,), {**names, **slots, **methods})
 
 
-class _Reading:
+class _Batches:
     """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own; the copy has none of it."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -110,7 +110,7 @@ def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any
             return parent.__iter__(self)  # type: ignore[attr-defined, no-any-return]
 
         # A user who looks at a batch, on one rank maybe, gets the loader's own.
-        return _Reading(iterate(begin)) if _asked_by_a_loop(sys._getframe(1)) else begin()
+        return _Batches(iterate(begin)) if _asked_by_a_loop(sys._getframe(1)) else begin()
 
     return __iter__
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_ncclsafe.loaders.tuning.forkable import forks, unforkable
+from lightning_ncclsafe.loaders.tuning.eligibility import forks, unforkable
 
 
 class Digits(Dataset[int]):
