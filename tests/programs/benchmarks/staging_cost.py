@@ -1,4 +1,4 @@
-"""What staging in files costs and loses, beside the same staging in SQLite: see docs/staging.md.
+"""What staging in files costs and loses, beside the same staging in SQLite: see docs/cost/staging.md.
 
 ``SqliteStore`` keeps every promise that ``Store`` makes, in one database in WAL mode. Both are given the same frames,
 and the programs that use them are killed, run out of disk and lose files alike.
