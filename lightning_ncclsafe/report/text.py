@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.report.alike import told_once
 from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.lines import cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, incident_words
@@ -22,7 +23,7 @@ def render_text(diagnosis: Diagnosis) -> str:
     parts = [
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis)),
-        *(_finding(number, finding) for number, finding in enumerate(diagnosis.findings, 1)),
+        *(_finding(number, *told) for number, told in enumerate(told_once(diagnosis.findings), 1)),
         *_all_ranks(diagnosis),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -42,20 +43,27 @@ def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def render_short(diagnosis: Diagnosis) -> str:
+    """The answer, why it is believed and what to do, in a dozen lines at most, each cut where it is very long."""
+    return "\n".join(map(cut, answer_lines(diagnosis)))
+
+
+def answer_lines(diagnosis: Diagnosis) -> list[str]:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
-    lines = [cut(answer_words(diagnosis))]
-    for finding in diagnosis.findings[:1]:
+    lines = [answer_words(diagnosis)]
+    told = told_once(diagnosis.findings)
+    for finding, alike in told[:1]:
+        lines += [f"  likewise: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
-    others = diagnosis.findings[1:]
-    if others:
+    if told[1:]:
         also = "also found" if compares(diagnosis.job) else "also possible"
-        lines.append(f"  {also}: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
+        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in told[1:4])
+        lines.append(f"  {also}: {', '.join(others)}")
     # What every report of a back end leaves open is for the file; here, what this one misses.
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
-    return "\n".join(safe(cut(line)) for line in lines)
+    return [safe(line) for line in lines]
 
 
 def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
@@ -76,7 +84,9 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     place = f" at {first.location}" if first.location else ""
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
     told = {*map(_cause, known)}
-    lines += [f"  also possible now: {item.rule}: {item.summary}" for item in findings if _cause(item) not in told]
+    for item, alike in told_once(item for item in findings if _cause(item) not in told):
+        likewise = f" Likewise {ranks_words(alike)}." if alike else ""
+        lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)
 
 
@@ -84,11 +94,12 @@ def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:
     return finding.rule, finding.ranks
 
 
-def _finding(number: int, finding: Finding) -> str:
+def _finding(number: int, finding: Finding, alike: tuple[int, ...]) -> str:
     title = (
         f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
     )
     lines = [wrapped(finding.summary, "   ")]
+    lines += [wrapped(f"The same is found of {ranks_words(alike)}; report.json has each.", "   ")] if alike else []
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
     if finding.evidence:
         lines.append("   How we know:")
