@@ -1,4 +1,4 @@
-"""What is the same on many ranks is told once: ranks that do the same, and findings that differ in their ranks alone."""
+"""What is the same on many ranks is told once: ranks that do the same, and findings that differ in their ranks."""
 
 from collections import defaultdict
 from collections.abc import Iterable

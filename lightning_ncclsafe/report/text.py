@@ -6,7 +6,7 @@ from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.alike import told_once
 from lightning_ncclsafe.report.compared import compares
-from lightning_ncclsafe.report.lines import cut, section, wrapped
+from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, incident_words
 from lightning_ncclsafe.report.ranks import rank_table, stack_sections
 from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
@@ -18,26 +18,31 @@ from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 _SHORT_EVIDENCE = 3
 
 
-def render_text(diagnosis: Diagnosis) -> str:
-    """The whole report. Its first line is the answer; its length does not grow with ranks that are alike."""
+def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
+    """The whole report. Its first line is the answer; its length does not grow with ranks that are alike.
+
+    Args:
+        diagnosis: What was found.
+        width: Characters on a line of a paragraph. The answer is one line, of any length.
+    """
     parts = [
         safe(answer_words(diagnosis)),
-        wrapped(incident_words(diagnosis)),
-        *(_finding(number, *told) for number, told in enumerate(told_once(diagnosis.findings), 1)),
-        *_all_ranks(diagnosis),
+        wrapped(incident_words(diagnosis), width=width),
+        *(_finding(number, *told, width) for number, told in enumerate(told_once(diagnosis.findings), 1)),
+        *_all_ranks(diagnosis, width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
+def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     """The sections on all ranks. Those that were compared do not hang: where they stand says nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
-        yield section("All ranks", table(diagnosis.job))
+        yield section("All ranks", table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
-    yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered))
+    yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)
     if hangs:
         yield from (section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis))
 
@@ -94,17 +99,19 @@ def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:
     return finding.rule, finding.ranks
 
 
-def _finding(number: int, finding: Finding, alike: tuple[int, ...]) -> str:
+def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) -> str:
     title = (
         f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
     )
-    lines = [wrapped(finding.summary, "   ")]
-    lines += [wrapped(f"The same is found of {ranks_words(alike)}; report.json has each.", "   ")] if alike else []
+    lines = [wrapped(finding.summary, "   ", width)]
+    lines += (
+        [wrapped(f"The same is found of {ranks_words(alike)}; report.json has each.", "   ", width)] if alike else []
+    )
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
     if finding.evidence:
         lines.append("   How we know:")
-        lines += [wrapped(f"- {_evidence_words(item)}", "   ") for item in finding.evidence]
-    lines += ["   What to do:", wrapped(finding.remedy, "   ")]
+        lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in finding.evidence]
+    lines += ["   What to do:", wrapped(finding.remedy, "   ", width)]
     return "\n".join([safe(title), *lines])
 
 

@@ -30,16 +30,17 @@ HEIGHTS = {PHONE: 844, DESKTOP: 800}
 
 FOLDER = "/gpfs/projects/vision-language/users/a.longname/checkouts/2026-11-21-retraining/src/retrieval/training/loops"
 SUMMARY = (
-    "Ranks have made different numbers of backward passes in batch 31,118 of epoch 12 (1 on ranks 1-2, 4, 6, 8, 10, 12, "
-    "14, 16, 18, 20, 22, 24, … (262 ranks), 2 on rank 0), so that since then the gradients of different passes have been "
-    "reduced together; rank 0 is now at distributed_c10d.py:5300 in barrier, in validation, for 23 s, while ranks 1-511 "
-    "wait in DDP's gradient all-reduce of its only bucket (head, branch, trunk, 102.2 kB), in backward (all_reduce)."
+    "Ranks have made different numbers of backward passes in batch 31,118 of epoch 12 (1 on ranks 1-2, 4, 6, 8, "
+    "10, 12, 14, 16, 18, 20, 22, 24, … (262 ranks), 2 on rank 0), so that since then the gradients of different "
+    "passes have been reduced together; rank 0 is now at distributed_c10d.py:5300 in barrier, in validation, for "
+    "23 s, while ranks 1-511 wait in DDP's gradient all-reduce of its only bucket (head, branch, trunk, 102.2 "
+    "kB), in backward (all_reduce)."
 )
 REMEDY = (
-    "Let every rank make the same passes: where the loss of a rank is left out, multiply it by zero instead, and where a "
-    "batch is skipped, skip it on all ranks. Try NCCL_P2P_DISABLE=1: if it trains then, these GPUs cannot reach each "
-    "other's memory, often because the IOMMU or ACS is on in the BIOS or in a virtual machine; nvidia-smi topo -p2p r "
-    "shows which, and NCCL_DEBUG=INFO what NCCL has chosen. A longer timeout only waits longer."
+    "Let every rank make the same passes: where the loss of a rank is left out, multiply it by zero instead, and "
+    "where a batch is skipped, skip it on all ranks. Try NCCL_P2P_DISABLE=1: if it trains then, these GPUs cannot "
+    "reach each other's memory, often because the IOMMU or ACS is on in the BIOS or in a virtual machine; nvidia- "
+    "smi topo -p2p r shows which, and NCCL_DEBUG=INFO what NCCL has chosen. A longer timeout only waits longer."
 )
 
 

@@ -95,7 +95,9 @@ def _process(view: Timeline, ranks: Sequence[int]) -> str:
     """``"process 4711 on node-3"``, ``"on node-3, node-4"``, ``"on 64 hosts"``."""
     facts = [view.facts[rank] for rank in ranks if rank in view.facts]
     hosts = [*dict.fromkeys(one.host for one in facts if one.host)]
-    pids = [one.pid for one in facts if one.pid] or [view.witnesses[rank].pid for rank in ranks if rank in view.witnesses]
+    pids = [one.pid for one in facts if one.pid] or [
+        view.witnesses[rank].pid for rank in ranks if rank in view.witnesses
+    ]
     where = f"on {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} hosts'}" if hosts else ""
     return " ".join(filter(None, [f"process {pids[0]}" if len(ranks) == len(pids) == 1 else "", where]))
 
