@@ -79,7 +79,8 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     yield "facts", facts
     tables = list(tables_of(diagnosis, view))
     yield "tables", tables
-    yield "text", Markup("\n").join(map(escape, [*answer_lines(diagnosis), safe(incident_words(diagnosis))]))
+    lines = (*answer_lines(diagnosis), safe(incident_words(diagnosis)))
+    yield "text", Markup("".join(f"{escape(line)}\n" for line in lines))
     yield "causes", causes_of(diagnosis, view, facts.place, {table.name for table in tables})
     yield "silent", list(silent_words(alike))
     yield "style", _style()
