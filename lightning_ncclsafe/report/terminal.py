@@ -24,10 +24,10 @@ _LABELS = "where|because|remedy|likewise|also found|also possible|not known"
 # What stands out in our lines and reports, besides the first line. Later ones win.
 _STYLES = (
     (re.compile(r"`[^`\n]+`"), "green"),
-    (re.compile(r"(?<![\w/.])[\w/.~-]+\.py:\d+ in [\w.<>]+"), "cyan"),
+    (re.compile(r"(?<![\w/.])[\w/.~-]+\.py:\d+\b"), "cyan"),
     (re.compile(rf"^(?:\[ncclsafe\])? +(?:{_LABELS}):|^ +(?:how we know|what to do):$", _EACH), "bold"),
     (re.compile(r"^[^\n]+\n-{3,}$|^\d+\. [a-z0-9-]+(?= \()", _EACH), "bold"),
-    (re.compile(r"(?:\A|(?<=\A\[ncclsafe\] ))(?:still )?[a-z0-9]+(?:-[a-z0-9]+)+(?=:| after )"), "red"),
+    (re.compile(r"(?:\A|(?<=\A\[ncclsafe\] )|(?<=\A\[ncclsafe\] still ))[a-z0-9]+(?:-[a-z0-9]+)+(?=:| after )"), "red"),
     (re.compile(r"^\[ncclsafe\]", _EACH), "not bold dim"),
 )
 

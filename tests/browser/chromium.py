@@ -102,8 +102,10 @@ class Browser:
                 self._process.wait()
 
     @contextmanager
-    def page(self, path: Path, width: int, height: int = 844, *, dark: bool = False) -> Iterator["Page"]:
-        """Opens a file in a window of this size, and closes it at the end."""
+    def page(
+        self, path: Path, width: int, height: int = 844, *, dark: bool = False, scale: int = 1
+    ) -> Iterator["Page"]:
+        """Opens a file in a window of this size, and closes it at the end; a screenshot has ``scale`` times as many dots."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -114,7 +116,7 @@ class Browser:
             session,
             width=width,
             height=height,
-            deviceScaleFactor=1,
+            deviceScaleFactor=scale,
             mobile=width < 600,
         )
         page.emulate("screen", dark=dark)
