@@ -4,7 +4,7 @@
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
-# make package  wheel and sdist, checked, installed into an empty environment, and tried there
+# make package wheel and sdist, checked, installed into an empty environment, and tried there
 # make pictures those of the documentation, of a real hang and a real straggler; needs Chromium
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #

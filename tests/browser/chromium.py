@@ -105,7 +105,7 @@ class Browser:
     def page(
         self, path: Path, width: int, height: int = 844, *, dark: bool = False, scale: int = 1
     ) -> Iterator["Page"]:
-        """Opens a file in a window of this size, and closes it at the end; a screenshot has ``scale`` times as many dots."""
+        """Opens a file in a window of this size, and closes it at the end; ``scale`` is that of screenshots."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -27,14 +27,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "browser")]
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "browser"))
 from chromium import Browser, found
 
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.json import read_report
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("/tmp/train")
 HOST = "node-1"
 COLUMNS = 108
@@ -53,7 +52,7 @@ def in_terminal(command: list[str], cwd: Path) -> str:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
-    environ |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
