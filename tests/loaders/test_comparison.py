@@ -244,10 +244,11 @@ def test_who_comes_late_finds_the_verdict(tmp_path: Path) -> None:
 def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
     monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
-    job = Job(tmp_path, 2, deadline_s=0.2)
-    assert job.compare(data(EQUAL), data(EQUAL), ranks=(1,)) == [()]
-    assert job.said == ["rank 1: rank 0 has not compared the ranks' data within 0.2 s; going on"]
-    assert job.compare(data(STREAM), data(EQUAL), ranks=(0,)) == [()], "what the other one goes by"
+    job = Job(tmp_path, 3, deadline_s=0.2)
+    assert job.compare(*[data(EQUAL)] * 3, ranks=(1, 2)) == [(), ()]
+    (said,) = job.said  # one of them for both
+    assert said[len("rank 1: ") :] == "rank 0 has not compared the ranks' data within 0.2 s; going on"
+    assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
 
 
 def test_who_has_not_come_once_is_not_waited_for_again(tmp_path: Path) -> None:

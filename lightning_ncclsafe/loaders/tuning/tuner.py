@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
@@ -158,7 +158,7 @@ class Tuner:
                 user_workers=workers,
                 epochs=self._epochs[name],
                 most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
-                say=lambda text: self._say(f"{name}: {text}"),
+                say=lambda text: self._say_first(name, text),
                 measured=self._wake.set,
             )
             own = self._loaders[name] = kind(loader, reading)
@@ -192,6 +192,12 @@ class Tuner:
         if (about or line) not in self._told:
             self._told.add(about or line)
             self._say(line)
+
+    @marked(Mark.STORE)
+    def _say_first(self, name: str, text: str) -> None:
+        """What happens to the workers of one rank mostly happens on all."""
+        if comes_first(self._exchange, f"tuning/said/{name}", self._rank):
+            self._say(f"rank {self._rank}: {name}: {text}")
 
     def _setting_of(self, name: str, loader: AdvisedLoader) -> LoaderSetting | None:
         """What was decided of a loader; not of one that has stood in its place, and was set otherwise."""
