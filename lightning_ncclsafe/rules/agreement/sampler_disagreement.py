@@ -1,12 +1,25 @@
 """The cause sampler-disagreement: the samplers that split the data among ranks do not fit together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import JobFacts, SamplerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import CONTENTS, Differences, JobData, JobLoader, Questions, differences, grouped
-from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
+from lightning_ncclsafe.facts import SamplerFacts
+from lightning_ncclsafe.facts.findings import Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.data import (
+    CONTENTS,
+    Differences,
+    JobData,
+    JobLoader,
+    Questions,
+    batches_words,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+    grouped,
+)
+from lightning_ncclsafe.rules.kit.kinds import agreement_rule
 from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 _QUESTIONS: Questions[SamplerFacts] = {
@@ -44,7 +57,8 @@ class _Wrong(NamedTuple):
     certain: bool = True
 
 
-def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="different-peers", remedy=_REMEDY)
+def sampler_disagreement(view: JobData) -> Iterator[Finding]:
     """Ranks split the data by samplers of different settings, among another number of ranks, or take the same share.
 
     Symptom:
@@ -59,7 +73,6 @@ def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How a sampler of the user's own class works.
     """
-    view = JobData(job)
     for loader in view.loaders:
         found = _differing(loader)
         wrong = tuple(_wrong(view, loader, found))
@@ -148,15 +161,12 @@ def _finding(loader: JobLoader, found: Differences, wrong: tuple[_Wrong, ...]) -
     is_error = bool(sampler_errors(loader)) or any(one.certain for one in wrong)
     listed = "; ".join([*([differing_words(found)] if found else []), *(one.text for one in wrong)])
     text = f"The samplers that split the {loader.name} among ranks do not fit together: {listed}."
-    return Finding(
-        rule="sampler-disagreement",
+    return disagreement(
+        tuple(sorted({*deviating(found.values()), *(rank for one in wrong for rank in one.ranks)})),
+        joined((text, batches_words(loader))),
         severity=Severity.ERROR if is_error else Severity.WARNING,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader))),
-        ranks=tuple(sorted({*deviating(found.values()), *(rank for one in wrong for rank in one.ranks)})),
         evidence=(
             *differing_evidence(found),
             *(Evidence(source="loader", text=f"{capitalised(one.text)}.") for one in wrong),
         ),
-        remedy=_REMEDY,
     )

@@ -1,16 +1,15 @@
 """The cause unequal-batches: ranks would run out of data at different batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts.findings import Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.different_peers import peer_differences
 from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, epoch_batches
-from lightning_ncclsafe.rules.kit.differences import counted, spread, told
+from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, counted, disagreement, epoch_batches, spread, told
+from lightning_ncclsafe.rules.kit.kinds import agreement_rule
 from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
 
 _POLICIES = {
@@ -24,7 +23,8 @@ _REMEDY = (
 )
 
 
-def unequal_batches(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="validation-step", remedy=_REMEDY)
+def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.
 
     Symptom:
@@ -39,7 +39,6 @@ def unequal_batches(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
-    view = JobData(job)
     for loader in view.loaders if not view.goes_alone else ():
         if is_uneven(loader) and not _explained(view, loader):
             yield _finding(view, loader)
@@ -73,20 +72,17 @@ def _finding(view: JobData, loader: JobLoader) -> Finding:
     words = counted("batch")
     empty = _empty(view, loader)
     harmless = not ends_apart(view, loader)
-    return Finding(
-        rule="unequal-batches",
-        severity=Severity.WARNING if harmless else Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=joined(
+    return disagreement(
+        loader.batches.deviating,
+        joined(
             (
                 f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
                 _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
                 reason(view, loader),
             )
         ),
-        ranks=loader.batches.deviating,
+        severity=Severity.WARNING if harmless else Severity.ERROR,
         evidence=told(loader.batches, words),
-        remedy=_REMEDY,
     )
 
 

@@ -1,13 +1,14 @@
 """The cause compile-skew: some ranks compile while the others, which have done so or need not, wait for them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.expected import is_compiling
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import ranks_words, short_location, verb
 
 _LISTED = 8
 _REMEDY = (
@@ -18,7 +19,8 @@ _REMEDY = (
 )
 
 
-def compile_skew(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="checkpoint-skipped-barrier", remedy=_REMEDY)
+def compile_skew(view: Timeline) -> Iterator[Finding]:
     """A rank compiles or tunes (torch.compile, Triton, an extension) while others wait in a collective.
 
     Symptom:
@@ -35,7 +37,6 @@ def compile_skew(job: JobFacts) -> Iterable[Finding]:
         How long compiling will take; kernels that cuDNN tries out (torch.backends.cudnn.benchmark), which leave no
         frame in Python.
     """
-    view = timeline(job)
     compiling = tuple(rank for rank in view.working(view.stragglers) if is_compiling(view.facts[rank].stack))
     if compiling and view.waiting:
         yield _finding(view, compiling)
@@ -46,16 +47,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} {verb(ranks, 'compiles', 'compile')}, {standing(view, ranks[0])}"
         f"{while_others_wait(view, ranks)}{_cold(view, ranks)}."
     )
-    return Finding(
-        rule="compile-skew",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
-        remedy=_REMEDY,
-    )
+    return finding(view, ranks, text, evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)))
 
 
 def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:

@@ -2,17 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import WAITS_FOR_OTHERS
-from lightning_ncclsafe.facts import Frame, JobFacts, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.kit.caught import missed_thread
-from lightning_ncclsafe.rules.kit.memory import memory_evidence, short_of_memory, swaps
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.machine import memory_evidence, short_of_memory, swaps
+from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, users_line, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location, size_words, verb
 
 _REMEDY = (
     "Look at the sample that is being read and at its storage; put the data on faster storage, or find workers, "
@@ -42,7 +43,8 @@ _REMEDY_THREAD = (
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
 
 
-def data_stall(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="slow-checkpoint")
+def data_stall(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread waits for the next batch, and the others wait for that rank.
 
     Symptom:
@@ -57,7 +59,6 @@ def data_stall(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What happens inside native code of a worker beyond the kernel function it sleeps in.
     """
-    view = timeline(job)
     stalled = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
     if stalled:
         yield _finding(view, stalled)
@@ -78,13 +79,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{while_others_wait(view, ranks)}."
     )
     details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
-    return Finding(
-        rule="data-stall",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=at or location(view, ranks),
+        location=at or users_line(view, ranks),
         evidence=(*how_we_know(view, ranks), *details),
         remedy=_remedy(facts),
     )

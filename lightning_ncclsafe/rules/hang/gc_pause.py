@@ -1,21 +1,15 @@
 """The cause gc-pause: Python's garbage collector holds a rank up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import GarbageFacts, JobFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import GarbageFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.sentences import (
-    how_we_know,
-    location,
-    place_words,
-    severity,
-    standing,
-    while_others_wait,
-)
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, place_words, standing, while_others_wait
 from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import duration_words
 
 # Shorter pauses hold nobody up for as long as ranks are asked after.
 _LONG_S = 1.0
@@ -31,7 +25,8 @@ _REMEDY_FINALIZER = (
 )
 
 
-def gc_pause(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="stopped-process", remedy=_REMEDY, is_of_machine=True)
+def gc_pause(view: Timeline) -> Iterator[Finding]:
     """A whole collection of Python's garbage collector takes seconds, during which nothing else of Python runs.
 
     Symptom:
@@ -48,7 +43,6 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which objects these are; on which thread a finalizer runs, unless that is Python code on the main thread.
     """
-    view = timeline(job)
     for rank, process in silent_processes(view, Reason.COLLECTING):
         frame = deepest_user_frame(process.stack)
         at = f", {place_words(frame)}" if frame else ""
@@ -56,10 +50,7 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
             view,
             rank,
             process,
-            rule="gc-pause",
-            words=f"in Python's garbage collector{at}",
-            remedy=_REMEDY,
-            # Looking at all objects is slow for want of a core or of memory, too.
+            f"in Python's garbage collector{at}",
             confidence=Confidence.LIKELY if _is_starved(process) else Confidence.CERTAIN,
         )
     for rank in view.working(view.stragglers):
@@ -82,13 +73,10 @@ def _is_held_up(facts: RankFacts) -> bool:
 def _finding(view: Timeline, rank: int) -> Finding:
     garbage = view.facts[rank].machine.garbage
     text = f"Rank {rank} {_words(garbage)}, {standing(view, rank)}{while_others_wait(view, (rank,))}."
-    return Finding(
-        rule="gc-pause",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=(rank,),
-        location=location(view, (rank,)),
+    return finding(
+        view,
+        (rank,),
+        text,
         evidence=(_evidence(rank, garbage), *how_we_know(view, (rank,))),
         remedy=_REMEDY_FINALIZER if garbage.running_s else _REMEDY,
     )

@@ -1,12 +1,11 @@
 """The cause mismatched-collective: ranks called the same collective with other sizes or types."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, broken_off_alone, gathering_alone
 from lightning_ncclsafe.rules.kit.caught import past_aborted, skipped_words, skips_handled
 from lightning_ncclsafe.rules.kit.divergences import (
-    alone_in_trainer,
     call_evidence,
     called_at,
     calls_location,
@@ -19,6 +18,7 @@ from lightning_ncclsafe.rules.kit.divergences import (
     variants,
     where_evidence,
 )
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
 from lightning_ncclsafe.rules.kit.overruns import (
     aborted,
     as_gloo_does,
@@ -32,9 +32,8 @@ from lightning_ncclsafe.rules.kit.overruns import (
     size_bytes,
 )
 from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import place_words, severity
-from lightning_ncclsafe.rules.kit.sharded import broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, timeline
+from lightning_ncclsafe.rules.kit.sentences import finding, place_words
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
 from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     collective_words,
@@ -61,7 +60,12 @@ _DECIDES = (
 )
 
 
-def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="failed-rank",
+    follows=("different-trainer-settings", "stopped-early"),
+    unless=(alone_in_trainer, ended_first, gathering_alone),
+)
+def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same operation under the same number, with another number of elements or another data type.
 
     Symptom:
@@ -79,9 +83,8 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         Sizes where a collective may have different ones by design (all_to_all, scatter); what a rank called whose
         process is gone.
     """
-    view = timeline(job)
     split = view.divergence or view.lost_divergence
-    if view.raised or ended_first(view) or gathering_alone(view) or any(alone_in_trainer(view)):
+    if view.raised:
         return
     if split is None:
         ended = aborted(view)
@@ -115,12 +118,12 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
-    return Finding(
-        rule="mismatched-collective",
+    return finding(
+        view,
+        ranks,
+        joined((capitalised(text), why)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
-        summary=joined((capitalised(text), why)),
-        ranks=ranks,
         location=calls_location(view, ranks) if decided else location_of(own or others),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
@@ -152,13 +155,12 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         else ""
     )
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    return Finding(
-        rule="mismatched-collective",
-        severity=Severity.ERROR if overrun else severity(view.job),
+    return finding(
+        view,
+        ranks,
+        joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
+        severity=Severity.ERROR if overrun else None,
         confidence=confidence,
-        summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
-        ranks=ranks,
-        # The odd one may have gone on, and the others have not.
         location=calls_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,

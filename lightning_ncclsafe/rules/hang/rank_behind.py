@@ -1,22 +1,16 @@
 """The cause rank-behind: the others wait for a rank, and no better-known cause fits."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import Kind
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
 from lightning_ncclsafe.rules.kit.positions import positions
-from lightning_ncclsafe.rules.kit.sentences import (
-    how_we_know,
-    location,
-    others_wait,
-    severity,
-    standing,
-    while_others_wait,
-)
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit.rule import Findings
+from lightning_ncclsafe.rules.kit.sentences import finding, others_wait, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
@@ -30,7 +24,18 @@ _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
 
 
-def rank_behind(job: JobFacts) -> Iterable[Finding]:
+def is_named_otherwise(finding: Finding, others: Findings) -> bool:
+    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out."""
+    # Why ranks gave up waiting does not tell for whom they waited.
+    better = [other for _, other in others.every if other.rule not in ("rank-behind", "timeout-misuse")]
+    if not better:
+        return False
+    covered = {rank for other in better for rank in other.ranks}
+    return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE
+
+
+@hang_rule(after="host-starved", superseded=is_named_otherwise)
+def rank_behind(view: Timeline) -> Iterator[Finding]:
     """A rank has not come to the collective in which the others wait.
 
     Symptom:
@@ -45,7 +50,6 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Why the line is slow.
     """
-    view = timeline(job)
     if view.stragglers:
         # Another rank may have a better-known cause of its own, and this one would be hidden behind it.
         for ranks in _by_place(view):
@@ -73,14 +77,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"{ranks_words(ranks)} {how}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
     certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
-    return Finding(
-        rule="rank-behind",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.LIKELY if certain else Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=how_we_know(view, ranks),
         remedy=_REMEDY_FINISHED if is_over else _REMEDY,
     )
 
@@ -94,13 +95,11 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     who = f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far, " if ranks else ""
     who += standing(view, ranks[0]) if ranks else ""
     text = f"{others_wait(view, ())}, and no rank is seen that keeps them waiting{who}."
-    return Finding(
-        rule="rank-behind",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(Evidence(source="stack", text=f"Every rank that answered waits: {ranks_words(view.waiting)}."),),
         remedy=_REMEDY_UNKNOWN,
     )

@@ -1,14 +1,14 @@
 """The cause slow-checkpoint: a rank is held up while it writes a checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.machine import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
 
 _REMEDY = (
     "Write checkpoints to fast local storage and copy them away, save less often, write a sharded checkpoint so that "
@@ -16,7 +16,8 @@ _REMEDY = (
 )
 
 
-def slow_checkpoint(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="slow-logger", remedy=_REMEDY)
+def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
     """A rank is writing a checkpoint while the others wait for it.
 
     Symptom:
@@ -31,7 +32,6 @@ def slow_checkpoint(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How much of the checkpoint has been written.
     """
-    view = timeline(job)
     saving = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.CHECKPOINT)
     if saving:
         yield _finding(view, saving)
@@ -46,13 +46,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{while_others_wait(view, ranks)}."
     )
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=True))
-    return Finding(
-        rule="slow-checkpoint",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(*how_we_know(view, ranks), *storage),
-        remedy=_REMEDY,
     )

@@ -1,16 +1,17 @@
 """The cause slow-logger: a rank is held up in a logger's write or flush."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Frame, JobFacts, LoggerFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, LoggerFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, size_words, verb
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.machine import directories, directory_words, storage_evidence
+from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words, size_words, verb
 
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
@@ -21,7 +22,8 @@ _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_
 _OFFLOAD = "LoggerOffload"
 
 
-def slow_logger(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="rank-zero-only-work", remedy=_REMEDY)
+def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, mostly rank 0, is held up in a logger while the others wait in a collective.
 
     Symptom:
@@ -36,7 +38,6 @@ def slow_logger(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How fast the storage would be, and what a logger's own background thread or server does.
     """
-    view = timeline(job)
     held = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
     if held:
         yield _finding(view, held)
@@ -52,15 +53,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
     spent = (item for rank in ranks[:8] for item in _spent(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
-    return Finding(
-        rule="slow-logger",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(*how_we_know(view, ranks), *spent, *storage),
-        remedy=_REMEDY,
     )
 
 

@@ -1,12 +1,13 @@
 """The cause stopped-early: a rank has left the training loop alone, and not because its data ended."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoopEnd, Phase, TrainerFacts
+from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
 from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import batch_words, others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, others_wait, recorder_evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 # Lightning's callbacks that set trainer.should_stop.
@@ -32,7 +33,8 @@ _REMEDY_CLOCK = (
 )
 
 
-def stopped_early(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",))
+def stopped_early(view: Timeline) -> Iterator[Finding]:
     """Some ranks have left the training loop while others are in a batch, and the Trainer says why.
 
     Symptom:
@@ -48,7 +50,6 @@ def stopped_early(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Who has set trainer.should_stop; loops of the user's own.
     """
-    view = timeline(job)
     early = ended_first(view)
     told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
@@ -97,12 +98,12 @@ def _finding(
     waiting = others_wait(view, ())
     places = _places(view, early)
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
-    return Finding(
-        rule="stopped-early",
-        severity=Severity.ERROR if has_finished else severity(view.job),
+    return finding(
+        view,
+        early,
+        joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
-        summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
-        ranks=early,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",
         evidence=(*_evidence(view, early), *recorder_evidence(view)),
         remedy=remedy,

@@ -1,21 +1,23 @@
 """The cause unpresented-loader: some ranks have made their dataloaders, others are somewhere else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import AGREEMENT
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, condition_evidence, condition_of
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, stack_evidence, standing, wait_words
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    condition_words,
-    location_of,
-    ranks_words,
-    short_location,
-    verb,
+from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
+from lightning_ncclsafe.rules.kit.divergences import condition_evidence, condition_of
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.sentences import (
+    finding,
+    how_we_know,
+    stack_evidence,
+    standing,
+    users_line,
+    wait_words,
 )
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import condition_words, location_of, ranks_words, short_location, verb
 
 _REMEDY = (
     "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
@@ -23,7 +25,8 @@ _REMEDY = (
 )
 
 
-def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="frozen-rank", remedy=_REMEDY, unless=(alone_in_trainer,))
+def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait for the others to present their dataloaders, which do something else.
 
     Symptom:
@@ -39,10 +42,9 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Why the others are where they are; only where that is.
     """
-    view = timeline(job)
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
-    if presenting and elsewhere and not any(alone_in_trainer(view)):
+    if presenting and elsewhere:
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
         yield (
             _alone(view, presenting, elsewhere)
@@ -77,15 +79,13 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
         f"{condition_words(condition_of(view, ranks[0]))}, which takes all ranks; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'stands', 'stand')} {standing(view, elsewhere[0])}."
     )
-    return Finding(
-        rule="unpresented-loader",
-        severity=Severity.ERROR if all(map(view.waits, elsewhere)) else severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=Severity.ERROR if all(map(view.waits, elsewhere)) else None,
         location=location_of(asked),
         evidence=(*condition_evidence(view, ranks), *how_we_know(view, elsewhere)),
-        remedy=_REMEDY,
     )
 
 
@@ -100,13 +100,12 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         f"{f', asked for at {short_location(asked)}' if asked else ''}; "
         f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."
     )
-    return Finding(
-        rule="unpresented-loader",
-        severity=Severity.ERROR if stuck else severity(view.job),
+    return finding(
+        view,
+        elsewhere,
+        text,
+        severity=Severity.ERROR if stuck else None,
         confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=elsewhere,
-        location=location_of(asked) or location(view, elsewhere),
+        location=location_of(asked) or users_line(view, elsewhere),
         evidence=(*how_we_know(view, elsewhere), *stack_evidence(view, sorted(presenting)[:1])),
-        remedy=_REMEDY,
     )

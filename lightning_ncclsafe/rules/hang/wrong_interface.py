@@ -2,15 +2,15 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_ncclsafe.facts import InterfaceFacts, JobFacts, Phase
+from lightning_ncclsafe.facts import InterfaceFacts, Phase
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.not_joined import waits_in_init
-from lightning_ncclsafe.rules.kit.places import hosts_of
-from lightning_ncclsafe.rules.kit.sentences import severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.kinds import hang_rule
+from lightning_ncclsafe.rules.kit.sentences import finding
+from lightning_ncclsafe.rules.kit.silence import waits_in_init
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
 
 # Bridges and tunnels that containers and virtual machines make, and that end on the host.
@@ -29,7 +29,8 @@ class _Problem:
     confidence: Confidence
 
 
-def wrong_interface(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="gil-held")
+def wrong_interface(view: Timeline) -> Iterator[Finding]:
     """Nothing has ever come through between hosts, and the interfaces that ranks use cannot reach each other.
 
     Symptom:
@@ -46,8 +47,7 @@ def wrong_interface(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Firewalls, and routes between different networks; the interface of a rank that does not answer.
     """
-    view = timeline(job)
-    where = hosts_of(job)
+    where = view.hosts
     taken = {rank: found for rank, facts in view.facts.items() if (found := facts.machine.interface) is not None}
     if not taken or not _spans_hosts(view, where) or not _stands_at_the_start(view):
         return
@@ -127,14 +127,14 @@ def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem
     """The finding; with ranks that may be on another host, or on this one and not started, it is a guess."""
     backend = taken[problem.ranks[0]].backend
     text = problem.text[:1].upper() + problem.text[1:]
-    return Finding(
-        rule="wrong-interface",
-        severity=severity(view.job),
+    return finding(
+        view,
+        problem.ranks,
+        f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
         confidence=Confidence.POSSIBLE if unseen else problem.confidence,
-        summary=f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
-        ranks=problem.ranks,
-        evidence=tuple(_evidence(taken)),
+        evidence=_evidence(taken),
         remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
+        location="",
     )
 
 
