@@ -7,12 +7,21 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, Straggler
-from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Evidence, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.kit.caught import with_caught
-from lightning_ncclsafe.rules.kit.rule import Findings, Rule, forget
-from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, clause, duration_words
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Diagnosis,
+    Evidence,
+    Finding,
+    Findings,
+    Rule,
+    capitalised,
+    clause,
+    duration_words,
+    forget,
+    timeline,
+    with_caught,
+)
 from lightning_ncclsafe.rules.unknowns import unknowns
 
 _CONFIDENCES = tuple(Confidence)

@@ -1,6 +1,6 @@
 """Why ranks that present their data could not train together: one cause per file."""
 
-from lightning_ncclsafe.rules.kit.kinds import HOW_DATA_DIFFERS
+from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS
 
 # What other findings follow from comes before these.
 AGREEMENT_RULES = HOW_DATA_DIFFERS.of(__name__, __path__)

@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.unequal_samples import OWN_SHARDS
-from lightning_ncclsafe.rules.kit.data import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Differences,
+    Finding,
     JobData,
     JobLoader,
+    Severity,
+    agreement_rule,
     deviating,
     disagreement,
     grouped,
+    joined,
     spread,
     told,
 )
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined
 
 # What comes out of a loader is a rank's own share, also where the data is the same on all ranks; so is the place where
 # it keeps its copy.

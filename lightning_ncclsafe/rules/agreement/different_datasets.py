@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import LoaderFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.data import (
+from lightning_ncclsafe.rules.kit import (
     Differences,
+    Finding,
     JobData,
     JobLoader,
     Questions,
+    agreement_rule,
     batches_words,
     deviating,
     differences,
     differing_evidence,
     differing_words,
     disagreement,
+    joined,
 )
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined
 
 _QUESTIONS: Questions[LoaderFacts] = {
     "loader": lambda facts: facts.loader,

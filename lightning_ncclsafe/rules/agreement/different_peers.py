@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.data import (
+from lightning_ncclsafe.rules.kit import (
     Differences,
+    Finding,
     JobData,
     JobLoader,
+    agreement_rule,
     batches_words,
     deviating,
     differences,
     differing_evidence,
     differing_words,
     disagreement,
+    joined,
 )
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined
 
 # Where a rank keeps its copy of the data is its own affair.
 _OWN = "paths"

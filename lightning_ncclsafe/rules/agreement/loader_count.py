@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DataFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.data import (
+from lightning_ncclsafe.rules.kit import (
+    Finding,
     JobData,
     Questions,
+    agreement_rule,
     deviating,
     differences,
     differing_evidence,
     disagreement,
     spread,
 )
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
 
 _QUESTIONS: Questions[DataFacts] = {
     "stage": lambda data: data.stage,

@@ -3,10 +3,21 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DataFacts, LoaderFacts, SamplerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import TRAIN, JobData, JobLoader, disagreement, grouped
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    TRAIN,
+    Confidence,
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    capitalised,
+    disagreement,
+    grouped,
+    joined,
+    ranks_words,
+)
 
 # An index says which sample of a dataset, not which dataset: that may be each rank's own.
 _POSITIONS = ("indices", "batches")

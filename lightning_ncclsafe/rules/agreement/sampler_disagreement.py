@@ -4,23 +4,27 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import SamplerFacts
-from lightning_ncclsafe.facts.findings import Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import (
+from lightning_ncclsafe.rules.kit import (
     CONTENTS,
     Differences,
+    Evidence,
+    Finding,
     JobData,
     JobLoader,
     Questions,
+    Severity,
+    agreement_rule,
     batches_words,
+    capitalised,
+    clause,
     deviating,
     differences,
     differing_evidence,
     differing_words,
     disagreement,
     grouped,
+    joined,
 )
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
 
 _QUESTIONS: Questions[SamplerFacts] = {
     "class": lambda sampler: sampler.name,
@@ -114,7 +118,7 @@ def _wrong(view: JobData, loader: JobLoader, found: Differences) -> Iterator[_Wr
         yield from _shares(view, samplers, certain)
     outside = tuple(rank for rank, sampler in samplers.items() if _is_outside(sampler))
     if outside:
-        yield _Wrong(f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside)
+        yield _Wrong(clause(outside, "takes|take a share that does not exist"), outside)
 
 
 def _is_read_twice(view: JobData, loader: JobLoader) -> bool:
@@ -142,7 +146,7 @@ def _shares(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> 
     shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
     doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
     if doubled:
-        listed = [f"{ranks_words(ranks)} {verb(ranks, 'takes', 'take')} share {share}" for share, ranks in doubled]
+        listed = [f"{clause(ranks, 'takes|take share')} {share}" for share, ranks in doubled]
         more = [f"{len(doubled) - _LISTED:,} more shares are taken twice"] if len(doubled) > _LISTED else []
         doubling = tuple(rank for _, ranks in doubled for rank in ranks)
         yield _Wrong(", ".join([*listed[:_LISTED], *more]), doubling, certain)

@@ -3,10 +3,18 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import LoaderFacts
-from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.rules.agreement.unreadable_loader import is_of_length
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, disagreement, grouped, spread, told, value_words
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    agreement_rule,
+    disagreement,
+    grouped,
+    spread,
+    told,
+    value_words,
+)
 
 _REMEDY = (
     "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An empty "

@@ -2,15 +2,25 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.different_peers import peer_differences
 from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, counted, disagreement, epoch_batches, spread, told
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    clause,
+    counted,
+    disagreement,
+    epoch_batches,
+    joined,
+    spread,
+    told,
+)
 
 _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
@@ -87,7 +97,7 @@ def _finding(view: JobData, loader: JobLoader) -> Finding:
 
 
 def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
-    return f"With on_uneven='repeat' {ranks_words(empty)} {verb(empty, 'has', 'have')} nothing to repeat."
+    return f"With on_uneven='repeat' {clause(empty, 'has|have nothing to repeat')}."
 
 
 def _harmless(view: JobData, loader: JobLoader) -> str:

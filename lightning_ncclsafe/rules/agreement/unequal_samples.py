@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, batches_words, counted, disagreement, spread, told
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    agreement_rule,
+    batches_words,
+    counted,
+    disagreement,
+    joined,
+    spread,
+    told,
+)
 
 OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distributed_sampler=False in the Trainer."
 _REMEDY = (

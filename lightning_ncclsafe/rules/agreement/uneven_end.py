@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, disagreement
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    clause,
+    disagreement,
+    joined,
+    ranks_words,
+)
 
 _LISTED = 8
 _POLICIES = {
@@ -47,7 +55,7 @@ def _finding(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Findin
     others = tuple(rank for rank in loader.facts if rank not in set(ended))
     text = (
         f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
-        f"{ranks_words(others)} {verb(others, 'has', 'have')} had {_counts(loader, others)} and may have more."
+        f"{clause(others, 'has|have had')} {_counts(loader, others)} and may have more."
     )
     return disagreement(
         _odd_ones(loader, ended, others) if view.policy == "raise" else ended,

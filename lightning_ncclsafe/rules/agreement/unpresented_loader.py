@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.data import JobData, disagreement
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import Evidence, Finding, JobData, agreement_rule, disagreement, ranks_words, verb
 
 _LISTED = 8
 _REMEDY = (

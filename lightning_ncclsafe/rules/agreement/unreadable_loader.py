@@ -3,10 +3,18 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Groups, JobData, disagreement, grouped, told
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    Groups,
+    JobData,
+    Severity,
+    agreement_rule,
+    disagreement,
+    grouped,
+    joined,
+    ranks_words,
+    told,
+)
 
 _OF_LENGTH = "len(loader)"
 _REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."

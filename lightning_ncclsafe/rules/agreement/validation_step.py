@@ -2,9 +2,17 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.data import TRAIN, Groups, JobData, counted, disagreement, spread, told
-from lightning_ncclsafe.rules.kit.kinds import agreement_rule
+from lightning_ncclsafe.rules.kit import (
+    TRAIN,
+    Finding,
+    Groups,
+    JobData,
+    agreement_rule,
+    counted,
+    disagreement,
+    spread,
+    told,
+)
 
 _REMEDY = (
     "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "

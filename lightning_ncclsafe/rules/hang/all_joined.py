@@ -3,14 +3,22 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Collective
-from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
-from lightning_ncclsafe.rules.kit.alone import gathering_alone
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.meaning import meaning
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, group_words, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    batch_words,
+    collective_words,
+    duration_words,
+    finding,
+    gathering_alone,
+    group_words,
+    hang_rule,
+    meaning,
+    ranks_words,
+)
 
 # Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000

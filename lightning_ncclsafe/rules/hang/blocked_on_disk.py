@@ -5,13 +5,29 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, PROCESSES
 from lightning_ncclsafe.facts import MainThreadFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import Wait, storage_evidence, swaps, wait_of, waits_for_memory
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, place_words, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Reason,
+    Timeline,
+    Wait,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    how_we_know,
+    is_swapped_out,
+    place_words,
+    silent_finding,
+    silent_processes,
+    standing,
+    storage_evidence,
+    swaps,
+    wait_of,
+    waits_for_memory,
+    while_others_wait,
+)
 
 _STORAGE = (Wait.NETWORK_STORAGE, Wait.STORAGE)
 _BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)

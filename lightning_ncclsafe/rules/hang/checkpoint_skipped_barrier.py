@@ -3,19 +3,25 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.errors import advice, said
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import storage_evidence
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    advice,
     finding,
+    hang_rule,
+    location_of,
     phase_evidence,
+    ranks_words,
     recorder_evidence,
+    said,
+    short_location,
     standing,
+    storage_evidence,
+    verb,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location, verb
 
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
 _LISTED = 8

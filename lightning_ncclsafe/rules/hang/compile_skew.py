@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.expected import is_compiling
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    how_we_know,
+    is_compiling,
+    short_location,
+    standing,
+    while_others_wait,
+)
 
 _LISTED = 8
 _REMEDY = (
@@ -37,17 +43,11 @@ def compile_skew(view: Timeline) -> Iterator[Finding]:
         How long compiling will take; kernels that cuDNN tries out (torch.backends.cudnn.benchmark), which leave no
         frame in Python.
     """
-    compiling = tuple(rank for rank in view.working(view.stragglers) if is_compiling(view.facts[rank].stack))
-    if compiling and view.waiting:
-        yield _finding(view, compiling)
-
-
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'compiles', 'compile')}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}{_cold(view, ranks)}."
-    )
-    return finding(view, ranks, text, evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)))
+    ranks = tuple(rank for rank in view.awaited if is_compiling(view.facts[rank].stack))
+    if ranks:
+        text = f"{clause(ranks, 'compiles|compile')}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}"
+        evidence = (*_evidence(view, ranks), *how_we_know(view, ranks))
+        yield finding(view, ranks, f"{text}{_cold(view, ranks)}.", evidence=evidence)
 
 
 def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:
@@ -61,11 +61,6 @@ def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
     for rank in ranks[:_LISTED]:
-        facts = view.facts[rank]
-        frame = _compiler_frame(facts.stack)
+        frame = next((frame for frame in reversed(view.facts[rank].stack) if is_compiling((frame,))), None)
         if frame is not None:
             yield Evidence(source="stack", rank=rank, text=f"Compiles at {short_location(frame)}.")
-
-
-def _compiler_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    return next((frame for frame in reversed(stack) if is_compiling((frame,))), None)

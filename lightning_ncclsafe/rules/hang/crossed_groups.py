@@ -7,14 +7,25 @@ from pathlib import PurePath
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.alone import gathering_alone
-from lightning_ncclsafe.rules.kit.divergences import calls_location, condition_evidence, where_evidence
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, wait_words
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Kind,
+    Timeline,
+    calls_location,
+    capitalised,
+    condition_evidence,
+    finding,
+    gathering_alone,
+    group_words,
+    hang_rule,
+    ranks_words,
+    verb,
+    wait_words,
+    where_evidence,
+)
 
 _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (

@@ -6,14 +6,24 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.caught import missed_thread
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import memory_evidence, short_of_memory, swaps
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, users_line, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location, size_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    deepest_user_frame,
+    hang_rule,
+    held_up,
+    how_we_know,
+    location_of,
+    memory_evidence,
+    missed_thread,
+    short_location,
+    short_of_memory,
+    size_words,
+    swaps,
+    trainer_start,
+)
 
 _REMEDY = (
     "Look at the sample that is being read and at its storage; put the data on faster storage, or find workers, "
@@ -59,9 +69,21 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         What happens inside native code of a worker beyond the kernel function it sleeps in.
     """
-    stalled = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
-    if stalled:
-        yield _finding(view, stalled)
+    ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
+    if not ranks:
+        return
+    facts = view.facts[ranks[0]]
+    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
+    yield held_up(
+        view,
+        ranks,
+        "waits|wait for the dataloader",
+        _workers_words(facts),
+        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        location=_worker_location(facts) or None,
+        evidence=(*how_we_know(view, ranks), *details),
+        remedy=_remedy(facts),
+    )
 
 
 def _is_stalled(view: Timeline, rank: int) -> bool:
@@ -70,27 +92,7 @@ def _is_stalled(view: Timeline, rank: int) -> bool:
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
-    at = _worker_frame(facts)
-    workers = _workers_words(facts)
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} for the dataloader{workers}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
-    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
-    return finding(
-        view,
-        ranks,
-        text,
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        location=at or users_line(view, ranks),
-        evidence=(*how_we_know(view, ranks), *details),
-        remedy=_remedy(facts),
-    )
-
-
-def _worker_frame(facts: RankFacts) -> str:
+def _worker_location(facts: RankFacts) -> str:
     frames = (deepest_user_frame(worker.stack) for worker in facts.workers)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 

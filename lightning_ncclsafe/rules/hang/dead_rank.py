@@ -5,17 +5,33 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, broken_off_alone, left_in_order
-from lightning_ncclsafe.rules.kit.caught import past_aborted
-from lightning_ncclsafe.rules.kit.errors import has_given_up
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.overruns import aborted, broken_off, overrun_of, signal_of
-from lightning_ncclsafe.rules.kit.rule import Findings
-from lightning_ncclsafe.rules.kit.sentences import finding, place_words, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Severity,
+    Timeline,
+    aborted,
+    alone_in_trainer,
+    broken_off,
+    broken_off_alone,
+    capitalised,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    has_given_up,
+    left_in_order,
+    location_of,
+    overrun_of,
+    past_aborted,
+    place_words,
+    ranks_words,
+    signal_of,
+    trainer_start,
+    verb,
+    while_others_wait,
+)
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124

@@ -3,12 +3,20 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, others_wait, recorder_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    alone_in_trainer,
+    capitalised,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    ranks_words,
+    recorder_evidence,
+)
 
 _LISTED = 8
 _START = ("first epoch", "first step")

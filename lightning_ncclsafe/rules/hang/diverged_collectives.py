@@ -5,49 +5,62 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.caught import (
-    caught_by,
-    has_gone_on,
-    past_aborted,
-    raised_at,
-    skipped_words,
-    skips_handled,
-)
-from lightning_ncclsafe.rules.kit.divergences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
     Shift,
+    Timeline,
+    aborted,
+    alone_in_trainer,
+    as_gloo_does,
+    broken_off,
+    broken_off_alone,
     call_evidence,
     called_or_ended,
     calls_location,
     calls_words,
+    capitalised,
+    caught_by,
+    clause,
     condition_evidence,
     condition_of,
+    condition_words,
     conditioned,
     culprits,
+    deepest_user_frame,
+    ended_first,
+    finding,
+    gathering_alone,
+    gone_evidence,
+    group_words,
+    hang_rule,
+    has_gone_on,
+    is_garbled,
+    is_gone,
+    joined,
     line_of_split,
+    location_of,
+    other_counts,
+    others_wait,
     out_of_step,
+    past_aborted,
+    place_words,
+    raised_at,
+    ranks_words,
     same_purpose,
     shift,
-    stack_of,
-    where_evidence,
-)
-from lightning_ncclsafe.rules.kit.errors import is_garbled
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
-from lightning_ncclsafe.rules.kit.positions import ended_first, other_counts
-from lightning_ncclsafe.rules.kit.sentences import finding, others_wait, place_words, standing
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    condition_words,
-    group_words,
-    joined,
-    location_of,
-    ranks_words,
     short_location,
+    skipped_words,
+    skips_handled,
+    stack_of,
+    standing,
+    trainer_start,
     verb,
+    where_evidence,
 )
 
 _REMEDY = (
@@ -129,7 +142,7 @@ def _more_passes(view: Timeline) -> Finding | None:
         return None
     ranks = found.ranks
     are_all = len(ranks) == len(found.made)
-    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} made "
+    who = f"{clause(ranks, 'has|have made')} "
     more = "different numbers of backward passes" if are_all else "more backward passes than before or than the others"
     text = f"{who}{more} in {found.at} ({found.words}), and gradients are reduced in each: {others_wait(view, ())}."
     return finding(
@@ -160,8 +173,8 @@ def _monitored_by_some(view: Timeline) -> Finding | None:
     having, lacking = tuple(sorted(inside)), tuple(sorted(outside))
     ranks = having if len(having) <= len(lacking) else lacking
     text = (
-        f"{ranks_words(having)} {verb(having, 'has', 'have')} logged {key.name!r} in {key.hook}, which a callback "
-        f"monitors, and {ranks_words(lacking)} {verb(lacking, 'has', 'have')} not"
+        f"{clause(having, 'has|have logged')} {key.name!r} in {key.hook}, which a callback "
+        f"monitors, and {clause(lacking, 'has|have not')}"
     )
     return finding(
         view,
@@ -247,6 +260,7 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
         view,
         apart.ranks,
         joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
+        # What follows is the same again, and shows how far they are apart.
         confidence=Confidence.CERTAIN if apart.count and apart.is_decided and apart.frame else Confidence.LIKELY,
         location=location_of(apart.frame) or calls_location(view, apart.ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
@@ -274,7 +288,7 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     text = (
         f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
-        f"{as_gloo_does(view, ended)}, while {ranks_words(others)} {verb(others, 'was', 'were')} "
+        f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
         f"{_was_at(view, others[0])}: these are different collectives."
     )
     return finding(
@@ -306,7 +320,7 @@ def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -
     if frame is None or not set(ranks) <= set(beyond):
         return None, ""
     others = [rank for rank in split.calls if rank not in beyond]
-    return frame, skipped_words(frame, f"{ranks_words(others)} {verb(others, 'waits', 'wait')}")
+    return frame, skipped_words(frame, clause(others, "waits|wait"))
 
 
 def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -314,8 +328,8 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     ended = aborted(view)
     own = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} gone on after an exception, past a collective that "
-        f"{ranks_words(ended)} {verb(ended, 'was', 'were')} in{f' {place_words(own)}' if own else ''}: gloo has ended "
+        f"{clause(ranks, 'has|have gone on after an exception, past a collective that')} "
+        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo has ended "
         f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
     )
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
@@ -344,7 +358,7 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     why = out_of_step(view, view.waiting).get(ranks[0], "")
-    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others{f', {why}' if why else ''}"
+    text = f"{clause(ranks, 'waits|wait elsewhere than the others')}{f', {why}' if why else ''}"
     return finding(
         view,
         ranks,
@@ -361,7 +375,7 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     stands = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer alone"
+        f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
         f"{others_wait(view, ()) or standing(view, ranks[0])}.{stands}{_silent_words(view)}"
     )

@@ -7,13 +7,26 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES, METRIC_GATHER
 from lightning_ncclsafe.facts import LoggedKey, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.divergences import call_evidence, calls_location, where_evidence
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import ended_first, positions
-from lightning_ncclsafe.rules.kit.sentences import finding, others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    call_evidence,
+    calls_location,
+    capitalised,
+    clause,
+    condition_words,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    positions,
+    ranks_words,
+    verb,
+    where_evidence,
+)
 
 _LISTED = 8
 _REMEDY = (
@@ -158,9 +171,9 @@ def _finding(view: Timeline, odd: _Odd) -> Finding:
     key, ranks = odd.key, odd.ranks
     under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
     alone = set(ranks) >= set(odd.having)
-    lacking = "" if alone else f", and {ranks_words(ranks)} {verb(ranks, 'does', 'do')} not"
+    lacking = "" if alone else f", and {clause(ranks, 'does|do not')}"
     if odd.is_mutual:
-        lacking += f", and {ranks_words(odd.lacking)} {verb(odd.lacking, 'logs', 'log')} other keys"
+        lacking += f", and {clause(odd.lacking, 'logs|log other keys')}"
     text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
     return _told(
         view,

@@ -3,14 +3,28 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import is_save
-from lightning_ncclsafe.rules.kit.errors import advice, said
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, finding, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    advice,
+    batch_words,
+    directories,
+    directory_words,
+    exception_place,
+    finding,
+    hang_rule,
+    is_save,
+    location_of,
+    ranks_words,
+    said,
+    short_location,
+    storage_evidence,
+    verb,
+    while_others_wait,
+)
 
 _REMEDY = (
     "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."

@@ -5,13 +5,24 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import trainer_start
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.rule import Findings
-from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, exit_status, finding, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Severity,
+    Timeline,
+    batch_words,
+    exception_place,
+    exit_status,
+    finding,
+    hang_rule,
+    location_of,
+    ranks_words,
+    short_location,
+    trainer_start,
+    while_others_wait,
+)
 
 _MESSAGE = 200
 _INTERRUPT = "KeyboardInterrupt"

@@ -3,18 +3,27 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.rule import named_by
-from lightning_ncclsafe.rules.kit.sentences import finding, place_words, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Reason,
+    Timeline,
+    alone_in_trainer,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    named_by,
+    place_words,
+    ranks_words,
+    silent_finding,
+    silent_processes,
+    verb,
+    while_others_wait,
+)
 
 _ALIVE = "Look at process {pid} on its host, e.g. with py-spy dump --native --pid {pid}."
 _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own output."

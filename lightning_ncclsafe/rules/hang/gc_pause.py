@@ -2,14 +2,24 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import GarbageFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, place_words, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words
+from lightning_ncclsafe.facts import GarbageFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Reason,
+    Timeline,
+    deepest_user_frame,
+    duration_words,
+    hang_rule,
+    held_up,
+    how_we_know,
+    is_starved,
+    is_swapped_out,
+    place_words,
+    silent_finding,
+    silent_processes,
+)
 
 # Shorter pauses hold nobody up for as long as ranks are asked after.
 _LONG_S = 1.0
@@ -51,15 +61,15 @@ def gc_pause(view: Timeline) -> Iterator[Finding]:
             rank,
             process,
             f"in Python's garbage collector{at}",
-            confidence=Confidence.LIKELY if _is_starved(process) else Confidence.CERTAIN,
+            # Looking at all objects is slow for want of a core or of memory, too.
+            confidence=Confidence.LIKELY if is_starved(process) or is_swapped_out(process) else Confidence.CERTAIN,
         )
     for rank in view.working(view.stragglers):
+        garbage = view.facts[rank].machine.garbage
         if _is_held_up(view.facts[rank]):
-            yield _finding(view, rank)
-
-
-def _is_starved(process: ProcessFacts) -> bool:
-    return is_starved(process) or is_swapped_out(process)
+            evidence = (_evidence(rank, garbage), *how_we_know(view, (rank,)))
+            remedy = _REMEDY_FINALIZER if garbage.running_s else _REMEDY
+            yield held_up(view, (rank,), _words(garbage), evidence=evidence, remedy=remedy)
 
 
 def _is_held_up(facts: RankFacts) -> bool:
@@ -68,18 +78,6 @@ def _is_held_up(facts: RankFacts) -> bool:
     within = max(idle_s, _LONG_S)
     just_now = garbage.longest_s if garbage.ended_ago_s <= within else 0.0
     return max(garbage.running_s, just_now) >= max(_LONG_S, _SHARE * idle_s)
-
-
-def _finding(view: Timeline, rank: int) -> Finding:
-    garbage = view.facts[rank].machine.garbage
-    text = f"Rank {rank} {_words(garbage)}, {standing(view, rank)}{while_others_wait(view, (rank,))}."
-    return finding(
-        view,
-        (rank,),
-        text,
-        evidence=(_evidence(rank, garbage), *how_we_know(view, (rank,))),
-        remedy=_REMEDY_FINALIZER if garbage.running_s else _REMEDY,
-    )
 
 
 def _words(garbage: GarbageFacts) -> str:

@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import place_words
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Reason,
+    Timeline,
+    deepest_user_frame,
+    hang_rule,
+    place_words,
+    silent_finding,
+    silent_processes,
+)
 
 _REMEDY = (
     "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
@@ -47,6 +52,7 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
             remedy=_REMEDY.format(
                 pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
             ),
+            # What sleeps, or gets few turns, may also be a guard that was late to answer on a host that is overloaded.
             confidence=Confidence.CERTAIN if _is_running(process) and _gets_a_core(process) else Confidence.LIKELY,
         )
     # What it has answered since is of a moment at which nobody waited for it any more.

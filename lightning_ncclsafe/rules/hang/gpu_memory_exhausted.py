@@ -5,20 +5,27 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.errors import is_garbled
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
+    clause,
     exception_place,
     finding,
+    hang_rule,
     how_we_know,
+    is_garbled,
+    location_of,
+    short_location,
+    size_words,
     standing,
     unless_caught,
+    verb,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, short_location, size_words, verb
 
 _OUT = re.compile(
     r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -96,7 +103,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     their = verb(ranks, "its GPU", "their GPUs")
-    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {_RUN_OUT[confidence]} {their}"
+    who = f"{clause(ranks, 'has|have')} {_RUN_OUT[confidence]} {their}"
     text = f"{who}{verb(ranks, needs, whose)}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     return finding(
         view,
@@ -136,6 +143,7 @@ def _full(view: Timeline, rank: int) -> Finding:
         f"The memory of rank {rank}'s GPU is full, and those of the others' are not: the rank may be busy freeing and "
         f"asking again for memory, {standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
+    # A cache that holds all memory is full as well, and holds nobody up.
     return finding(
         view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(view), *how_we_know(view, (rank,)))
     )

@@ -3,22 +3,32 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import looks_like_device_sync
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
     Pending,
+    Reason,
+    Timeline,
     Wait,
     ailment,
+    batch_words,
+    collective_words,
+    finding,
     gpu_evidence,
+    hang_rule,
+    how_we_know,
+    looks_like_device_sync,
     pending_on_nccl,
+    ranks_words,
+    silent_finding,
+    silent_processes,
+    standing,
     uses_gpus,
+    verb,
     wait_of,
+    while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, ranks_words, verb
 
 _REMEDY = (
     "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "

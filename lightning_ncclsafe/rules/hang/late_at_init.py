@@ -4,23 +4,35 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    alone_in_trainer,
+    begins,
+    capitalised,
+    clause,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    how_we_know,
+    is_unborn,
+    location_of,
     memory_clause,
     memory_evidence,
     memory_remedy,
     memory_words,
+    place_words,
+    ranks_words,
+    standing,
     swaps,
     used_up_words,
+    verb,
+    waits_in_init,
+    while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.positions import begins
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, place_words, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import is_unborn, waits_in_init
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY_NOT_STARTED = "Check also that every rank's process has been started, and its own output."
 _LISTED = 8
@@ -69,11 +81,11 @@ def _is_late(view: Timeline, rank: int) -> bool:
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """No guard is there that would say what they do: it may be work, or a collective that waits for the others."""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to this call of the Trainer: "
+        f"{clause(ranks, 'has|have not come to this call of the Trainer')}: "
         f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, at work or in a collective "
         f"that the others do not call{while_others_wait(view, ranks)}."
     )
-    known = f"The process group is there, and {ranks_words(ranks)} {verb(ranks, 'has', 'have')} not begun to watch."
+    known = f"The process group is there, and {clause(ranks, 'has|have not begun to watch')}."
     return finding(
         view,
         ranks,
@@ -94,7 +106,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         "its host is swapping" if swapping else "",
         used_up_words(facts.host_facts, processes),
     )
-    summary = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} late: still {standing(view, ranks[0])}{told}"
+    summary = f"{clause(ranks, 'is|are late: still')} {standing(view, ranks[0])}{told}"
     amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
     return finding(
         view,
@@ -112,7 +124,7 @@ def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     swapping = any(process.swap_bytes or process.state == "disk-sleep" for process in seen)
     at = f", and {verb(ranks, 'is', 'are')} {place_words(frame)}" if frame else ""
     told = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
-    text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not joined the process group{at}{told}"
+    text = f"{clause(ranks, 'has|have not joined the process group')}{at}{told}"
     remedy = memory_remedy(swapping, seen) or _REMEDY
     return finding(
         view,
@@ -140,7 +152,7 @@ def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str
 
 def _waiting_words(view: Timeline, whom: str) -> str:
     waiting = tuple(rank for rank, facts in view.facts.items() if waits_in_init(facts))
-    return f"{ranks_words(waiting)} {verb(waiting, 'waits', 'wait')} for {whom} in init_process_group"
+    return f"{clause(waiting, 'waits|wait for')} {whom} in init_process_group"
 
 
 def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequence[ProcessFacts]) -> Iterator[Evidence]:

@@ -2,47 +2,51 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.caught import past_aborted, skipped_words, skips_handled
-from lightning_ncclsafe.rules.kit.divergences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Finding,
+    Severity,
+    Timeline,
+    aborted,
+    alone_in_trainer,
+    as_gloo_does,
+    broken_off,
+    broken_off_alone,
     call_evidence,
     called_at,
     calls_location,
     calls_words,
+    capitalised,
+    collective_words,
     condition_evidence,
     conditioned,
     culprits,
-    same_purpose,
-    units_of,
-    variants,
-    where_evidence,
-)
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.overruns import (
-    aborted,
-    as_gloo_does,
-    broken_off,
+    ended_first,
+    finding,
+    gathering_alone,
     gone_evidence,
+    group_words,
+    hang_rule,
     is_gone,
     is_of_fsdp,
-    last_of_gloo,
-    overrun_of,
-    signal_of,
-    size_bytes,
-)
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import finding, place_words
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    collective_words,
-    group_words,
     joined,
+    last_of_gloo,
     location_of,
     numel,
+    overrun_of,
+    past_aborted,
+    place_words,
     ranks_words,
+    same_purpose,
+    signal_of,
+    size_bytes,
+    skipped_words,
+    skips_handled,
+    units_of,
+    variants,
     verb,
+    where_evidence,
 )
 
 _REMEDY = (
@@ -161,6 +165,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
+        # The odd one may have gone on, and the others have not.
         location=calls_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,

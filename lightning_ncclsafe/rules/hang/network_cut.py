@@ -5,12 +5,21 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Phase, TriedAddress
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.errors import has_given_up, lost_words
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    batch_words,
+    collective_words,
+    finding,
+    hang_rule,
+    has_given_up,
+    lost_words,
+    ranks_words,
+    verb,
+)
 
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")

@@ -3,19 +3,24 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import AGREEMENT, Kind
-from lightning_ncclsafe.rules.kit.kinds import hang_rule, held_up_by_machine
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    AGREEMENT,
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    clause,
     finding,
+    hang_rule,
+    held_up_by_machine,
+    location_of,
     phase_evidence,
     place_words,
     recorder_evidence,
     standing,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, verb
 
 _INSTALLED = ("site-packages/", "dist-packages/")
 _LISTED = 8
@@ -84,7 +89,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_held_up = not set(ranks).isdisjoint(held_up_by_machine(view))
     frame = _own_frame(view.facts[rank].stack)
     at = place_words(frame)
-    held_up = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself"
+    held_up = clause(ranks, "is|are held up by lightning_ncclsafe itself")
     text = f"{held_up}{at and f' {at}'}, {standing(view, rank)}{while_others_wait(view, ranks)}."
     return finding(
         view,

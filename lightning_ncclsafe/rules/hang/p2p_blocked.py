@@ -2,12 +2,21 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import Pending, gpu_evidence, pending_on_nccl
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Pending,
+    Timeline,
+    batch_words,
+    collective_words,
+    duration_words,
+    finding,
+    gpu_evidence,
+    hang_rule,
+    pending_on_nccl,
+    ranks_words,
+)
 
 # Object broadcasts and barriers of the start; later on, other things break as well.
 _FIRST = 8

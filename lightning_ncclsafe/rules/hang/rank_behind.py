@@ -3,14 +3,23 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import positions
-from lightning_ncclsafe.rules.kit.rule import Findings
-from lightning_ncclsafe.rules.kit.sentences import finding, others_wait, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Kind,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    held_up,
+    location_of,
+    others_wait,
+    positions,
+    ranks_words,
+    standing,
+)
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
@@ -73,15 +82,13 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
-    how = "will not come" if is_over else f"{verb(ranks, 'is', 'are')} behind"
-    text = f"{ranks_words(ranks)} {how}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
-    certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
-    return finding(
+    is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
+    return held_up(
         view,
         ranks,
-        text,
-        confidence=Confidence.LIKELY if certain else Confidence.POSSIBLE,
+        "will not come" if is_over else "is|are behind",
+        confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else _REMEDY,
     )
 
@@ -92,7 +99,7 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)
     ranks = behind if len(behind) < len(places) else ()
-    who = f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far, " if ranks else ""
+    who = f"; {clause(ranks, 'has|have come least far')}, " if ranks else ""
     who += standing(view, ranks[0]) if ranks else ""
     text = f"{others_wait(view, ())}, and no rank is seen that keeps them waiting{who}."
     return finding(

@@ -3,26 +3,38 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ELSE
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.alone import BrokenOff, broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.caught import missed_thread
-from lightning_ncclsafe.rules.kit.divergences import call_evidence, condition_evidence, where_evidence
-from lightning_ncclsafe.rules.kit.kinds import hang_rule, held_up_by_machine
-from lightning_ncclsafe.rules.kit.overruns import signal_of
-from lightning_ncclsafe.rules.kit.positions import begins
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    BrokenOff,
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
+    Timeline,
     batch_words,
+    begins,
+    broken_off_alone,
+    call_evidence,
+    clause,
+    condition_evidence,
+    condition_words,
     finding,
+    gathering_alone,
+    hang_rule,
+    held_up_by_machine,
     how_we_know,
+    location_of,
+    missed_thread,
     place_words,
+    ranks_words,
     recorder_evidence,
+    signal_of,
     standing,
+    verb,
     wait_words,
+    where_evidence,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import condition_words, location_of, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (
@@ -117,10 +129,7 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'works', 'work')} alone{condition} {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
+    text = f"{clause(ranks, 'works|work alone')}{condition} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )
@@ -131,7 +140,7 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
     condition = condition_words(view.activities[rank].rank_condition)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'runs', 'run')} the model alone under {condition} {standing(view, rank)}, "
+        f"{clause(ranks, 'runs|run the model alone under')} {condition} {standing(view, rank)}, "
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
@@ -183,5 +192,5 @@ def _end_words(view: Timeline, rank: int) -> str:
 
 def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
-    left = f", and {ranks_words(finished)} {verb(finished, 'has', 'have')} finished" if finished else ""
+    left = f", and {clause(finished, 'has|have finished')}" if finished else ""
     return left + while_others_wait(view, ranks)

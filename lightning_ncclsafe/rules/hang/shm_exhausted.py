@@ -4,19 +4,25 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.errors import is_bus_error, says_shm_is_full, shm_is_full
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
     finding,
+    hang_rule,
     how_we_know,
+    is_bus_error,
+    ranks_words,
+    says_shm_is_full,
+    shm_is_full,
+    size_words,
     standing,
     unless_caught,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
 
 _LISTED = 8
 _REMEDY = (
@@ -100,6 +106,7 @@ def _waits(view: Timeline, rank: int) -> Finding:
         f"Rank {rank} waits for batches, and /dev/shm, which its workers hand them over in, is full{_room(facts)}: "
         f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
+    # Whoever finds no room there raises; that it is full may be meant, as of a dataset that is kept there.
     return finding(
         view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(facts), *how_we_know(view, (rank,)))
     )

@@ -4,13 +4,27 @@ import itertools
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts, StepFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import OtherCounts, other_counts
-from lightning_ncclsafe.rules.kit.sentences import exception_place, finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    OtherCounts,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    capitalised,
+    clause,
+    exception_place,
+    finding,
+    hang_rule,
+    how_we_know,
+    location_of,
+    other_counts,
+    ranks_words,
+    standing,
+    verb,
+    while_others_wait,
+)
 
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
@@ -132,7 +146,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
     stands = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} skipped {batch}: its training_step returned without a "
+        f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{stands}{while_others_wait(view, ranks)}."
     )
     return finding(

@@ -4,14 +4,22 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Frame, LoggerFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words, size_words, verb
+from lightning_ncclsafe.facts import LoggerFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    directories,
+    directory_words,
+    duration_words,
+    hang_rule,
+    held_up,
+    how_we_know,
+    size_words,
+    storage_evidence,
+)
 
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
@@ -38,25 +46,17 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         How fast the storage would be, and what a logger's own background thread or server does.
     """
-    held = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
-    if held:
-        yield _finding(view, held)
-
-
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
-    places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=False))
-    to = f", writing to {places}" if places else ""
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up in a logger{to}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
+    ranks = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
+    if not ranks:
+        return
+    places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=False)))
     spent = (item for rank in ranks[:8] for item in _spent(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
-    return finding(
+    yield held_up(
         view,
         ranks,
-        text,
+        "is|are held up in a logger",
+        f", writing to {places}" if places else "",
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
         evidence=(*how_we_know(view, ranks), *spent, *storage),
     )
@@ -77,15 +77,12 @@ def _spent(facts: RankFacts) -> Iterator[Evidence]:
 def _call(facts: RankFacts) -> str:
     """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if there is none that we know."""
     for frame in facts.stack:
-        if owner := _owner(frame):
-            return f"{owner}.{frame.function}"
+        if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
+            return f"{_OFFLOAD}.{frame.function}"
+        for code, owner in _OWNERS:
+            if code.has(frame.file, frame.function):
+                return f"{owner}.{frame.function}"
     return ""
-
-
-def _owner(frame: Frame) -> str:
-    if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
-        return _OFFLOAD
-    return next((owner for code, owner in _OWNERS if code.has(frame.file, frame.function)), "")
 
 
 def _offload_words(logger: LoggerFacts) -> str:

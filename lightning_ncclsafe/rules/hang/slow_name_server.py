@@ -5,11 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, hang_rule, held_up, how_we_know
 
 # Of functions in C there is no frame, but the line that calls them. torch asks for a name of each connection's address.
 _CALLS = re.compile(
@@ -47,12 +43,9 @@ def slow_name_server(view: Timeline) -> Iterator[Finding]:
         return
     asked = sorted({server for rank in ranks for server in view.facts[rank].machine.name_servers})
     servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:_LISTED])}"
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} waiting for an answer from {servers}, "
-        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
-    )
     questions = (_question(rank, view.facts[rank]) for rank in ranks[:_LISTED])
-    yield finding(view, ranks, text, evidence=(*questions, *how_we_know(view, ranks)))
+    evidence = (*questions, *how_we_know(view, ranks))
+    yield held_up(view, ranks, "is|are waiting for an answer from", f" {servers}", evidence=evidence)
 
 
 def _looks_up(facts: RankFacts) -> bool:

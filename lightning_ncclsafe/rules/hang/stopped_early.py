@@ -3,12 +3,24 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, others_wait, recorder_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    ranks_words,
+    recorder_evidence,
+    verb,
+)
 
 # Lightning's callbacks that set trainer.should_stop.
 _STOPPING = frozenset({"EarlyStopping", "Timer"})
@@ -92,7 +104,7 @@ def _finding(
     view: Timeline, early: tuple[int, ...], others: tuple[int, ...], how: str, confidence: Confidence, remedy: str
 ) -> Finding:
     text = (
-        f"{ranks_words(early)} {verb(early, 'has', 'have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
+        f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())

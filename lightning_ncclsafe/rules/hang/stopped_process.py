@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Reason,
+    Timeline,
+    hang_rule,
+    silent_finding,
+    silent_processes,
+)
 
 _SIGNAL = (
     "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "

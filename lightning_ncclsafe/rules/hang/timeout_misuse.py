@@ -4,12 +4,21 @@ import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.divergences import calls_location
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    calls_location,
+    clause,
+    duration_words,
+    finding,
+    group_words,
+    hang_rule,
+    ranks_words,
+    while_others_wait,
+)
 
 # Gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
 _SAID = re.compile(
@@ -106,7 +115,7 @@ def _to_come(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
     ranks = tuple(sorted(pending))
     name, timeout_ms = pending[ranks[0]]
     text = (
-        f"{group_words(name)}, in which {ranks_words(ranks)} {verb(ranks, 'waits', 'wait')}, gives up after "
+        f"{group_words(name)}, in which {clause(ranks, 'waits|wait')}, gives up after "
         f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}."
     )

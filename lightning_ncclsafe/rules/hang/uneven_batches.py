@@ -3,12 +3,27 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import Position, ended_first, positions
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, others_wait, recorder_evidence, users_line
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Position,
+    Severity,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    positions,
+    ranks_words,
+    recorder_evidence,
+    users_line,
+    verb,
+)
 
 _TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _REMEDY = (
@@ -61,8 +76,8 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     text = (
-        f"{ranks_words(short)} {verb(short, 'has', 'have')} {how} ({_ended(view, short[0])}) while "
-        f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
+        f"{clause(short, 'has|have')} {how} ({_ended(view, short[0])}) while "
+        f"{clause(others, 'is|are still in')} {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
     return finding(

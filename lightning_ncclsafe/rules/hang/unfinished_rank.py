@@ -3,21 +3,28 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.alone import in_trainer_again
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.positions import in_its_data
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
+    Timeline,
+    capitalised,
+    clause,
     finding,
+    hang_rule,
+    in_its_data,
+    in_trainer_again,
+    location_of,
     others_wait,
     phase_evidence,
     place_words,
+    ranks_words,
     stack_evidence,
     standing,
+    verb,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
@@ -54,8 +61,8 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     # One that still has data to go through will wait for those that have left: that is another matter.
     if not finished or not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
         return
-    text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not finished: {standing(view, ranks[0])}"
-    left = f"{ranks_words(finished)} {verb(finished, 'has', 'have')} finished and {verb(finished, 'leaves', 'leave')}"
+    text = f"{clause(ranks, 'has|have not finished')}: {standing(view, ranks[0])}"
+    left = f"{clause(finished, 'has|have finished and')} {verb(finished, 'leaves', 'leave')}"
     yield finding(
         view,
         ranks,
@@ -75,8 +82,8 @@ def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
     waits = others_wait(view, ())
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer again from within its own call, "
-        f"{place_words(calls[ranks[0]])}, and {ranks_words(finished)} {verb(finished, 'has', 'have')} not: "
+        f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
+        f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "
         f"{verb(finished, 'it has', 'they have')} finished and {verb(finished, 'leaves', 'leave')}"
     )
     return finding(

@@ -3,12 +3,23 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, place_words, stack_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    finding,
+    hang_rule,
+    joined,
+    location_of,
+    place_words,
+    ranks_words,
+    stack_evidence,
+    verb,
+)
 
 _REMEDY = (
     "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "
@@ -52,7 +63,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
     places: dict[str, list[int]] = defaultdict(list)
     for rank in sides:
         places[place_words(view.activities[rank].frame)].append(rank)
-    parts = [f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} {place}" for place, ranks in places.items()]
+    parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
     first = f"{', '.join(parts)}, {batch}, for sends or receives that do not end: none of the other side fits."
     frames = {location_of(view.activities[rank].frame) for rank in sides}

@@ -3,21 +3,29 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import AGREEMENT
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer
-from lightning_ncclsafe.rules.kit.divergences import condition_evidence, condition_of
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    AGREEMENT,
+    Confidence,
+    Finding,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    clause,
+    condition_evidence,
+    condition_of,
+    condition_words,
     finding,
+    hang_rule,
     how_we_know,
+    location_of,
+    ranks_words,
+    short_location,
     stack_evidence,
     standing,
     users_line,
+    verb,
     wait_words,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import condition_words, location_of, ranks_words, short_location, verb
 
 _REMEDY = (
     "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
@@ -75,7 +83,7 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
     at = f" at {short_location(asked)}" if asked else ""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} asked for the {presenting[ranks[0]]} alone{at}, under "
+        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, under "
         f"{condition_words(condition_of(view, ranks[0]))}, which takes all ranks; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'stands', 'stand')} {standing(view, elsewhere[0])}."
     )
@@ -95,7 +103,7 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
     asked = _asked_at(view, presenting)
     waits = f", and {verb(elsewhere, 'waits', 'wait')} in {wait_words(view, rank)}" if view.waits(rank) else ""
     text = (
-        f"{ranks_words(elsewhere)} {verb(elsewhere, 'has', 'have')} not presented a {next(iter(presenting.values()))}, "
+        f"{clause(elsewhere, 'has|have not presented a')} {next(iter(presenting.values()))}, "
         f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}"
         f"{f', asked for at {short_location(asked)}' if asked else ''}; "
         f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."

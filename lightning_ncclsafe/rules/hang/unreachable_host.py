@@ -4,11 +4,17 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import JobFacts, SilentHost
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Timeline,
+    duration_words,
+    finding,
+    hang_rule,
+    ranks_words,
+    verb,
+    while_others_wait,
+)
 
 _LISTED = 8
 _FEW = 3

@@ -3,15 +3,33 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective, RankFacts, UnitKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone
-from lightning_ncclsafe.rules.kit.divergences import calls_location, culprits, sent_words, units_of
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.meaning import unit_of
-from lightning_ncclsafe.rules.kit.positions import ended_first, other_counts
-from lightning_ncclsafe.rules.kit.sentences import batch_words, finding, how_we_know, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    batch_words,
+    calls_location,
+    clause,
+    culprits,
+    ended_first,
+    finding,
+    gathering_alone,
+    hang_rule,
+    how_we_know,
+    other_counts,
+    ranks_words,
+    sent_words,
+    signature,
+    standing,
+    unit_of,
+    units_of,
+    verb,
+    while_others_wait,
+)
 
 _REFUSED = "Expected to have finished reduction in the prior iteration"
 _NAMES = 4
@@ -144,7 +162,7 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     if facts.steps.without_graph:
         which = "any of it, as its loss was computed from nothing that has parameters"
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left the backward pass in which "
+        f"{clause(ranks, 'has|have left the backward pass in which')} "
         f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
         f"{verb(ranks, 'stands', 'stand')} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
@@ -156,7 +174,7 @@ def _other_unit(view: Timeline, split: Divergence) -> Finding:
     rank = ranks[0]
     other = next(peer for peer in split.calls if sent_words(view, split, peer) != sent_words(view, split, rank))
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} in {sent_words(view, split, rank)}, and "
+        f"{clause(ranks, 'waits|wait in')} {sent_words(view, split, rank)}, and "
         f"{ranks_words([other])} in {sent_words(view, split, other)}, both as number {split.seq}: they run "
         f"different parts of the model, {standing(view, rank)}."
     )

@@ -7,20 +7,25 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
 from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.errors import says_shm_is_full
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.machine import memory_evidence, short_of_memory
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
+    duration_words,
     finding,
+    hang_rule,
     how_we_know,
+    memory_evidence,
+    ranks_words,
+    says_shm_is_full,
+    short_of_memory,
     standing,
     unless_caught,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 
 # As torch's loader says it, and Python's pool of processes.
 _DIED = re.compile(

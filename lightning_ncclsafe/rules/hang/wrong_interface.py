@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import InterfaceFacts, Phase
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import hang_rule
-from lightning_ncclsafe.rules.kit.sentences import finding
-from lightning_ncclsafe.rules.kit.silence import waits_in_init
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    ranks_words,
+    verb,
+    waits_in_init,
+)
 
 # Bridges and tunnels that containers and virtual machines make, and that end on the host.
 _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")
@@ -88,7 +94,7 @@ def _stands_at_the_start(view: Timeline) -> bool:
 def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     ranks = tuple(sorted(rank for rank, found in taken.items() if found.is_loopback))
     if ranks:
-        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} the loopback interface, which reaches no other host"
+        text = clause(ranks, "uses|use the loopback interface, which reaches no other host")
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 
@@ -107,7 +113,7 @@ def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     ranks = tuple(sorted(rank for rank, found in taken.items() if _BRIDGE.match(found.name)))
     if ranks:
         name = taken[ranks[0]].name
-        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} {name}, a bridge that mostly ends on its own host"
+        text = f"{clause(ranks, 'uses|use')} {name}, a bridge that mostly ends on its own host"
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 

@@ -160,10 +160,7 @@ def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
         alike = ended if facts.exception else variants[wait_words(timeline, rank)]
         alike.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = [
-        f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}{_ahead(timeline, who)}"
-        for what, who in ordered[:_VARIANTS]
-    ]
+    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead(timeline, who)}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
     if gave_up:
@@ -224,7 +221,7 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
         if group.seq is not None and group.behind:
             last = max(group.enqueued[rank] for rank in group.behind)
             text = (
-                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of "
+                f"{clause(group.behind, 'has|have called')} {last} collectives of "
                 f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
                 f"in sequence number {group.seq}."
             )

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host
-from lightning_ncclsafe.rules.kit.wording import duration_words
+from lightning_ncclsafe.rules.kit import Checked, Host, duration_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _APART_S = 1.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host
+from lightning_ncclsafe.rules.kit import Checked, Host
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _REMEDY = (

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.data import Groups, spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked, Groups, spread
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # What decides how ranks talk to each other: NCCL, torch, gloo, CUDA and the libraries below them.

@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.data import Groups, spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked, Groups, Severity, spread
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Between major versions of these the wire format or the order of collectives changes.

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.rules.kit.hosts import WRITTEN, Checked, most, path_words, tried
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, most, path_words, size_words, tried
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LEAST_BYTES = 2**30

@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median_high
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import Checked, Severity, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).

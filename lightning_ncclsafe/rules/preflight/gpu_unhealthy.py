@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LISTED = 3

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, core_shares
+from lightning_ncclsafe.rules.kit import Checked, Host, core_shares
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on, value_of
 

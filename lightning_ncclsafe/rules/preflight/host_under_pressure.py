@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
+from lightning_ncclsafe.rules.kit import Checked, Host, most
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ABOVE = 0.1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _TIMEOUT = "is read by neither NCCL nor torch; pass timeout=timedelta(...) to the strategy"

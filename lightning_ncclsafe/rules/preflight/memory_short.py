@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, Host, in_flight_bytes, least, most
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import Checked, Facts, Host, Severity, in_flight_bytes, least, most, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # As in rules.memory: less than this share left is short, whatever is asked for.

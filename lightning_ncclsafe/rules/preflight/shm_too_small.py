@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, in_flight_bytes, least, most, total
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import Checked, Facts, Severity, in_flight_bytes, least, most, size_words, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 DOCKER_DEFAULT_BYTES = 64 * 2**20

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.rules.kit.hosts import WRITTEN, Checked, Tried, path_words, tried
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, Tried, path_words, tried
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # A logger that appends once a step may take this long before steps of 100 ms show it.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on
 

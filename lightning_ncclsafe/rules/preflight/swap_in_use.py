@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import Checked, Host, most, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _USED_ABOVE = 0.01

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.rules.kit import Checked, Host, most, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _REMEDY = "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."

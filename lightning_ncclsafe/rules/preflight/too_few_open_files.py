@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # A worker costs its parent two pipes and a sentinel, a batch in flight one descriptor for each of its tensors

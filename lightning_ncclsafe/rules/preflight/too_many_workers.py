@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, core_pools, core_shares, threads, total
+from lightning_ncclsafe.rules.kit import Checked, Host, Severity, core_pools, core_shares, threads, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0

@@ -5,9 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.facts.findings import Confidence, Severity
-from lightning_ncclsafe.rules.kit.data import spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit import Checked, Confidence, Severity, spread
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.facts.findings import Severity
-from lightning_ncclsafe.rules.kit.hosts import WRITTEN, Checked, path_words, tried
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, Severity, path_words, tried
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # How the probe puts it where it ran out of time, so that the directory may answer yet, and where there is no directory.

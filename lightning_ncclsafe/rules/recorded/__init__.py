@@ -3,7 +3,7 @@
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
-from lightning_ncclsafe.rules.kit.kinds import WHAT_WAS_RECORDED
+from lightning_ncclsafe.rules.kit import WHAT_WAS_RECORDED
 
 # What a traceback says in so many words comes first, and reads the same in a log.
 RECORDED_RULES = (gpu_memory_exhausted, shm_exhausted, worker_died, *WHAT_WAS_RECORDED.of(__name__, __path__))

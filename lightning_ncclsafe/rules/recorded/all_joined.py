@@ -4,10 +4,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    duration_words,
+    group_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of

@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups as crossed_on_stacks
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    location_of,
+    recorded_rule,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
@@ -48,11 +55,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
-    odd = (
-        ""
-        if root.ranks == root.circle
-        else (f"; {ranks_words(root.ranks)} {verb(root.ranks, 'has', 'have')} another order than most")
-    )
+    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'has|have another order than most')}")
     return recorded(
         root.ranks,
         f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",

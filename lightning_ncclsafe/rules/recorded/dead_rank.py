@@ -4,11 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.dead_rank import is_ended_by_gloo
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import Confidence, Evidence, Finding, Timeline, clause, ranks_words, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, gone, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import recorded
@@ -104,7 +101,7 @@ def _lost(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in view.waiting if rank not in ranks)
     tail = f"; {ranks_words(others)} waited in vain" if others else ""
-    text = f"{ranks_words(ranks)} {verb(ranks, 'was', 'were')} {FATAL[code]}{tail}."
+    text = f"{clause(ranks, 'was|were')} {FATAL[code]}{tail}."
     return recorded(
         ranks,
         text,

@@ -4,12 +4,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.sentences import exception_place
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    exception_place,
+    location_of,
+    ranks_words,
+    recorded_rule,
+    short_location,
+)
 from lightning_ncclsafe.rules.recorded.ended import died, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import recorded

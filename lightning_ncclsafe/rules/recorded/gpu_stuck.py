@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    group_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (

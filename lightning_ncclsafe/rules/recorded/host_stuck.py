@@ -3,10 +3,18 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
@@ -92,7 +100,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
     if op is None:
         waiting = waiting_on_peers(view, ranks)
         return (
-            f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} finished all that {verb(ranks, 'it', 'they')} called, "
+            f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
             f"and not called the other side, while {waiting_words(waiting)}"
         )
     group = next(one for one in view.groups if one.name == op[0])
@@ -101,8 +109,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
     called = f"{called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
     return (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {called}, and never called number {op[1]:,}{of}, while "
-        f"{waiting_words(waiting)}"
+        f"{clause(ranks, 'has|have')} {called}, and never called number {op[1]:,}{of}, while {waiting_words(waiting)}"
     )
 
 
@@ -124,7 +131,7 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
     waiting = waiting_in(view.facts, group)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {called_words(group, ranks)} and finished all, and never "
+        f"{clause(ranks, 'has|have')} {called_words(group, ranks)} and finished all, and never "
         f"called number {group.seq:,}, while {waiting_words(waiting)}"
     )
     site = last_site(view.facts[ranks[0]], group.name) if len(ranks) == 1 else ""
@@ -147,7 +154,7 @@ def _named(view: Timeline) -> Iterator[Finding]:
         if record is None or not record.awaited or record.awaited_in == SET_UP:
             continue
         ranks = record.awaited
-        text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to {record.awaited_in}, PyTorch says"
+        text = f"{clause(ranks, 'has|have not come to')} {record.awaited_in}, PyTorch says"
         yield recorded(
             ranks, f"{text}.", evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),)
         )

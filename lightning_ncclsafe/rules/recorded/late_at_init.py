@@ -4,10 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, recorded
@@ -72,7 +69,7 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
             "or an earlier one has left its keys in it"
         )
     else:
-        who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')}" if ranks else f"{last.of - last.count:,} ranks have"
+        who = clause(ranks, "has|have") if ranks else f"{last.of - last.count:,} ranks have"
         text = f"{last.count:,} of {last.of:,} ranks have come to the store while the process group was made, {who} not"
     yield recorded(
         ranks,
@@ -105,7 +102,6 @@ def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
         rank for rank, facts in view.facts.items() if facts.record is not None and facts.record.awaited_in == SET_UP
     )
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to the first collective, for whose set-up "
-        f"{ranks_words(waited)} waited"
+        f"{clause(ranks, 'has|have not come to the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )
     return recorded(ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in quotes(view.facts[rank])))

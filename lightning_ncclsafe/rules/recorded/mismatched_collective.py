@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "the same operation with another size or type, which cannot complete"

@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, details_of, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import recorded

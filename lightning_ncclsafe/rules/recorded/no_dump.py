@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
@@ -65,7 +62,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         empty = tuple(rank for rank in ranks if rank in view.facts)
         who = f"no dump of {ranks_words(ranks)} was read, and the others wait"
         if empty:
-            who = f"the {verb(ranks, 'dump', 'dumps')} of {ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing"
+            who = f"the {verb(ranks, 'dump', 'dumps')} of {clause(ranks, 'says|say nothing')}"
         then = f"{'It is' if len(ranks) == 1 else 'One of them is'} probably what they wait for"
     text = f"{who}: {waiting_words(waiting)}. {then}"
     return recorded(

@@ -3,10 +3,16 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    recorded_rule,
+)
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
@@ -77,8 +83,8 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     # Of as many on either side, those are told that have come least far: for them the others wait.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
-        f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {seq:,} of "
-        f"{group_words(group.name)}, in which {ranks_words(least)} {verb(least, 'waits', 'wait')}: "
+        f"{clause(ahead, 'is|are through with number')} {seq:,} of "
+        f"{group_words(group.name)}, in which {clause(least, 'waits|wait')}: "
         f"{waiting_words(waiting)}"
     )
     return recorded(

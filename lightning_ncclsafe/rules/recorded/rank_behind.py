@@ -3,17 +3,19 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.hang.rank_behind import is_named_otherwise
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    clause,
+    deepest_user_frame,
     group_words,
     location_of,
-    ranks_words,
+    recorded_rule,
     short_location,
-    verb,
 )
 from lightning_ncclsafe.rules.recorded.standstill import has_moved
 from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, recorded, waiting_in, waiting_words
@@ -53,7 +55,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 
 def _without_collectives(view: Timeline) -> Finding:
     who = view.waiting
-    text = f"{ranks_words(who)} {verb(who, 'says', 'say')} that a peer was gone or late, and not which"
+    text = clause(who, "says|say that a peer was gone or late, and not which")
     lost = ((rank, view.facts[rank].exception) for rank in who[:4])
     said = tuple(Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None)
     return recorded(
@@ -85,7 +87,7 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     waiting = waiting_in(view.facts, group)
     text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not say for whom"
     if ranks:
-        text += f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far"
+        text += f"; {clause(ranks, 'has|have come least far')}"
     return recorded(
         ranks,
         f"{text}.",

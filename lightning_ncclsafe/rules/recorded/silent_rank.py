@@ -3,11 +3,19 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    clause,
+    deepest_user_frame,
+    ranks_words,
+    recorded_rule,
+    short_location,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
@@ -148,9 +156,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
     at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
-    text = (
-        f"{ranks_words(silent)} {verb(silent, 'says', 'say')} nothing, while {ranks_words(gave_up)} gave up waiting{at}"
-    )
+    text = f"{clause(silent, 'says|say nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
     yield recorded(
         silent,
         f"{text}.",
@@ -169,7 +175,7 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     of_two = any(call.op in OF_TWO for call in waiting.values())
     alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
-    text = f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing{number}, while {waiting_words(waiting)}"
+    text = f"{clause(ranks, 'says|say nothing')}{number}, while {waiting_words(waiting)}"
     if view.job.log.is_cut:
         text += "; the log ends before what others may have said next"
     return recorded(

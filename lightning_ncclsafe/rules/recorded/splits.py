@@ -5,18 +5,22 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from lightning_ncclsafe.facts import Collective, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Timeline,
     call_words,
     capitalised,
     collective_words,
     group_words,
     location_of,
     numel,
+    once,
     ranks_words,
     short_location,
+    signature,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.ended import gone, misled

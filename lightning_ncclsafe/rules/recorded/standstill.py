@@ -21,8 +21,7 @@ from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
-from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
+from lightning_ncclsafe.rules.kit import Timeline, once, signature
 
 # "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")

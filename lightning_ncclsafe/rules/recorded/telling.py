@@ -6,16 +6,20 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import Collective, Frame, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.meaning import meaning
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Severity,
+    Timeline,
     capitalised,
+    clause,
     collective_words,
+    deepest_user_frame,
     duration_words,
     group_words,
+    meaning,
     numel,
     ranks_words,
     short_location,
@@ -132,7 +136,7 @@ def waiting_words(calls: Mapping[int, Collective]) -> str:
     for rank, call in sorted(calls.items()):
         alike[words.of(call)].append(rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(UNKNOWN_CALL), -len(item[1]), item[1]))
-    parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
+    parts = [f"{clause(who, 'waits|wait in')} {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:]):,} more wait elsewhere")
     return "; ".join(parts)

@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective, RankFacts
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
@@ -54,7 +51,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for one another in a circle"
     if passed:
-        why = f"{ranks_words(passed)} {verb(passed, 'has', 'have')} gone on without the other side"
+        why = clause(passed, "has|have gone on without the other side")
     sites = (call_site(call) for call in calls.values())
     return recorded(
         root.ranks,

@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.kinds import recorded_rule
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Timeline,
+    capitalised,
+    duration_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.telling import quotes, recorded
 
