@@ -108,7 +108,8 @@ def load(kind: str, rule: Rule[Any]) -> Cause:
             f"Of the facts in {path.relative_to(DOCS.parent)} today's rules say {', '.join(named) or 'nothing'}, and"
             f" not {name}: mend the rule, or run `python docs/site/record.py {name}`."
         )
-    return Cause(name=name, kind=kind, summary=rule.summary, sections=sections, diagnosis=diagnosis, made=recorded["made"])
+    made = recorded["made"]
+    return Cause(name=name, kind=kind, summary=rule.summary, sections=sections, diagnosis=diagnosis, made=made)
 
 
 def _facts(recorded: dict[str, Any]) -> JobFacts:
