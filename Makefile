@@ -5,6 +5,8 @@
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
+# make package wheel and sdist, checked, installed into an empty environment, and tried there
+# make pictures those of the documentation, of a real hang and a real straggler; needs Chromium
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -27,7 +29,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCUMENTED := $(VENV)/.documented
 
-.PHONY: demo hangs test suite lint docs matrix bench soak faults clients gpu install clean
+.PHONY: demo hangs test suite lint docs matrix bench soak faults clients gpu package pictures install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -87,6 +89,13 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest tests/programs/gpu || status=1; \
 	$(BIN)/python tests/programs/gpu/overhead.py || status=1; \
 	exit $$status
+
+# Into dist/. As in the release workflow: nothing of this checkout's environment is used.
+package:
+	$(PYTHON) tests/programs/package.py --torch "$(TORCH)"
+
+pictures: $(INSTALLED)
+	$(BIN)/python tests/programs/pictures.py
 
 install: $(INSTALLED)
 

@@ -24,19 +24,20 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from lightning_ncclsafe.cli import main
-from lightning_ncclsafe.cli.explain import RULES, SECTIONS, explanation
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.rules.causes import causes as all_rules
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.rule import Rule, name_of
+from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
 DOCS = Path(__file__).resolve().parents[1]
 REPORTS = DOCS / "site" / "reports"
 TITLES: dict[str, str] = yaml.safe_load((DOCS / "site" / "titles.yml").read_text())
+RULES = all_rules()
 CAUSES = "Causes"
 """The entry of the navigation that the pages of causes are put under."""
 # Sphinx's roles, which docstrings use for the names of classes.
@@ -84,14 +85,13 @@ def facts_file(kind: str, name: str) -> Path:
     return REPORTS / slug(kind) / f"{name}.json"
 
 
-def load(kind: str, rule: Rule) -> Cause:
+def load(kind: str, rule: Rule[Any]) -> Cause:
     """A rule with its report.
 
     Raises:
         PluginError: Something of it is missing; says how it is made.
     """
-    name = name_of(rule)
-    summary, sections = explanation(rule)
+    name, sections = rule.name, dict(rule.sections)
     if absent := [section for section in SECTIONS if not sections.get(section)]:
         raise PluginError(f"The docstring of the rule {name} has no section {', '.join(absent)}.")
     path = facts_file(kind, name)
@@ -108,7 +108,8 @@ def load(kind: str, rule: Rule) -> Cause:
             f"Of the facts in {path.relative_to(DOCS.parent)} today's rules say {', '.join(named) or 'nothing'}, and"
             f" not {name}: mend the rule, or run `python docs/site/record.py {name}`."
         )
-    return Cause(name=name, kind=kind, summary=summary, sections=sections, diagnosis=diagnosis, made=recorded["made"])
+    made = recorded["made"]
+    return Cause(name=name, kind=kind, summary=rule.summary, sections=sections, diagnosis=diagnosis, made=made)
 
 
 def _facts(recorded: dict[str, Any]) -> JobFacts:
@@ -129,7 +130,7 @@ def causes() -> dict[str, list[Cause]]:
     found: dict[str, list[Cause]] = defaultdict(list)
     for kind, rules in RULES.items():
         for rule in dict.fromkeys(rules):
-            found[name_of(rule)].append(load(kind, rule))
+            found[rule.name].append(load(kind, rule))
     if unknown := TITLES.keys() - found.keys():
         raise PluginError(
             f"docs/site/titles.yml has titles of causes that no rule names: {', '.join(sorted(unknown))}."
@@ -146,7 +147,7 @@ def on_config(config: MkDocsConfig) -> None:
     listed = config.nav[_causes_entry(config.nav)][CAUSES]
     seen: set[str] = set()
     for kind, rules in RULES.items():
-        names = [name for rule in rules if (name := name_of(rule)) not in seen]
+        names = [name for rule in rules if (name := rule.name) not in seen]
         pages = [{name: f"causes/{name}.md"} for name in sorted(set(names))]
         seen.update(names)
         listed.append({kind: pages})

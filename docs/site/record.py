@@ -21,7 +21,7 @@ sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in ("rules", "readi
 
 from catalogue import CASES  # noqa: E402
 from made_logs import TRACEBACK, timeout  # noqa: E402
-from pages import RULES, facts_file, name_of  # noqa: E402
+from pages import RULES, facts_file  # noqa: E402
 from preflight_scenes import SCENES as PREFLIGHT_SCENES  # noqa: E402
 from recorded import RECORDINGS, _told  # noqa: E402
 from running import run_case  # noqa: E402
@@ -218,7 +218,7 @@ def main() -> None:
     warm = Warm()
     try:
         for kind, rules in RULES.items():
-            for name in dict.fromkeys(map(name_of, rules)):
+            for name in dict.fromkeys(rule.name for rule in rules):
                 if name in wanted if wanted else not facts_file(kind, name).exists():
                     print(f"{name} ({kind}): {record(kind, name, warm, wanted.get(name, ''))}", flush=True)
     finally:

@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.report.terminal import shown_report
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
@@ -71,7 +71,7 @@ def diagnose(paths: Iterable[str], format: str) -> int:
         if format == "json":
             _say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
         else:
-            _say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + render_text(diagnosis), sys.stdout)
+            _say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + shown_report(diagnosis, sys.stdout), sys.stdout)
     return 0 if any(diagnosis.findings for _, diagnosis in diagnoses) else 1
 
 

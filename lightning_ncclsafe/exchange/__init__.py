@@ -6,7 +6,7 @@ Imports facts and marks alone.
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
 from lightning_ncclsafe.exchange.fallback import FallbackExchange
-from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError
+from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError, comes_first
 from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
 from lightning_ncclsafe.exchange.parts import in_parts
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
@@ -19,5 +19,6 @@ __all__ = [
     "MemoryExchange",
     "SharedMemory",
     "TcpStoreExchange",
+    "comes_first",
     "in_parts",
 ]

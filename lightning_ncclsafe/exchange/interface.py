@@ -39,3 +39,15 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""
+
+
+def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
+    """Whether this rank is the first to come to this point: it says for all what each of them would say.
+
+    Where nobody can be asked, each is taken for the first.
+    """
+    mine = str(rank).encode()
+    try:
+        return exchange.set_if_absent(key, mine) == mine
+    except ExchangeError:
+        return True

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
-from lightning_ncclsafe.facts import LoaderTerms, RankFacts, codec
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
+from lightning_ncclsafe.facts import EpochEnd, RankFacts, codec
 from lightning_ncclsafe.facts.findings import Finding
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Agreed:
         findings: What differs, the most telling first.
         folder: Where the report is; empty where none was written.
         incident: The number of the incident that was told; 0 where none was.
-        terms: What follows for each loader.
+        ends: How an epoch of each loader ends.
     """
 
     complete: bool = False
@@ -59,7 +59,7 @@ class Agreed:
     findings: tuple[Finding, ...] = ()
     folder: str = ""
     incident: int = 0
-    terms: tuple[LoaderTerms, ...] = ()
+    ends: tuple[EpochEnd, ...] = ()
 
 
 class Meeting:
@@ -190,7 +190,8 @@ class Meeting:
 
         if not self._wait_until(is_there, self._deadline_s + _VERDICT_S):
             late = f"rank 0 has not compared the ranks' {self._name} within {self._deadline_s:g} s"
-            self._say(f"rank {self._rank}: {late}; going on")
+            if comes_first(self._exchange, f"{self._name}/late/{self.number}", self._rank):
+                self._say(f"rank {self._rank}: {late}; going on")
         # Should rank 0 come yet, it has to go by the same.
         return codec.decode(Agreed, found[0]) if found else self._settle(Agreed())
 

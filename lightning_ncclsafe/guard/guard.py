@@ -16,7 +16,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.libraries import TRAINER_STAGE
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, NotRecorded, Phase, RankFacts, codec
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
 from lightning_ncclsafe.guard.ending import (
@@ -169,8 +169,7 @@ class Guard:
         rank, exchange = self._place.rank, self._next_exchange or self._exchange
         groups = self._probe.glance(0.0).unrecorded
         said = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
-        mine = str(rank).encode()
-        if said and self._place.world_size > 1 and exchange.set_if_absent("unrecorded", mine) == mine:
+        if said and self._place.world_size > 1 and comes_first(exchange, "unrecorded", rank):
             self._say(" ".join(said))
 
     @marked(Mark.STORE)
@@ -517,6 +516,8 @@ class Guard:
         if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
             # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
             self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
+        self._ending.close(self._timeout_error)
+        self._let_the_failed_leave()
         end_run(
             ending=self._ending,
             make_error=self._timeout_error,

@@ -1,9 +1,11 @@
-"""Ranks that stand at the same place, do the same and wait in the same: what reports tell of them is told once."""
+"""What is the same on many ranks is told once: ranks that do the same, and findings that differ in their ranks."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.report.recorded import is_recorded
 from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -62,3 +64,18 @@ class Alike:
         doing = self.view.activities[rank]
         line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
         return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
+
+
+def told_once(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
+    """The findings, those of the same cause at the same line once.
+
+    Returns:
+        The first of each, with the ranks of which others say the same; none where it stands alone.
+    """
+    alike: dict[_Key, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        alike[finding.rule, finding.location, finding.confidence, finding.severity].append(finding)
+    return [
+        (first, tuple(sorted({rank for other in others for rank in other.ranks} - {*first.ranks})))
+        for first, *others in alike.values()
+    ]

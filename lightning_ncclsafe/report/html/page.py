@@ -26,6 +26,7 @@ from lightning_ncclsafe.report.html.tables import tables_of
 from lightning_ncclsafe.report.opening import incident_words, nothing_found
 from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.text import answer_lines
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 _FOLDER = Path(__file__).parent
@@ -78,6 +79,8 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     yield "facts", facts
     tables = list(tables_of(diagnosis, view))
     yield "tables", tables
+    lines = (*answer_lines(diagnosis), safe(incident_words(diagnosis)))
+    yield "text", Markup("".join(f"{escape(line)}\n" for line in lines))
     yield "causes", causes_of(diagnosis, view, facts.place, {table.name for table in tables})
     yield "silent", list(silent_words(alike))
     yield "style", _style()

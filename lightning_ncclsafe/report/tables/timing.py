@@ -135,7 +135,7 @@ def _table(columns: Sequence[str], rows: list[Row], width: int) -> str:
         # As Text, nothing in it is taken for markup.
         table.add_row(*map(Text, row))
     made = io.StringIO()
-    Console(file=made, width=width, force_terminal=False, color_system=None, legacy_windows=False).print(table)
+    Console(file=made, width=width, force_terminal=False, force_jupyter=False, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in made.getvalue().rstrip().splitlines())
 
 
