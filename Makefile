@@ -55,7 +55,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict
 
 docs: $(DOCUMENTED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python docs/site/links.py
 	$(BIN)/python docs/site/search.py build/site
 
