@@ -66,7 +66,7 @@ def under_the_other_name(folder: Path) -> Path:
     shutil.copytree(".", copy, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "lightning_ncclsafe"))
     (copy / "lightning_ncclsafe").symlink_to(Path("lightning_ncclsafe").resolve())
     for file in [copy / "README.md", *copy.glob("tests/**/*"), *copy.glob("examples/**/*")]:
-        if file.suffix in {".py", ".md", ".yaml"} and file.name not in OF_BOTH_NAMES:
+        if file.suffix in {".py", ".md", ".yaml", ".ipynb"} and file.name not in OF_BOTH_NAMES:
             text = file.read_text()
             for pattern, name in OTHER_NAMES.items():
                 text = re.sub(pattern, name, text)
