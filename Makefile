@@ -1,6 +1,7 @@
 # make demo   train on two ranks, then let a training hang and print why
 # make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
+# make docs   the site, into build/site; fails at any warning, broken link or cause without a page
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
@@ -26,8 +27,9 @@ MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCUMENTED := $(VENV)/.documented
 
-.PHONY: demo hangs test suite lint matrix bench soak faults clients gpu package pictures install clean
+.PHONY: demo hangs test suite lint docs matrix bench soak faults clients gpu package pictures install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -51,6 +53,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/python docs/site/links.py
+	$(BIN)/python docs/site/search.py build/site
 
 # An interpreter that is not there is said, and fails only a SESSION that was named.
 matrix: $(INSTALLED)
@@ -96,6 +103,10 @@ $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 clean:

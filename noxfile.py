@@ -3,7 +3,7 @@
     nox --report runs/matrix/report.json [--session NAME] [-- ARGUMENT OF tests/suite.py...]
     python noxfile.py
 
-The second prints what has become of the sessions of the first, as a table for the README.
+The second prints what has become of the sessions of the first, as a table for docs/compatibility.md.
 """
 
 import json
@@ -60,12 +60,13 @@ def suite(session: nox.Session) -> None:
 
 
 def under_the_other_name(folder: Path) -> Path:
-    """A copy of this repository whose tests and examples import ``pytorch_lightning``."""
+    """A copy of this repository whose tests, examples and pages import ``pytorch_lightning``."""
     copy = folder / "repository"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(".", copy, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "lightning_ncclsafe"))
+    left_out = (".git", ".nox", ".venv", ".*_cache", "build", "dist", "runs", "__pycache__", "lightning_ncclsafe")
+    shutil.copytree(".", copy, ignore=shutil.ignore_patterns(*left_out))
     (copy / "lightning_ncclsafe").symlink_to(Path("lightning_ncclsafe").resolve())
-    for file in [copy / "README.md", *copy.glob("tests/**/*"), *copy.glob("examples/**/*")]:
+    for file in [*copy.glob("docs/**/*"), *copy.glob("tests/**/*"), *copy.glob("examples/**/*")]:
         if file.suffix in {".py", ".md", ".yaml", ".ipynb"} and file.name not in OF_BOTH_NAMES:
             text = file.read_text()
             for pattern, name in OTHER_NAMES.items():

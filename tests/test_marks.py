@@ -27,7 +27,7 @@ from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Capacity, Frame, PreflightFacts, RankFacts, codec
 from lightning_ncclsafe.guard.ending import stay_until_all_finished, wait_for_others
 from lightning_ncclsafe.guard.restarts import agree_on_start
-from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget
+from lightning_ncclsafe.loaders.tuning.budget import agree_on_budget
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process.stacks import exception_facts

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
-from inspect import cleandoc
 from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
@@ -15,11 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_ncclsafe.report.terminal import console_for
-from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.kit.rule import Rule, name_of
-from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
-from lightning_ncclsafe.rules.recorded import RECORDED_RULES
+from lightning_ncclsafe.rules.causes import causes
+from lightning_ncclsafe.rules.kit import Rule
 
 _EXPLAIN = "what a cause means, and what to do about it"
 _DESCRIPTION = (
@@ -27,14 +23,7 @@ _DESCRIPTION = (
     " it. Exit code: 0, or 2 if there is no cause of that name."
 )
 _NAME = "name of a cause, as reports have it: rank-zero-only-work; without one, all causes are listed"
-SECTIONS = ("Symptom", "Cause", "Remedy", "Cannot see")
-RULES: dict[str, tuple[Rule, ...]] = {
-    "Why ranks wait": HANG_RULES,
-    "What recordings show": RECORDED_RULES,
-    "What ranks disagree about before they train": AGREEMENT_RULES,
-    "What is wrong with hosts before training": PREFLIGHT_RULES,
-}
-"""The rules that there are, by what they are about."""
+RULES = causes()
 _WIDEST = 100
 
 
@@ -51,10 +40,10 @@ def run(config: Namespace) -> int:
         _print(_list(), sys.stdout)
         return 0
     wanted = config.name.strip().lower().replace("_", "-")
-    found: dict[Rule, list[str]] = {}
+    found: dict[Rule[Any], list[str]] = {}
     for kind, group in RULES.items():
         for rule in group:
-            if name_of(rule) == wanted:
+            if rule.name == wanted:
                 found.setdefault(rule, []).append(kind)
     if not found:
         print(f"error: {_unknown(config.name, wanted)}", file=sys.stderr)
@@ -63,40 +52,25 @@ def run(config: Namespace) -> int:
     return 0
 
 
-def explanation(rule: Rule) -> tuple[str, dict[str, str]]:
-    """What the rule's docstring says in one sentence, and its sections, each as one paragraph."""
-    first, *rest = cleandoc(rule.__doc__ or "").split("\n\n")
-    parts: dict[str, list[str]] = {}
-    for paragraph in rest:
-        title, colon, text = paragraph.partition(":\n")
-        if colon and title in SECTIONS:
-            parts[title] = [text]
-        elif parts:
-            # A section of more than one paragraph.
-            parts[next(reversed(parts))].append(paragraph)
-    return " ".join(first.split()), {title: " ".join(" ".join(texts).split()) for title, texts in parts.items()}
-
-
 def _list() -> Iterator[RenderableType]:
     for kind, group in RULES.items():
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
         for rule in group:
-            table.add_row(Text(f"  {name_of(rule)}"), Text(explanation(rule)[0], "dim"))
+            table.add_row(Text(f"  {rule.name}"), Text(rule.summary, "dim"))
         yield Text(kind, "bold")
         yield table
         yield Text()
     yield Text("ncclsafe explain NAME says more about one of them.")
 
 
-def _explained(rule: Rule, kinds: Iterable[str]) -> Iterator[RenderableType]:
-    summary, sections = explanation(rule)
+def _explained(rule: Rule[Any], kinds: Iterable[str]) -> Iterator[RenderableType]:
     about = "; ".join(f"{kind[:1].lower()}{kind[1:]}" for kind in kinds)
-    yield Text.assemble((name_of(rule), "bold"), (f"  {about}", "dim"))
+    yield Text.assemble((rule.name, "bold"), (f"  {about}", "dim"))
     yield Text()
-    yield Text(summary)
-    for title, text in sections.items():
+    yield Text(rule.summary)
+    for title, text in rule.sections.items():
         yield Text()
         yield Text(title, "bold")
         yield Padding(text, (0, 0, 0, 2))
@@ -104,7 +78,7 @@ def _explained(rule: Rule, kinds: Iterable[str]) -> Iterator[RenderableType]:
 
 
 def _unknown(given: str, wanted: str) -> str:
-    names = list(dict.fromkeys(name_of(rule) for group in RULES.values() for rule in group))
+    names = list(dict.fromkeys(rule.name for group in RULES.values() for rule in group))
     near = [name for name in names if wanted and wanted in name]
     near = list(dict.fromkeys([*near, *get_close_matches(wanted, names)]))[:5]
     hint = f"did you mean {', '.join(near)}?" if near else "ncclsafe explain lists all causes."

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
-from lightning_ncclsafe.facts import LoaderTerms, RankFacts, codec
+from lightning_ncclsafe.facts import EpochEnd, RankFacts, codec
 from lightning_ncclsafe.facts.findings import Finding
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Agreed:
         findings: What differs, the most telling first.
         folder: Where the report is; empty where none was written.
         incident: The number of the incident that was told; 0 where none was.
-        terms: What follows for each loader.
+        ends: How an epoch of each loader ends.
     """
 
     complete: bool = False
@@ -59,7 +59,7 @@ class Agreed:
     findings: tuple[Finding, ...] = ()
     folder: str = ""
     incident: int = 0
-    terms: tuple[LoaderTerms, ...] = ()
+    ends: tuple[EpochEnd, ...] = ()
 
 
 class Meeting:

@@ -516,6 +516,8 @@ class Guard:
         if self._verdict is not None and self._verdict.incident.opened_ns < self._began_ns:
             # Those who waited have said why, on ranks that may be on other hosts; this one only wonders.
             self._say(f"rank {self._place.rank} has come too late, the others gave up: {self._verdict.answer}")
+        self._ending.close(self._timeout_error)
+        self._let_the_failed_leave()
         end_run(
             ending=self._ending,
             make_error=self._timeout_error,

@@ -1,23 +1,24 @@
-"""Compares what the ranks are about to read, and says what follows: an error on all ranks, a warning, or terms."""
+"""Compares what the ranks are about to read, and says what follows: an error on all ranks, a warning, or epoch ends."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
-from lightning_ncclsafe.facts import DataFacts, Incident, IncidentKind, JobFacts, LoaderFacts, LoaderTerms, RankFacts
+from lightning_ncclsafe.facts import DataFacts, EpochEnd, Incident, IncidentKind, JobFacts, LoaderFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
-from lightning_ncclsafe.loaders.lockstep import Reading, Votes
-from lightning_ncclsafe.loaders.terms import terms_of
+from lightning_ncclsafe.loaders.lockstep import BatchesRead, Votes
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_alone, goes_alone
 from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.settings import OnUneven
 
 _GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.'
 
@@ -52,20 +53,20 @@ class Agreement:
         self._say = say
         self._said: set[str] = set()
 
-    def compare(self, data: DataFacts) -> tuple[LoaderTerms, ...]:
+    def compare(self, data: DataFacts) -> tuple[EpochEnd, ...]:
         """Presents this rank's loaders, waits for all other ranks', and returns what follows for each loader.
 
         Args:
             data: What this rank is about to read.
 
         Returns:
-            The terms of each loader; none where some rank takes no part.
+            How an epoch of each loader ends; none where some rank takes no part.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
             ExchangeError: If ranks cannot share.
         """
-        return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).terms
+        return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
 
     def all_can(self, can: bool) -> bool:
         """Whether all ranks can do what each of them has just tried.
@@ -80,7 +81,7 @@ class Agreement:
         """This rank takes no part from now on, and the others compare nothing without it."""
         self._meeting.withdraw(self._identity)
 
-    def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[Reading]) -> UnevenDataError:
+    def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead]) -> UnevenDataError:
         """The data of some rank has ended. All ranks know the same, and come to the same words.
 
         Args:
@@ -143,7 +144,7 @@ class Agreement:
             return Agreed()  # the rank that takes no part has said why
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
-        terms = terms_of(data) if self._is_complete(ranks) else ()
+        ends = epoch_ends(data) if self._is_complete(ranks) else ()
         if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
             diagnosis = _with_way_on(diagnosis)
             folder = self._write(diagnosis)
@@ -155,7 +156,7 @@ class Agreement:
                 incident=diagnosis.job.incident.number,
             )
         incident = self._warn(diagnosis) if diagnosis.findings else 0
-        return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, incident=incident, terms=terms)
+        return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, incident=incident, ends=ends)
 
     def _is_complete(self, ranks: tuple[RankFacts, ...]) -> bool:
         return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
@@ -224,3 +225,52 @@ def _alike(loader: LoaderFacts) -> LoaderFacts:
         datasets=loader.datasets,
         iterable=loader.iterable,
     )
+
+
+def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
+    """How an epoch of each loader of a stage ends: does it need a vote, does its length change.
+
+    Args:
+        ranks: What each rank presents.
+
+    Returns:
+        One for each loader; none where ranks have different numbers of loaders.
+    """
+    data = list(ranks)
+    if not data or len({len(one.loaders) for one in data}) != 1:
+        return ()
+    # Ranks predict, and mostly evaluate, each for itself, and may end when they like.
+    if all(map(goes_alone, data)) or _ends_together(data):
+        return tuple(EpochEnd() for _ in data[0].loaders)
+    on_uneven = data[0].on_uneven
+    may_part = all(map(evaluates_alone, data))
+    return tuple(
+        _epoch_end(loaders, on_uneven, may_part) for loaders in zip(*(one.loaders for one in data), strict=True)
+    )
+
+
+def _ends_together(ranks: list[DataFacts]) -> bool:
+    """Whether all lengths are known and make epochs that are equally long on all ranks."""
+    known = all(loader.length is not None for data in ranks for loader in data.loaders)
+    return known and len({epoch_batches(data) for data in ranks}) == 1
+
+
+def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_part: bool) -> EpochEnd:
+    lengths = tuple(loader.length for loader in loaders)
+    known = tuple(length for length in lengths if length is not None)
+    if len(known) == len(lengths) and len(set(known)) == 1:
+        return EpochEnd()
+    agreed = {"stop_together": min, "repeat": max}.get(on_uneven)
+    length = agreed(known) if agreed is not None and len(known) == len(lengths) else None
+    if any(loader.iterable for loader in loaders) or len(known) < len(lengths):
+        return EpochEnd(
+            votes=True,
+            looks_ahead=all(loader.made_by_workers for loader in loaders),
+            may_part=may_part,
+            length=length,
+            hides_length=length is None and bool(known),
+        )
+    if length is not None:
+        return EpochEnd(length=length)
+    # One more than the shortest rank has: in asking for that one all ranks meet the end.
+    return EpochEnd(length=min(known) + 1, ends_at=min(known), lengths=known)

@@ -13,7 +13,7 @@ from enum import IntFlag
 from itertools import islice
 from typing import Any, Protocol
 
-from lightning_ncclsafe.loaders.endings import Begin
+from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.settings import OnUneven
 
 
@@ -43,7 +43,7 @@ _STEADY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class BatchesRead:
     """How far one rank has come with a loader when the data of some rank has ended.
 
     Attributes:
@@ -79,7 +79,7 @@ class Lockstep:
         begin: Begin,
         votes: Votes,
         on_uneven: OnUneven,
-        tell: Callable[[list[Reading]], Exception],
+        tell: Callable[[list[BatchesRead]], Exception],
         compare: Callable[[int, int], None] | None = None,
         digest: Callable[[Any], int] = hash,
         *,
@@ -189,7 +189,7 @@ class Lockstep:
         self._told = True
         return self._tell(
             [
-                Reading(batches=batches, ended=bool(ended))
+                BatchesRead(batches=batches, ended=bool(ended))
                 for batches, ended in self._votes.gather(self._given + (not self._ended), self._ended)
             ]
         )

@@ -13,6 +13,8 @@ from lightning_ncclsafe.loggers.manifest import open_regular
 
 _DELIVERED = "delivered.json"
 _SUFFIX = ".frames"
+# More than most frames have.
+_CHUNK_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,23 @@ class Segment:
         Raises:
             OSError: If it cannot be read.
         """
-        with open(self.path, "rb", opener=open_regular) as file:
-            file.seek(self.released_bytes)
-            data = file.read(self.rest_bytes)
         frames: list[Frame] = []
         end = 0
-        for frame, end in decode(data):
-            frames.append(frame)
-            if end >= most_bytes:
-                break
+        # A recovery may ask for one call after the other: not for each is the whole file read.
+        chunk_bytes = max(2 * most_bytes, _CHUNK_BYTES)
+        data = b""
+        with open(self.path, "rb", opener=open_regular) as file:
+            file.seek(self.released_bytes)
+            while not frames and len(data) < self.rest_bytes:
+                chunk = file.read(min(chunk_bytes, self.rest_bytes - len(data)))
+                if not chunk:
+                    break
+                data += chunk
+                chunk_bytes = len(data)
+                for frame, end in decode(data):
+                    frames.append(frame)
+                    if end >= most_bytes:
+                        break
         return Portion(tuple(frames), self.number, self.released_bytes + end) if frames else None
 
     def replace_rest(self, data: bytes) -> None:

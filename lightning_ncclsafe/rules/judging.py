@@ -1,57 +1,35 @@
 """The judge: asks all rules, puts the most probable cause first, and leaves out what only follows from it."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, Straggler
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.kit.caught import with_caught
-from lightning_ncclsafe.rules.kit.places import with_places
-from lightning_ncclsafe.rules.kit.rule import Rule, name_of
-from lightning_ncclsafe.rules.kit.timeline import forget
-from lightning_ncclsafe.rules.past_lateness import with_past_lateness
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Diagnosis,
+    Evidence,
+    Finding,
+    Findings,
+    Rule,
+    capitalised,
+    clause,
+    duration_words,
+    forget,
+    timeline,
+    with_caught,
+)
 from lightning_ncclsafe.rules.unknowns import unknowns
 
-# Causes that are read from an exception, so that it need not be told twice.
-_OF_EXCEPTIONS = (
-    "gpu-memory-exhausted",
-    "shm-exhausted",
-    "worker-died",
-    "exception-during-save",
-    "skipped-step",
-    "unused-parameters",
-    "timeout-misuse",
-    "diverged-collectives",
-)
-# Ranks that do not make the same number of steps: what they then call, or leave out, follows from that.
-_OTHER_STEPS = ("different-trainer-settings", "stopped-early")
-# What follows from a cause that is known by its own name; where that is only possible, both are told.
-_FOLLOWS_FROM = {
-    "stopped-early": ("different-trainer-settings",),
-    "skipped-step": _OTHER_STEPS,
-    "unused-parameters": (*_OTHER_STEPS, "skipped-step"),
-    "mismatched-collective": _OTHER_STEPS,
-    "diverged-log-keys": _OTHER_STEPS,
-    "diverged-collectives": (
-        *_OTHER_STEPS,
-        "checkpoint-skipped-barrier",
-        "crossed-groups",
-        "diverged-log-keys",
-        "mismatched-collective",
-        "skipped-step",
-        "unfinished-rank",
-        "unused-parameters",
-    ),
-    "uneven-batches": (*_OTHER_STEPS, "diverged-collectives", "skipped-step", "unused-parameters"),
-}
-
-# What gloo ends processes for.
-_ENDS_PROCESSES = ("mismatched-collective", "diverged-collectives")
-
 _CONFIDENCES = tuple(Confidence)
+# Of more hosts than that a list tells nothing.
+_FEW_HOSTS = 4
 
 
-def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
+def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     """Asks every rule and puts the most probable cause first.
 
     A rule that fails never hides the answers of the others: it is named in ``unanswered``.
@@ -60,63 +38,63 @@ def judge(job: JobFacts, rules: tuple[Rule, ...] = HANG_RULES) -> Diagnosis:
         job: The facts of all ranks that answered.
         rules: The rules to ask.
     """
-    findings: list[Finding] = []
+    every: list[tuple[Rule[Any], Finding]] = []
     failures: list[str] = []
     for rule in rules:
         try:
-            findings.extend(rule(job))
+            every.extend((rule, finding) for finding in rule.findings(job))
         except Exception as error:  # a report with one cause less is better than none
-            failures.append(f"The rule {name_of(rule)} failed ({type(error).__name__}: {error}).")
+            failures.append(f"The rule {rule.name} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
-    told = with_caught(_ordered(_as_recorded(findings, job)), job)
+    others = Findings(every)
+    kept = [finding for rule, finding in every if not rule.is_superseded(finding, others)]
+    told = with_caught(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)), job)
+    told = [_with_places(finding, job) for finding in _with_past_lateness(told, job)]
     forget()
-    told = with_places(with_past_lateness(told, job), job)
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
 
 
-def _as_recorded(findings: list[Finding], job: JobFacts) -> list[Finding]:
-    """An exception that stands in a log may have been caught: whether it ended its rank is not seen."""
-    if job.incident.kind is not IncidentKind.RECORDED:
-        return findings
+def _with_places(finding: Finding, job: JobFacts) -> Finding:
+    """The same finding; where the job has several hosts, it says first where the ranks run that it names."""
+    hosts = timeline(job).hosts
+    # Where ranks are only compared, what is compared is said with its host.
+    if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+        return finding
+    there: dict[str, list[int]] = defaultdict(list)
+    for rank in finding.ranks:
+        if rank in hosts:
+            there[hosts[rank]].append(rank)
+    if not 0 < len(there) <= _FEW_HOSTS:
+        return finding
+    words = "; ".join(f"{clause(ranks, 'runs|run')} on {host}" for host, ranks in there.items())
+    return replace(finding, evidence=(Evidence(source="place", text=f"{capitalised(words)}."), *finding.evidence))
+
+
+def _with_past_lateness(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+    """The same findings; those about ranks that have kept the others waiting before say so, and since when."""
+    told = (straggler for facts in job.ranks for straggler in facts.stragglers)
+    # Every rank knows as much as it was told last.
+    known = {straggler.rank: straggler for straggler in sorted(told, key=lambda one: one.until_ns)}
     return [
-        replace(finding, confidence=Confidence.LIKELY)
-        if finding.rule in _OF_EXCEPTIONS[:3] and finding.confidence is Confidence.CERTAIN
-        else finding
+        replace(
+            finding,
+            evidence=(*finding.evidence, *(_lateness(known[rank], job) for rank in finding.ranks if rank in known)),
+        )
         for finding in findings
     ]
 
 
-def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
-    kept = [finding for finding in findings if not _superseded(finding, findings)]
-    return tuple(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)))
-
-
-def _names_cause(finding: Finding, of: str) -> bool:
-    return finding.rule in _FOLLOWS_FROM[of] and _is_likely(finding)
-
-
-def _is_likely(finding: Finding) -> bool:
-    return finding.confidence is not Confidence.POSSIBLE
-
-
-def _superseded(finding: Finding, findings: list[Finding]) -> bool:
-    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out.
-
-    Nor is an exception, once it has been told what it says.
-    """
-    if finding.rule == "failed-rank":
-        told = {rank for other in findings if other.rule in _OF_EXCEPTIONS for rank in other.ranks}
-        return bool(finding.ranks) and told.issuperset(finding.ranks)
-    if finding.rule in _FOLLOWS_FROM:
-        return any(_names_cause(other, finding.rule) for other in findings)
-    if finding.rule == "dead-rank":
-        likely = (other for other in findings if other.rule in _ENDS_PROCESSES and _is_likely(other))
-        return any(set(other.ranks) >= set(finding.ranks) for other in likely)
-    if finding.rule != "rank-behind":
-        return False
-    # Why ranks gave up waiting does not tell for whom they waited.
-    better = [other for other in findings if other.rule not in ("rank-behind", "timeout-misuse")]
-    if not better:
-        return False
-    covered = {rank for other in better for rank in other.ranks}
-    return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE
+def _lateness(straggler: Straggler, job: JobFacts) -> Evidence:
+    began = datetime.fromtimestamp(straggler.since_ns / 1e9, tz=timezone.utc)
+    ago_s = max((job.incident.opened_ns - straggler.since_ns) / 1e9, 0.0)
+    where = f", in {straggler.phase}" if straggler.phase else ""
+    ended = "; it had recovered" if straggler.is_over else ""
+    return Evidence(
+        rank=straggler.rank,
+        source="collective times",
+        text=(
+            f"It had kept the others waiting before: late in {straggler.share:.0%} of {straggler.of_steps} steps, by "
+            f"{straggler.mean_s * 1e3:.0f} ms on average{where}, since {began:%H:%M:%S} UTC, {duration_words(ago_s)} "
+            f"ago{ended}."
+        ),
+    )

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import Timeline, capitalised, group_words, ranks_words, timeline, verb
 from lightning_ncclsafe.rules.recorded.unknowns import recorded_unknowns
 
 _BY_STACKS = "who is behind is judged by stacks alone"

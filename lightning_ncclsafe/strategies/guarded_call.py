@@ -37,8 +37,7 @@ from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.collecting import LoaderCollector
-from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.loggers.live import drain_all, live_facts
 from lightning_ncclsafe.preflight.check import Preflight
@@ -363,7 +362,7 @@ class GuardedCall:
         else:
             self._preflight = preflight
 
-    def _presented(self, stage: Stage) -> None:
+    def _compare_load(self, stage: Stage) -> None:
         """What loaders ask of a host is known once they are there; a tuner says itself what it has lowered."""
         settings = _settings_of(self._trainer, TunerSettings)
         if stage.name == TRAIN and not (settings is not None and settings.apply):
@@ -401,7 +400,7 @@ class GuardedCall:
             tracker=self.tracker,
             timeout_s=self._limits.longest_s,
             tuner=self._tuner,
-            presented=self._presented,
+            on_stage=self._compare_load,
         )
 
     def _make_agreement(self, place: Place, exchange: Exchange) -> Agreement:

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import pytest
 
 from lightning_ncclsafe import rules
 from lightning_ncclsafe.cli import explain, main
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.kit.rule import Rule, name_of
+from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
 Explained = Callable[[str], str]
 KINDS = [import_module(f"{rules.__name__}.{kind.name}") for kind in iter_modules(rules.__path__) if kind.ispkg]
@@ -30,21 +31,21 @@ def test_no_kind_of_rule_is_forgotten() -> None:
     assert len(told) == len(LISTED) and set(told) == set(LISTED)
 
 
-@pytest.mark.parametrize("rule", dict.fromkeys(LISTED), ids=lambda rule: rule.__module__.partition(".rules.")[2])
-def test_every_rule_says_what_it_is_about(rule: Rule) -> None:
-    summary, sections = explain.explanation(rule)
+@pytest.mark.parametrize("rule", dict.fromkeys(LISTED), ids=lambda rule: rule.ask.__module__.partition(".rules.")[2])
+def test_every_rule_says_what_it_is_about(rule: Rule[Any]) -> None:
+    summary, sections = rule.summary, rule.sections
     assert summary.endswith(".") and len(summary) < 200
-    assert tuple(sections) == explain.SECTIONS
+    assert tuple(sections) == SECTIONS
     assert all(text.endswith(".") for text in sections.values())
     # What is not in one of the sections would not be told.
     told = " ".join([summary, *(f"{title}: {text}" for title, text in sections.items())])
-    assert " ".join((rule.__doc__ or "").split()) == told
+    assert " ".join((rule.ask.__doc__ or "").split()) == told
 
 
 def test_one_is_explained(explained: Explained) -> None:
     lines = explained("rank-zero-only-work").splitlines()
     assert lines[0] == "rank-zero-only-work  why ranks wait"
-    assert [line for line in lines if line in explain.SECTIONS] == [*explain.SECTIONS]
+    assert [line for line in lines if line in SECTIONS] == [*SECTIONS]
     assert not [line for line in lines if line != line.rstrip() or len(line) > 100]
 
 
@@ -69,7 +70,7 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[:2] == "  " and line[2:3] != " "] == [
-        name_of(rule) for group in explain.RULES.values() for rule in group
+        rule.name for group in explain.RULES.values() for rule in group
     ]
     assert "Why ranks wait" in lines
 

@@ -203,6 +203,14 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     assert (path.read_text(), [*tmp_path.iterdir()]) == ("new", [path])
 
 
+def test_where_nothing_was_written_nothing_is_raised_and_what_was_there_stays(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_text("before")
+    with Ending().written(path):
+        pass
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
+
+
 def test_a_checkpoint_that_was_begun_before_the_end_does_not_get_its_name(tmp_path: Path) -> None:
     run, path = Ending(), tmp_path / "last.ckpt"
     path.write_text("old")

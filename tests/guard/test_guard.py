@@ -512,6 +512,28 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     assert asked == [1, 1, 1]
 
 
+def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has broken its wait: the process of the rank that has failed still ends, on a busy machine for long."""
+    job = make_job(world_size=2)
+    monkeypatch.setattr(guard_module, "_FAILED_LEAVE_S", 60.0)
+    was_asked, has_left = threading.Event(), threading.Event()
+
+    def look_at_peer(card: Card) -> ProcessFacts:
+        was_asked.set()
+        return ProcessFacts(pid=card.pid, rank=card.rank, state="zombie" if has_left.is_set() else "running")
+
+    wait_on_all_but(job, 1)
+    job.start()
+    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.guards[1].failed(ValueError("the batch is broken"))
+    assert was_asked.wait(20)
+    assert 0 not in job.ended
+    has_left.set()
+    job.wait_for(lambda: 0 in job.ended)
+
+
 def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[0].card = replace(job.probes[0].card, host="node-a")

@@ -238,6 +238,34 @@ def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
     assert threading.active_count() == threads
 
 
+def live_under(watch: ChildWatch, codes: list[int]) -> None:
+    """Children that the watch has seen, and their parent seen end with these codes."""
+    gate = FORK.Event()
+    children = [FORK.Process(target=lambda code=code: exit_badly(gate.wait() and code)) for code in codes]
+    for child in children:
+        child.start()
+    watch._next_s = 0.0
+    watch.note()
+    gate.set()
+    for child in children:
+        child.join()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_children_that_have_ended_keep_no_file_open() -> None:
+    watch, before = ChildWatch(), open_files()
+    its_own = 3  # what it waits with, and both ends of what wakes it
+    try:
+        for codes in ([0], [0, 7, 0]):
+            live_under(watch, codes)
+            until(lambda: len(watch.read(0.0)) == codes.count(7) and open_files() == before + its_own)  # noqa: B023
+    finally:
+        watch.close()
+
+
 def test_a_child_that_nobody_has_asked_for_is_told_once() -> None:
     watch, child = ChildWatch(), subprocess.Popen(["sleep", "60"])
     try:

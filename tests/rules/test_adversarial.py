@@ -28,6 +28,7 @@ from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, 
 from lightning_ncclsafe.facts.findings import Confidence, Severity
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit import Finding, Rule, Timeline
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
 
@@ -172,10 +173,11 @@ def test_a_timeout_makes_it_an_error() -> None:
 
 
 def test_a_rule_that_fails_hides_nothing() -> None:
-    def broken_rule(_: JobFacts) -> list[object]:
+    def fails(_: Timeline) -> list[Finding]:
         raise ZeroDivisionError("oops")
 
-    diagnosis = judge(slow_step(GLOO), (broken_rule, *HANG_RULES))  # type: ignore[arg-type]
+    broken = Rule("broken-rule", fails, Timeline)
+    diagnosis = judge(slow_step(GLOO), (broken, *HANG_RULES))
     assert diagnosis.findings[0].rule == "rank-behind"
     assert "The rule broken-rule failed (ZeroDivisionError: oops)." in diagnosis.unanswered
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from inspect import cleandoc
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.rule import name_of
+from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 NO_SAMPLER = SamplerFacts(name="Mine")
@@ -635,13 +634,12 @@ def test_findings_are_complete(scene: Scene) -> None:
 
 
 def test_every_rule_has_a_scene() -> None:
-    assert {scene.rule for scene in SCENES} == {name_of(rule) for rule in AGREEMENT_RULES}
+    assert {scene.rule for scene in SCENES} == {rule.name for rule in AGREEMENT_RULES}
 
 
-@pytest.mark.parametrize("rule", AGREEMENT_RULES, ids=name_of)
-def test_rules_explain_themselves(rule: object) -> None:
-    text = cleandoc(rule.__doc__ or "")
-    assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+@pytest.mark.parametrize("rule", AGREEMENT_RULES, ids=lambda rule: rule.name)
+def test_rules_explain_themselves(rule: Rule[Any]) -> None:
+    assert rule.summary and tuple(rule.sections) == SECTIONS
 
 
 UNEVEN_EVALUATION = with_data(uneven(presenting(3, own_loader, **VALIDATION), 0, count=5), on_mismatch="raise_on_hang")

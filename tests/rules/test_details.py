@@ -12,8 +12,7 @@ from builders import GLOO, NCCL, RUN, Backend, user
 from lightning_ncclsafe.facts import Frame, HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
 from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.memory import short_of_memory, swaps
-from lightning_ncclsafe.rules.kit.storage import directories, directory_words
+from lightning_ncclsafe.rules.kit.machine import directories, directory_words, short_of_memory, swaps
 
 GB = 1_000_000_000
 

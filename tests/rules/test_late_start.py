@@ -9,7 +9,7 @@ from builders import GLOO, INIT_GROUP, job, process, user
 from lightning_ncclsafe.facts import Action, HostFacts, JobFacts, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.memory import growth_bytes_per_s, memory_words, used_up_words
+from lightning_ncclsafe.rules.kit.machine import growth_bytes_per_s, memory_words, used_up_words
 
 MB, GB = 1_000_000, 1_000_000_000
 AVAILABLE = HostFacts(memory_available_bytes=2_100 * MB)

@@ -28,7 +28,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
+from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 
 GB = 1_000_000_000
 

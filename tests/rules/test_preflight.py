@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import cleandoc
+from typing import Any
 
 import pytest
 from preflight_builders import (
@@ -39,9 +39,8 @@ from lightning_ncclsafe.report.tables.preflight import render_preflight, render_
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.cores import core_shares
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.kit.rule import name_of
+from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares
+from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
@@ -75,13 +74,12 @@ def assert_complete(finding: Finding) -> None:
 
 
 def test_every_rule_has_a_scene() -> None:
-    assert {scene.rule for scene in SCENES} == {name_of(rule) for rule in PREFLIGHT_RULES}
+    assert {scene.rule for scene in SCENES} == {rule.name for rule in PREFLIGHT_RULES}
 
 
-@pytest.mark.parametrize("rule", PREFLIGHT_RULES, ids=name_of)
-def test_rules_explain_themselves(rule: object) -> None:
-    text = cleandoc(rule.__doc__ or "")
-    assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+@pytest.mark.parametrize("rule", PREFLIGHT_RULES, ids=lambda rule: rule.name)
+def test_rules_explain_themselves(rule: Rule[Any]) -> None:
+    assert rule.summary and tuple(rule.sections) == SECTIONS
 
 
 @pytest.mark.parametrize("name", QUIET)
@@ -192,7 +190,7 @@ def test_a_thousand_ranks_are_judged_and_told_within_a_second() -> None:
     diagnosis = judge(job, PREFLIGHT_RULES)
     text = render_preflight(diagnosis)
     assert time.process_time() - began_s < 1.0
-    assert {finding.rule for finding in diagnosis.findings} == {name_of(rule) for rule in PREFLIGHT_RULES}
+    assert {finding.rule for finding in diagnosis.findings} == {rule.name for rule in PREFLIGHT_RULES}
     assert len(text.splitlines()) < 40
     assert all(len(finding.evidence) <= 8 and len(finding.summary) < 2_000 for finding in diagnosis.findings)
 

@@ -1,6 +1,6 @@
 """Every canonical scene, on both back ends, must put its own cause first: the rules are told apart here."""
 
-from inspect import cleandoc
+from typing import Any
 
 import pytest
 from builders import GLOO, NCCL, Backend
@@ -12,7 +12,7 @@ from scenes import Scene
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.rule import name_of
+from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
 BACKENDS = (GLOO, NCCL)
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)
@@ -47,20 +47,19 @@ def test_findings_are_complete(scene: Scene, backend: Backend) -> None:
 
 
 def test_every_rule_has_a_scene() -> None:
-    assert {scene.rule for scene in SCENES} == {name_of(rule) for rule in HANG_RULES}
+    assert {scene.rule for scene in SCENES} == {rule.name for rule in HANG_RULES}
 
 
-@pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)
-def test_rules_explain_themselves(rule: object) -> None:
-    text = cleandoc(rule.__doc__ or "")
-    assert all(f"\n{section}:\n" in text for section in ("Symptom", "Cause", "Remedy", "Cannot see"))
+@pytest.mark.parametrize("rule", HANG_RULES, ids=lambda rule: rule.name)
+def test_rules_explain_themselves(rule: Rule[Any]) -> None:
+    assert rule.summary and tuple(rule.sections) == SECTIONS
 
 
-@pytest.mark.parametrize("rule", HANG_RULES, ids=name_of)
-def test_scenes_notice_a_missing_rule(rule: object) -> None:
+@pytest.mark.parametrize("rule", HANG_RULES, ids=lambda rule: rule.name)
+def test_scenes_notice_a_missing_rule(rule: Rule[Any]) -> None:
     """Without its rule no scene of this cause may pass, or the scenes would test nothing."""
     others = tuple(other for other in HANG_RULES if other is not rule)
-    scenes = [scene for scene in SCENES if scene.rule == name_of(rule)]  # type: ignore[arg-type]
+    scenes = [scene for scene in SCENES if scene.rule == rule.name]
     assert scenes
     for scene in scenes:
         diagnosis: Diagnosis = judge(scene.build(GLOO), others)

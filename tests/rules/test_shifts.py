@@ -8,7 +8,7 @@ from builders import BARRIER, GLOO, MAIN, RUN, job, user
 from lightning_ncclsafe.facts import Action, Collective, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.shifts import shift
+from lightning_ncclsafe.rules.kit.divergences import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 # Each letter is a call site: its operation, its elements, and the user's line, if it has one.

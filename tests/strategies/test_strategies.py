@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.loaders.collecting import Stage
 from lightning_ncclsafe.settings import AgreementSettings, Limits
 from lightning_ncclsafe.strategies import guarded_call
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy

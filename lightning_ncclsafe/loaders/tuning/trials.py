@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from lightning_ncclsafe.loaders.tuning.messages import Trial
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
+from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
 # What is promised: over any 20 epochs, no more than 2 % slower than what the user has set. That is 40 % of one epoch.
 # One trial may cost most of it; one that has failed is the last.
 _MOST_LOSS = 0.35
-# A trial has to promise so much of a step's time, and to keep half of that, or the second share of it.
+# A trial has to forecast so much of a step's time, and to keep half of that, or the second share of it.
 _LEAST_PROMISE = 0.15
 _LEAST_GAIN = 0.05
 # What is only advised is to be gained for sure.
@@ -20,7 +19,7 @@ _SURE = 0.25
 _KNOWN_BY = 3
 # Where the loader is waited for less than this share of a step, its workers are fast enough.
 _STARVES = 0.1
-# After so many stretches, then twice as many each time, one stretch has the user's workers again: what other workers
+# After so many intervals, then twice as many each time, one interval has the user's workers again: what other workers
 # have gained before may have become a loss since.
 _FIRST_CONTROL = 20
 
@@ -52,7 +51,29 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Trial:
+    """Other workers, for one interval.
+
+    Attributes:
+        number: Counts the trials of a loader.
+        workers: ``num_workers``.
+        epoch: The first epoch in which it may begin; see :class:`Interval`.
+        part: The first part of that.
+    """
+
+    number: int
+    workers: int
+    epoch: int
+    part: int = 0
+
+    @property
+    def interval(self) -> Interval:
+        """From when on it may begin."""
+        return Interval(self.epoch, self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOutcome:
     """What has become of a trial.
 
     Attributes:
@@ -73,7 +94,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Forecast:
     """What is expected of other workers.
 
     Attributes:
@@ -85,15 +106,15 @@ class Promise:
 
     workers: int
     step_s: float
-    known: Stretch
+    known: Measurement
     gain: float
 
 
 class Trials:
     """Those of one loader, on behalf of all ranks.
 
-    Other workers are tried for one stretch (an epoch, or some minutes of a longer one), and the user's come back. They
-    stay if that stretch was faster than the ones before and after it, from a number of stretches on; all that starting
+    Other workers are tried for one interval (an epoch, or some minutes of a longer one), and the user's come back. They
+    stay if that interval was faster than the ones before and after it, from a number of intervals on; all that starting
     them costs is counted. What has failed once, is not tried again.
 
     Args:
@@ -112,19 +133,19 @@ class Trials:
         self._forks = forks
         self._is_cold = True
         self._is_over = False
-        self._recent: deque[Stretch] = deque(maxlen=_KNOWN_BY)
-        self._tried: Stretch | None = None
+        self._recent: deque[Measurement] = deque(maxlen=_KNOWN_BY)
+        self._tried: Measurement | None = None
         self._count = 0
         self._promised = 0.0
         self._spent_s = 0.0
         self._users_step_s = 0.0
         self._since_control, self._next_control = 0, _FIRST_CONTROL
 
-    def add(self, stretch: Stretch, room: Room, *, begins: Moment, may_try: bool) -> Change | None:
+    def add(self, measurement: Measurement, room: Room, *, begins: Interval, may_try: bool) -> TrialOutcome | None:
         """Takes what was measured.
 
         Args:
-            stretch: The next one, of all ranks.
+            measurement: The next one, of all ranks.
             room: What there is.
             begins: When a trial may begin: all ranks have read of it by then.
             may_try: Whether one may begin at all.
@@ -134,24 +155,24 @@ class Trials:
         if is_cold:
             return None
         trial = self.trial
-        if trial is not None and stretch.moment >= trial.moment and stretch.workers == trial.workers:
-            self._tried = stretch
+        if trial is not None and measurement.interval >= trial.interval and measurement.workers == trial.workers:
+            self._tried = measurement
             return None
-        if stretch.workers != self.workers:
+        if measurement.workers != self.workers:
             return None
         change = None
-        if trial is not None and stretch.moment >= trial.moment:
-            change = self._judge(trial, stretch)
+        if trial is not None and measurement.interval >= trial.interval:
+            change = self._judge(trial, measurement)
         if change is None or change.kind == "no gain":
-            self._recent.append(stretch)
+            self._recent.append(measurement)
         change = change or self._taken_back()
         self._since_control += 1
         if may_try and change is None and self.trial is None:
             self._try(room, begins)
         return change
 
-    def promise(self, room: Room, *, most_loss_s: float = inf) -> Promise | None:
-        """What more workers promise, by what is known; None if nothing that would be worth a trial.
+    def forecast(self, room: Room, *, most_loss_s: float = inf) -> Forecast | None:
+        """What more workers forecast, by what is known; None if nothing that would be worth a trial.
 
         Args:
             room: What there is.
@@ -172,16 +193,16 @@ class Trials:
         gain = 1 - step_s / known.step_s
         if gain < _LEAST_PROMISE:
             return None
-        return Promise(workers=workers, step_s=step_s, known=known, gain=gain)
+        return Forecast(workers=workers, step_s=step_s, known=known, gain=gain)
 
-    def is_sure(self, promise: Promise) -> bool:
+    def is_sure(self, forecast: Forecast) -> bool:
         """Whether it is enough to speak of it, without a trial."""
-        return promise.gain >= _SURE
+        return forecast.gain >= _SURE
 
-    def _known(self) -> Stretch:
-        return sorted(self._recent, key=lambda stretch: stretch.step_s)[len(self._recent) // 2]
+    def _known(self) -> Measurement:
+        return sorted(self._recent, key=lambda measurement: measurement.step_s)[len(self._recent) // 2]
 
-    def _try(self, room: Room, begins: Moment) -> None:
+    def _try(self, room: Room, begins: Interval) -> None:
         if self.workers != self._users and self._since_control >= self._next_control:
             self._begin(self._users, begins)
             return
@@ -189,23 +210,23 @@ class Trials:
             return
         known = self._known()
         left_s = _MOST_LOSS * known.batches * known.step_s - self._spent_s
-        promise = self.promise(room, most_loss_s=left_s)
-        if promise is not None:
-            self._promised = promise.gain
-            self._spent_s += self._most_loss_s(known, promise.workers)
-            self._begin(promise.workers, begins)
+        forecast = self.forecast(room, most_loss_s=left_s)
+        if forecast is not None:
+            self._promised = forecast.gain
+            self._spent_s += self._most_loss_s(known, forecast.workers)
+            self._begin(forecast.workers, begins)
 
-    def _begin(self, workers: int, begins: Moment) -> None:
+    def _begin(self, workers: int, begins: Interval) -> None:
         self._count += 1
         self._tried = None
         self.trial = Trial(number=self._count, workers=workers, epoch=begins.epoch, part=begins.part)
 
-    def _judge(self, trial: Trial, after: Stretch) -> Change | None:
+    def _judge(self, trial: Trial, after: Measurement) -> TrialOutcome | None:
         """Once the workers in force are there again."""
         tried, self._tried, self.trial = self._tried, None, None
         if tried is None:  # not all ranks have read of it in time
             return None
-        base = min(self._known(), after, key=lambda stretch: stretch.step_s)
+        base = min(self._known(), after, key=lambda measurement: measurement.step_s)
         if trial.workers == self._users:
             self._since_control, self._next_control = 0, 2 * self._next_control
             self._users_step_s = tried.step_s
@@ -214,12 +235,12 @@ class Trials:
             self._is_over = True
             return _change("no gain", base, tried)
         self.workers = trial.workers
-        self._spent_s = 0.0  # it is gained again in the next stretch
+        self._spent_s = 0.0  # it is gained again in the next interval
         self._users_step_s = self._users_step_s or base.step_s
         self._recent.clear()
         return _change("kept", tried, base)
 
-    def _taken_back(self) -> Change | None:
+    def _taken_back(self) -> TrialOutcome | None:
         """What was kept, and is slower by now than the user's workers were when they were seen last."""
         if self.workers == self._users or len(self._recent) < _KNOWN_BY:
             return None
@@ -229,7 +250,7 @@ class Trials:
         others, self.workers, self._is_over = self.workers, self._users, True
         self.trial = None
         self._recent.clear()
-        return Change(
+        return TrialOutcome(
             kind="taken back",
             workers=self.workers,
             others=others,
@@ -238,37 +259,37 @@ class Trials:
             others_s=known.step_s,
         )
 
-    def _expected_s(self, known: Stretch, workers: int, cores: float) -> float:
+    def _expected_s(self, known: Measurement, workers: int, cores: float) -> float:
         """What a step would take with more workers, seconds."""
         service_s = _service_s(known)
         # Work takes its time on all cores together, whoever does it. Of worker processes, that is taken to be all.
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
-        used_s = known.gap_s + handover_s(known)
+        used_s = known.gap_s + _handover_s(known)
         start_s = self._starting_s(known, workers, _FORK_S if self._forks else _SPAWN_S)
         return start_s / known.batches + max(made_s, used_s, cpu_s / cores)
 
-    def _most_loss_s(self, known: Stretch, workers: int) -> float:
+    def _most_loss_s(self, known: Measurement, workers: int) -> float:
         """What a trial costs if batches are made no faster than before, seconds."""
         start_s = self._starting_s(known, workers, _SLOW_FORK_S if self._forks else _SLOW_SPAWN_S)
-        return start_s + known.batches * handover_s(known)
+        return start_s + known.batches * _handover_s(known)
 
-    def _starting_s(self, known: Stretch, workers: int, each_s: float) -> float:
+    def _starting_s(self, known: Measurement, workers: int, each_s: float) -> float:
         measured_s = known.start_s / known.workers if known.workers else 0.0
         return (measured_s or each_s) * workers
 
 
-def handover_s(known: Stretch) -> float:
+def _handover_s(known: Measurement) -> float:
     """What the training thread does for a batch that a worker hands over, seconds."""
     return _MESSAGE_S + _TENSOR_S * known.tensors + _BYTE_S * known.batch_bytes
 
 
-def _service_s(known: Stretch) -> float:
+def _service_s(known: Measurement) -> float:
     """How long it takes to make a batch, seconds: workers that are waited for are busy all the time."""
     return known.workers * (known.gap_s + known.wait_s) if known.workers else known.data_s / known.batches
 
 
-def _more(known: Stretch, room: Room) -> range:
+def _more(known: Measurement, room: Room) -> range:
     """The numbers of workers that there is something to be expected of, and room for."""
     if known.persists or known.wait_s < _STARVES * known.step_s:
         return range(0)
@@ -279,12 +300,12 @@ def _more(known: Stretch, room: Room) -> range:
     return range(known.workers + 1, most + 1)
 
 
-def _change(kind: Literal["kept", "no gain"], now: Stretch, other: Stretch) -> Change:
-    return Change(
+def _change(kind: Literal["kept", "no gain"], now: Measurement, other: Measurement) -> TrialOutcome:
+    return TrialOutcome(
         kind=kind,
         workers=now.workers,
         others=other.workers,
         step_s=now.step_s,
-        wait_s=max(now, other, key=lambda stretch: stretch.step_s).wait_s,
+        wait_s=max(now, other, key=lambda measurement: measurement.step_s).wait_s,
         others_s=other.step_s,
     )

@@ -1,4 +1,4 @@
-"""One rank's part in fitting loaders: it measures its own, and sets them to what rank 0 has decided for all.
+"""One rank's part in tuning loaders: it measures its own, and sets them to what rank 0 has decided for all.
 
 Ranks meet over the exchange, on a thread of the tuner's own; the training thread waits for nobody but once, for the
 budget, before the first loader is used.
@@ -16,23 +16,26 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
 from lightning_ncclsafe.facts import Capacity, codec
-from lightning_ncclsafe.loaders.endings import Begin
-from lightning_ncclsafe.loaders.tuning import words
-from lightning_ncclsafe.loaders.tuning.agreed_budget import BUDGET_S, agree_on_budget
-from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.deciding import Deciding
-from lightning_ncclsafe.loaders.tuning.fitted import Fitted, Reading, kind_of
-from lightning_ncclsafe.loaders.tuning.forkable import forks
-from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
-from lightning_ncclsafe.loaders.tuning.observing import BatchSize
-from lightning_ncclsafe.loaders.tuning.pools import unsafe
-from lightning_ncclsafe.loaders.tuning.stretches import Moment
+from lightning_ncclsafe.loaders.iteration import Begin
+from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
+from lightning_ncclsafe.loaders.tuning.deciding import (
+    ADVICE_ONLY,
+    ITERABLE,
+    OWN_WAY,
+    Deciding,
+    Decision,
+    LoaderSetting,
+    RankReport,
+)
+from lightning_ncclsafe.loaders.tuning.eligibility import forks, unsafe
+from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, LoaderOptions, kind_of
+from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.settings import TunerSettings
 
 Tuning = Callable[[Begin], Any]
 """Makes the iterator of an epoch, from a function that begins the loader's own."""
-
 # The store serves all ranks' polls: at most about a thousand a second in all.
 _POLLS_PER_S, _POLL_S, _SETTLED_POLL_S = 1000.0, 0.25, 2.0
 _JOIN_S = 5.0
@@ -73,7 +76,7 @@ class Tuner:
         self._has_budget = threading.Event()
         self._lock = threading.Lock()
         """Of the loaders, between the training thread and the tuner's."""
-        self._fitted: dict[str, Fitted] = {}
+        self._loaders: dict[str, AdvisedLoader] = {}
         self._epochs: Counter[str] = Counter()
         """Of loaders that have been released."""
         self._of_epoch: dict[str, int] = {}
@@ -119,8 +122,8 @@ class Tuner:
         """A stage's loaders are used no more, or are about to be given again."""
         with self._lock:
             # In the opposite order: one that stands in two stages is set back to what it was before the first.
-            gone = [name for name in reversed(self._fitted) if _stage_of(name) == stage]
-            loaders = [self._fitted.pop(name) for name in gone]
+            gone = [name for name in reversed(self._loaders) if _stage_of(name) == stage]
+            loaders = [self._loaders.pop(name) for name in gone]
         for name, loader in zip(gone, loaders, strict=True):
             loader.close()
             self._epochs[name] = loader.epochs
@@ -131,8 +134,8 @@ class Tuner:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
-        while self._fitted:
-            self.release(_stage_of([*self._fitted][-1]))
+        while self._loaders:
+            self.release(_stage_of([*self._loaders][-1]))
 
     @marked(Mark.STORE)
     def _await_budget(self) -> bool:
@@ -146,19 +149,19 @@ class Tuner:
         workers = asked if kind.advises else min(asked, most_workers)
         if workers < asked and self._rank == 0:
             assert self._budget is not None
-            self._tell_once(words.fewer_workers(name, asked, workers, self._budget))
+            self._tell_once(fewer_workers(name, asked, workers, self._budget))
         why_fixed = self._why_fixed(loader) if kind.advises else ""
         with self._lock:
             if self._deciding is not None:
                 self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
-            reading = Reading(
-                users=workers,
+            reading = LoaderOptions(
+                user_workers=workers,
                 epochs=self._epochs[name],
                 most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
                 say=lambda text: self._say_first(name, text),
                 measured=self._wake.set,
             )
-            own = self._fitted[name] = kind(loader, reading)
+            own = self._loaders[name] = kind(loader, reading)
             own.setting = self._setting_of(name, own)
 
         def begin(begin_own: Begin) -> Any:
@@ -168,8 +171,8 @@ class Tuner:
 
     def _why_fixed(self, loader: Any) -> str:
         if not self._settings.apply:
-            return words.ADVICE_ONLY
-        return words.ITERABLE if _torch.has_iterable_dataset(loader) else words.OWN_WAY
+            return ADVICE_ONLY
+        return ITERABLE if _torch.has_iterable_dataset(loader) else OWN_WAY
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
         """How many batches a loader may have ahead; what there is, all loaders of the rank have equal parts of."""
@@ -179,10 +182,10 @@ class Tuner:
         if not found:
             return None
         bound = min(found, key=found.__getitem__)
-        most = max(found[bound] // max(len(self._fitted), 1), 1)
+        most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._tell_once(words.fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+            self._tell_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
         return most
 
     def _tell_once(self, line: str, about: str = "") -> None:
@@ -196,13 +199,13 @@ class Tuner:
         if comes_first(self._exchange, f"tuning/said/{name}", self._rank):
             self._say(f"rank {self._rank}: {name}: {text}")
 
-    def _setting_of(self, name: str, loader: Fitted) -> Setting | None:
+    def _setting_of(self, name: str, loader: AdvisedLoader) -> LoaderSetting | None:
         """What was decided of a loader; not of one that has stood in its place, and was set otherwise."""
         found = (setting for setting in self._decision.settings if setting.loader == name)
-        return next((setting for setting in found if setting.users == loader.users), None)
+        return next((setting for setting in found if setting.user_workers == loader.user_workers), None)
 
     @marked(Mark.STORE)
-    def _workers_of_epoch(self, name: str, loader: Fitted) -> int | None:
+    def _workers_of_epoch(self, name: str, loader: AdvisedLoader) -> int | None:
         """For data whose number of batches depends on it: what all ranks have in the epoch of a loader that begins.
 
         It is what rank 0 has decided by the time at which it begins the epoch; the others wait for that. One that has
@@ -220,8 +223,12 @@ class Tuner:
             if self._deciding is not None:
                 # No rank is two epochs behind; what lies on the store does not grow with them.
                 self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
-            workers = loader.workers_at(Moment(epoch)) if self._deciding is not None else None
-            own = () if workers is None else (Setting(loader=name, users=loader.users, workers=workers),)
+            workers = loader.workers_at(Interval(epoch)) if self._deciding is not None else None
+            own = (
+                ()
+                if workers is None
+                else (LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers),)
+            )
             return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(Decision(settings=own))))
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")
@@ -269,8 +276,8 @@ class Tuner:
 
     def _turn(self) -> None:
         with self._lock:
-            loaders = dict(self._fitted)
-        measured = AllMeasured(loaders=tuple(loader.measured(name) for name, loader in loaders.items()))
+            loaders = dict(self._loaders)
+        measured = RankReport(loaders=tuple(loader.measured(name) for name, loader in loaders.items()))
         if self._deciding is not None:
             self._decide(measured)
         else:
@@ -279,7 +286,7 @@ class Tuner:
         for name, loader in loaders.items():
             loader.setting = self._setting_of(name, loader)
 
-    def _decide(self, own: AllMeasured) -> None:
+    def _decide(self, own: RankReport) -> None:
         deciding = self._deciding
         assert deciding is not None
         keys = {f"tuning/measured/{rank}": rank for rank in range(1, self._world_size)}
@@ -287,7 +294,7 @@ class Tuner:
         with self._lock:
             deciding.add(0, own)
             for key, answer in answers.items():
-                deciding.add(keys[key], codec.decode(AllMeasured, answer))
+                deciding.add(keys[key], codec.decode(RankReport, answer))
             decision = deciding.decide()
         self._publish(_DECISION, decision)
         self._decision = decision
@@ -307,3 +314,22 @@ class Tuner:
 
 def _stage_of(name: str) -> str:
     return name.partition("[")[0]
+
+
+def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
+    """Of a user's workers there are far more than cores."""
+    return (
+        f"{name}: num_workers={workers} instead of {asked}: on every rank, that is far more than there are cores for "
+        f"({budget.cores_from})"
+    )
+
+
+def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
+    """There is no room for as many batches as the user has set."""
+    where = {
+        "memory": f"memory ({budget.memory_from})",
+        "shm": "/dev/shm (half of what is free)",
+        "files": "open files (ulimit -n)",
+    }[bound]
+    batches = "1 batch" if most == 1 else f"{most} batches"
+    return f"{name}: {batches} of {size_words(size.size_bytes)} ahead instead of {asked:,}: bound by {where}"

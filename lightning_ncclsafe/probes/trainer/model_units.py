@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, ModelUnit, UnitKind
-from lightning_ncclsafe.rules.kit.units import matches
+from lightning_ncclsafe.rules.kit.meaning import matches
 
 # A report that names more than this explains nothing.
 MAX_UNITS = 32

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import LoaderFacts
-from lightning_ncclsafe.rules.kit.data import Differences, JobLoader, Questions, grouped
-from lightning_ncclsafe.rules.kit.differences import value_words
+from lightning_ncclsafe.rules.kit.data import Differences, JobLoader, Questions, grouped, value_words
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _MOST_ROWS = 20

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit.cores import core_shares
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares
 from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.rules.preflight.different_settings import differing_settings
 from lightning_ncclsafe.rules.preflight.different_versions import versions_of

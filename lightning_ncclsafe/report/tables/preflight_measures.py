@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, PreflightFacts
-from lightning_ncclsafe.rules.kit.directories import tried
-from lightning_ncclsafe.rules.kit.hosts import Checked, in_flight_bytes
+from lightning_ncclsafe.rules.kit.hosts import Checked, in_flight_bytes, tried
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
 
 Words = Callable[[float], str]

@@ -1,15 +1,25 @@
 """The cause different-data: data that a sampler splits among ranks is not the same on all of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.unequal_samples import OWN_SHARDS
-from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, grouped
-from lightning_ncclsafe.rules.kit.differences import deviating, spread, told
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Differences,
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    deviating,
+    disagreement,
+    grouped,
+    joined,
+    spread,
+    told,
+)
 
 # What comes out of a loader is a rank's own share, also where the data is the same on all ranks; so is the place where
 # it keeps its copy.
@@ -25,7 +35,8 @@ _AUGMENTATION = (
 )
 
 
-def different_data(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="unequal-samples")
+def different_data(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, and these do not hold the same data although it has the same size.
 
     Symptom:
@@ -40,7 +51,6 @@ def different_data(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Data of which no fingerprint could be had on all ranks.
     """
-    view = JobData(job)
     for loader in view.loaders:
         if loader.replicated and not loader.unequal_samples and not unlike(loader):
             found = _differing(loader)
@@ -64,12 +74,11 @@ def _finding(view: JobData, loader: JobLoader, found: Differences) -> Finding:
     only_items = set(found) == {"items"}
     listed = "; ".join(f"fingerprint of {kind}: {spread(groups, _short)}" for kind, groups in found.items())
     text = f"The {loader.name}'s data is split among ranks by a sampler and is not the same on all of them ({listed})."
-    return Finding(
-        rule="different-data",
+    return disagreement(
+        deviating(found.values()),
+        joined((text, "" if only_items else reason(view, loader))),
         severity=Severity.WARNING if only_items else Severity.ERROR,
         confidence=Confidence.LIKELY if only_items else Confidence.CERTAIN,
-        summary=joined((text, "" if only_items else reason(view, loader))),
-        ranks=deviating(found.values()),
         evidence=tuple(item for kind, groups in found.items() for item in told(groups, _words(kind))),
         remedy=joined((_REMEDY, _AUGMENTATION if only_items else "")),
     )

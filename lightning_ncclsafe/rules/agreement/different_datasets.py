@@ -1,12 +1,23 @@
 """The cause different-datasets: ranks read with different classes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, differences
-from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.facts import LoaderFacts
+from lightning_ncclsafe.rules.kit import (
+    Differences,
+    Finding,
+    JobData,
+    JobLoader,
+    Questions,
+    agreement_rule,
+    batches_words,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+    joined,
+)
 
 _QUESTIONS: Questions[LoaderFacts] = {
     "loader": lambda facts: facts.loader,
@@ -19,7 +30,8 @@ _REMEDY = (
 )
 
 
-def different_datasets(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="sized-and-unsized", remedy=_REMEDY)
+def different_datasets(view: JobData) -> Iterator[Finding]:
     """The dataset, one of those below it, or the loader is of another class on some ranks.
 
     Symptom:
@@ -34,7 +46,7 @@ def different_datasets(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Classes of one name that are defined twice.
     """
-    for loader in JobData(job).loaders:
+    for loader in view.loaders:
         found = unlike(loader)
         if found:
             yield _finding(loader, found)
@@ -47,12 +59,6 @@ def unlike(loader: JobLoader) -> Differences:
 
 def _finding(loader: JobLoader, found: Differences) -> Finding:
     text = f"The {loader.name} reads other classes of data on some ranks: {differing_words(found)}."
-    return Finding(
-        rule="different-datasets",
-        severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader))),
-        ranks=deviating(found.values()),
-        evidence=differing_evidence(found),
-        remedy=_REMEDY,
+    return disagreement(
+        deviating(found.values()), joined((text, batches_words(loader))), evidence=differing_evidence(found)
     )

@@ -1,17 +1,21 @@
 """The cause different-peers: tensor-parallel peers, which share one part of the data, do not read the same."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, differences
-from lightning_ncclsafe.rules.kit.differences import (
+from lightning_ncclsafe.rules.kit import (
+    Differences,
+    Finding,
+    JobData,
+    JobLoader,
+    agreement_rule,
     batches_words,
     deviating,
+    differences,
     differing_evidence,
     differing_words,
+    disagreement,
+    joined,
 )
-from lightning_ncclsafe.rules.kit.wording import joined
 
 # Where a rank keeps its copy of the data is its own affair.
 _OWN = "paths"
@@ -24,7 +28,8 @@ _REMEDY = (
 )
 
 
-def different_peers(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="different-data", remedy=_REMEDY)
+def different_peers(view: JobData) -> Iterator[Finding]:
     """Tensor-parallel peers, or other ranks that are one data-parallel rank together, do not read the same data.
 
     Symptom:
@@ -40,7 +45,6 @@ def different_peers(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Augmentation, and what an IterableDataset of known length gives.
     """
-    view = JobData(job)
     for loader in view.loaders:
         found = peer_differences(view, loader)
         if found:
@@ -86,12 +90,6 @@ def _finding(loader: JobLoader, found: Differences) -> Finding:
         f"Ranks that are one data-parallel rank together have to read the same of the {loader.name}, and do not: "
         f"{differing_words(found)}."
     )
-    return Finding(
-        rule="different-peers",
-        severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader))),
-        ranks=deviating(found.values()),
-        evidence=differing_evidence(found),
-        remedy=_REMEDY,
+    return disagreement(
+        deviating(found.values()), joined((text, batches_words(loader))), evidence=differing_evidence(found)
     )

@@ -1,9 +1,8 @@
 """Whether ranks that disagree about their data can go on all the same: what would hang, and what a user may allow."""
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
 from lightning_ncclsafe.rules.agreement.unequal_batches import ends_apart
-from lightning_ncclsafe.rules.kit.data import JobData
+from lightning_ncclsafe.rules.kit import Finding, JobData, Severity
 
 # With these there is no going on: ranks would call different collectives next.
 _NEVER = frozenset({"loader-count", "settings-disagreement"})

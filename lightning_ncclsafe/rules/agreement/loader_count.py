@@ -1,11 +1,19 @@
 """The cause loader-count: ranks have different loaders to go through."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import DataFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import JobData, Questions, differences
-from lightning_ncclsafe.rules.kit.differences import deviating, differing_evidence, spread
+from lightning_ncclsafe.facts import DataFacts
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    Questions,
+    agreement_rule,
+    deviating,
+    differences,
+    differing_evidence,
+    disagreement,
+    spread,
+)
 
 _QUESTIONS: Questions[DataFacts] = {
     "stage": lambda data: data.stage,
@@ -18,7 +26,8 @@ _REMEDY = (
 )
 
 
-def loader_count(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="uneven-end", remedy=_REMEDY)
+def loader_count(view: JobData) -> Iterator[Finding]:
     """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
 
     Symptom:
@@ -33,17 +42,12 @@ def loader_count(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Loaders that the user's own code makes and goes through by itself.
     """
-    view = JobData(job)
     found = differences(view.data, _QUESTIONS)
     if found:
         what, groups = next(iter(found.items()))
         about = "" if what == "stage" else f" in {view.stage}"
-        yield Finding(
-            rule="loader-count",
-            severity=Severity.ERROR,
-            confidence=Confidence.CERTAIN,
-            summary=f"Ranks have different loaders to go through; the {what}{about} is {spread(groups)}.",
-            ranks=deviating(found.values()),
+        yield disagreement(
+            deviating(found.values()),
+            f"Ranks have different loaders to go through; the {what}{about} is {spread(groups)}.",
             evidence=differing_evidence(found),
-            remedy=_REMEDY,
         )

@@ -1,12 +1,24 @@
 """The cause loader-settings: ranks cut their data into batches differently."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, differences
-from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.facts import LoaderFacts
+from lightning_ncclsafe.rules.kit import (
+    Differences,
+    Finding,
+    JobData,
+    JobLoader,
+    Questions,
+    Severity,
+    agreement_rule,
+    batches_words,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+    joined,
+)
 
 _QUESTIONS: Questions[LoaderFacts] = {
     "batch_size": lambda facts: facts.batch_size,
@@ -20,7 +32,8 @@ _REMEDY = (
 )
 
 
-def loader_settings(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="sampler-disagreement", remedy=_REMEDY)
+def loader_settings(view: JobData) -> Iterator[Finding]:
     """Batch size, drop_last or, for data that is iterated, the number of workers is not the same on all ranks.
 
     Symptom:
@@ -36,7 +49,6 @@ def loader_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         The sizes of batches that a batch sampler of the user's own makes.
     """
-    view = JobData(job)
     for loader in view.loaders:
         found = _differing(loader)
         if found:
@@ -69,12 +81,9 @@ def _differing(loader: JobLoader) -> Differences:
 
 def _finding(loader: JobLoader, found: Differences, severity: Severity) -> Finding:
     text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
-    return Finding(
-        rule="loader-settings",
+    return disagreement(
+        deviating(found.values()),
+        joined((text, batches_words(loader))),
         severity=severity,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader))),
-        ranks=deviating(found.values()),
         evidence=differing_evidence(found),
-        remedy=_REMEDY,
     )

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit.data import Groups, JobData, JobLoader, grouped
-from lightning_ncclsafe.rules.kit.differences import spread
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined
+from lightning_ncclsafe.rules.kit import Groups, JobData, JobLoader, capitalised, grouped, joined, spread
 
 _OWNERS = {"python": "Python's", "numpy": "numpy's", "torch": "torch's"}
 _AGREE = "The ranks' global random states agree"

@@ -1,11 +1,23 @@
 """The cause same-shard: ranks read the same data, as nothing splits it among them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, SamplerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import TRAIN, JobData, JobLoader, grouped
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts, SamplerFacts
+from lightning_ncclsafe.rules.kit import (
+    TRAIN,
+    Confidence,
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    capitalised,
+    disagreement,
+    grouped,
+    joined,
+    ranks_words,
+)
 
 # An index says which sample of a dataset, not which dataset: that may be each rank's own.
 _POSITIONS = ("indices", "batches")
@@ -36,7 +48,8 @@ _UNSPLIT = (
 _Key = tuple[object, ...]
 
 
-def same_shard(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="settings-disagreement")
+def same_shard(view: JobData) -> Iterator[Finding]:
     """Nothing splits the data among ranks, and several ranks read the same samples in the same order.
 
     Symptom:
@@ -53,7 +66,6 @@ def same_shard(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Before it is read: data that is iterated, samplers of the user's own, and into which dataset indices point.
     """
-    view = JobData(job)
     for loader in view.loaders:
         shared = tuple(_shared(view, _keys(view, loader)))
         if shared and not _is_usual(view, shared):
@@ -108,13 +120,12 @@ def _finding(view: JobData, loader: JobLoader, shared: tuple[tuple[int, ...], ..
     ranks = tuple(sorted(rank for group in shared for rank in group))
     text = f"{_who(view, shared, 'read' if training else 'evaluate')} the same data of the {loader.name}"
     why = "" if _READ in loader.kinds else ", as nothing splits it among ranks"
-    return Finding(
-        rule="same-shard",
+    return disagreement(
+        ranks,
+        joined((f"{text}{why}.", _doubt(certain), _UNSPLIT if _single(loader) else "")),
         severity=Severity.ERROR if training and certain else Severity.WARNING,
         confidence=Confidence.CERTAIN if certain else Confidence.LIKELY,
-        summary=joined((f"{text}{why}.", _doubt(certain), _UNSPLIT if _single(loader) else "")),
-        ranks=ranks,
-        evidence=tuple(_evidence(loader, shared)),
+        evidence=_evidence(loader, shared),
         remedy=_remedy(loader) if training else _REMEDY_EVALUATION,
     )
 

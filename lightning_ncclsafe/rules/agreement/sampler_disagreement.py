@@ -1,13 +1,30 @@
 """The cause sampler-disagreement: the samplers that split the data among ranks do not fit together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import JobFacts, SamplerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import CONTENTS, Differences, JobData, JobLoader, Questions, differences, grouped
-from lightning_ncclsafe.rules.kit.differences import batches_words, deviating, differing_evidence, differing_words
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.facts import SamplerFacts
+from lightning_ncclsafe.rules.kit import (
+    CONTENTS,
+    Differences,
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Questions,
+    Severity,
+    agreement_rule,
+    batches_words,
+    capitalised,
+    clause,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+    grouped,
+    joined,
+)
 
 _QUESTIONS: Questions[SamplerFacts] = {
     "class": lambda sampler: sampler.name,
@@ -44,7 +61,8 @@ class _Wrong(NamedTuple):
     certain: bool = True
 
 
-def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="different-peers", remedy=_REMEDY)
+def sampler_disagreement(view: JobData) -> Iterator[Finding]:
     """Ranks split the data by samplers of different settings, among another number of ranks, or take the same share.
 
     Symptom:
@@ -59,7 +77,6 @@ def sampler_disagreement(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How a sampler of the user's own class works.
     """
-    view = JobData(job)
     for loader in view.loaders:
         found = _differing(loader)
         wrong = tuple(_wrong(view, loader, found))
@@ -101,7 +118,7 @@ def _wrong(view: JobData, loader: JobLoader, found: Differences) -> Iterator[_Wr
         yield from _shares(view, samplers, certain)
     outside = tuple(rank for rank, sampler in samplers.items() if _is_outside(sampler))
     if outside:
-        yield _Wrong(f"{ranks_words(outside)} {verb(outside, 'takes', 'take')} a share that does not exist", outside)
+        yield _Wrong(clause(outside, "takes|take a share that does not exist"), outside)
 
 
 def _is_read_twice(view: JobData, loader: JobLoader) -> bool:
@@ -129,7 +146,7 @@ def _shares(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> 
     shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
     doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
     if doubled:
-        listed = [f"{ranks_words(ranks)} {verb(ranks, 'takes', 'take')} share {share}" for share, ranks in doubled]
+        listed = [f"{clause(ranks, 'takes|take share')} {share}" for share, ranks in doubled]
         more = [f"{len(doubled) - _LISTED:,} more shares are taken twice"] if len(doubled) > _LISTED else []
         doubling = tuple(rank for _, ranks in doubled for rank in ranks)
         yield _Wrong(", ".join([*listed[:_LISTED], *more]), doubling, certain)
@@ -148,15 +165,12 @@ def _finding(loader: JobLoader, found: Differences, wrong: tuple[_Wrong, ...]) -
     is_error = bool(sampler_errors(loader)) or any(one.certain for one in wrong)
     listed = "; ".join([*([differing_words(found)] if found else []), *(one.text for one in wrong)])
     text = f"The samplers that split the {loader.name} among ranks do not fit together: {listed}."
-    return Finding(
-        rule="sampler-disagreement",
+    return disagreement(
+        tuple(sorted({*deviating(found.values()), *(rank for one in wrong for rank in one.ranks)})),
+        joined((text, batches_words(loader))),
         severity=Severity.ERROR if is_error else Severity.WARNING,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader))),
-        ranks=tuple(sorted({*deviating(found.values()), *(rank for one in wrong for rank in one.ranks)})),
         evidence=(
             *differing_evidence(found),
             *(Evidence(source="loader", text=f"{capitalised(one.text)}.") for one in wrong),
         ),
-        remedy=_REMEDY,
     )

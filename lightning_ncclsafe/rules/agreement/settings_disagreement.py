@@ -1,11 +1,19 @@
 """The cause settings-disagreement: ranks have been told different things about this comparison."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import DataFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import JobData, Questions, differences
-from lightning_ncclsafe.rules.kit.differences import deviating, differing_evidence, differing_words
+from lightning_ncclsafe.facts import DataFacts
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    Questions,
+    agreement_rule,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+)
 
 _QUESTIONS: Questions[DataFacts] = {
     "on_mismatch": lambda data: data.on_mismatch,
@@ -15,7 +23,8 @@ _QUESTIONS: Questions[DataFacts] = {
 _REMEDY = "Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank."
 
 
-def settings_disagreement(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="unequal-batches", remedy=_REMEDY)
+def settings_disagreement(view: JobData) -> Iterator[Finding]:
     """The settings of the comparison itself are not the same on all ranks.
 
     Symptom:
@@ -30,14 +39,10 @@ def settings_disagreement(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Other settings of the Trainer.
     """
-    found = differences(JobData(job).data, _QUESTIONS)
+    found = differences(view.data, _QUESTIONS)
     if found:
-        yield Finding(
-            rule="settings-disagreement",
-            severity=Severity.ERROR,
-            confidence=Confidence.CERTAIN,
-            summary=f"Ranks have different settings for comparing their data: {differing_words(found)}.",
-            ranks=deviating(found.values()),
+        yield disagreement(
+            deviating(found.values()),
+            f"Ranks have different settings for comparing their data: {differing_words(found)}.",
             evidence=differing_evidence(found),
-            remedy=_REMEDY,
         )

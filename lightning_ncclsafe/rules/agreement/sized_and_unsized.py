@@ -1,12 +1,20 @@
 """The cause sized-and-unsized: a loader has a length on some ranks only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.facts import LoaderFacts
 from lightning_ncclsafe.rules.agreement.unreadable_loader import is_of_length
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, grouped
-from lightning_ncclsafe.rules.kit.differences import spread, told, value_words
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    agreement_rule,
+    disagreement,
+    grouped,
+    spread,
+    told,
+    value_words,
+)
 
 _REMEDY = (
     "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An empty "
@@ -14,7 +22,8 @@ _REMEDY = (
 )
 
 
-def sized_and_unsized(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="unpresented-loader", remedy=_REMEDY)
+def sized_and_unsized(view: JobData) -> Iterator[Finding]:
     """A loader has a length on some ranks and none on others.
 
     Symptom:
@@ -29,7 +38,7 @@ def sized_and_unsized(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether a length that is given is right.
     """
-    for loader in JobData(job).loaders:
+    for loader in view.loaders:
         asked = {rank: facts for rank, facts in loader.facts.items() if not _failed(facts)}
         if grouped({rank: facts.length is None for rank, facts in asked.items()}).differ:
             yield _finding(loader)
@@ -43,14 +52,10 @@ def _failed(facts: LoaderFacts) -> bool:
 def _finding(loader: JobLoader) -> Finding:
     groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
     sized = loader.by(lambda facts: facts.length is None)
-    return Finding(
-        rule="sized-and-unsized",
-        severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=f"The {loader.name} has a length on some ranks only: {spread(groups, _words)}.",
-        ranks=sized.deviating,
+    return disagreement(
+        sized.deviating,
+        f"The {loader.name} has a length on some ranks only: {spread(groups, _words)}.",
         evidence=told(groups, _words),
-        remedy=_REMEDY,
     )
 
 

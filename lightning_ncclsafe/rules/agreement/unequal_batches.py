@@ -1,17 +1,26 @@
 """The cause unequal-batches: ranks would run out of data at different batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.different_peers import peer_differences
 from lightning_ncclsafe.rules.agreement.loader_settings import setting_errors
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.sampler_disagreement import sampler_errors
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader, epoch_batches
-from lightning_ncclsafe.rules.kit.differences import counted, spread, told
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    clause,
+    counted,
+    disagreement,
+    epoch_batches,
+    joined,
+    spread,
+    told,
+)
 
 _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
@@ -24,7 +33,8 @@ _REMEDY = (
 )
 
 
-def unequal_batches(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="validation-step", remedy=_REMEDY)
+def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.
 
     Symptom:
@@ -39,7 +49,6 @@ def unequal_batches(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
-    view = JobData(job)
     for loader in view.loaders if not view.goes_alone else ():
         if is_uneven(loader) and not _explained(view, loader):
             yield _finding(view, loader)
@@ -73,25 +82,22 @@ def _finding(view: JobData, loader: JobLoader) -> Finding:
     words = counted("batch")
     empty = _empty(view, loader)
     harmless = not ends_apart(view, loader)
-    return Finding(
-        rule="unequal-batches",
-        severity=Severity.WARNING if harmless else Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=joined(
+    return disagreement(
+        loader.batches.deviating,
+        joined(
             (
                 f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
                 _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
                 reason(view, loader),
             )
         ),
-        ranks=loader.batches.deviating,
+        severity=Severity.WARNING if harmless else Severity.ERROR,
         evidence=told(loader.batches, words),
-        remedy=_REMEDY,
     )
 
 
 def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
-    return f"With on_uneven='repeat' {ranks_words(empty)} {verb(empty, 'has', 'have')} nothing to repeat."
+    return f"With on_uneven='repeat' {clause(empty, 'has|have nothing to repeat')}."
 
 
 def _harmless(view: JobData, loader: JobLoader) -> str:

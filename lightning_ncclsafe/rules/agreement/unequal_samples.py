@@ -1,14 +1,21 @@
 """The cause unequal-samples: data that a sampler splits among ranks has not the same size on all of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement.different_datasets import unlike
 from lightning_ncclsafe.rules.agreement.reason import reason
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader
-from lightning_ncclsafe.rules.kit.differences import batches_words, counted, spread, told
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    JobData,
+    JobLoader,
+    agreement_rule,
+    batches_words,
+    counted,
+    disagreement,
+    joined,
+    spread,
+    told,
+)
 
 OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distributed_sampler=False in the Trainer."
 _REMEDY = (
@@ -17,7 +24,8 @@ _REMEDY = (
 )
 
 
-def unequal_samples(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="different-datasets", remedy=_REMEDY)
+def unequal_samples(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, and these do not hold the same number of samples.
 
     Symptom:
@@ -32,7 +40,6 @@ def unequal_samples(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Data without a length.
     """
-    view = JobData(job)
     for loader in view.loaders:
         if loader.unequal_samples and not unlike(loader):
             yield _finding(view, loader)
@@ -44,12 +51,8 @@ def _finding(view: JobData, loader: JobLoader) -> Finding:
         f"The {loader.name}'s data is split among ranks by a sampler and has not the same size on all of them: "
         f"{spread(loader.samples, words)}."
     )
-    return Finding(
-        rule="unequal-samples",
-        severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, batches_words(loader), reason(view, loader))),
-        ranks=loader.samples.deviating,
+    return disagreement(
+        loader.samples.deviating,
+        joined((text, batches_words(loader), reason(view, loader))),
         evidence=told(loader.samples, words),
-        remedy=_REMEDY,
     )

@@ -1,11 +1,19 @@
 """The cause uneven-end: the data of some rank has ended while others have more."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Severity,
+    agreement_rule,
+    clause,
+    disagreement,
+    joined,
+    ranks_words,
+)
 
 _LISTED = 8
 _POLICIES = {
@@ -21,7 +29,8 @@ _REMEDY = (
 )
 
 
-def uneven_end(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(remedy=_REMEDY)
+def uneven_end(view: JobData) -> Iterator[Finding]:
     """Data of unknown length has ended on some ranks before the others.
 
     Symptom:
@@ -36,7 +45,6 @@ def uneven_end(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How many batches the others still have.
     """
-    view = JobData(job)
     for loader in view.loaders:
         ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
         if ended and len(ended) < len(loader.facts):
@@ -47,16 +55,13 @@ def _finding(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Findin
     others = tuple(rank for rank in loader.facts if rank not in set(ended))
     text = (
         f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
-        f"{ranks_words(others)} {verb(others, 'has', 'have')} had {_counts(loader, others)} and may have more."
+        f"{clause(others, 'has|have had')} {_counts(loader, others)} and may have more."
     )
-    return Finding(
-        rule="uneven-end",
+    return disagreement(
+        _odd_ones(loader, ended, others) if view.policy == "raise" else ended,
+        joined((text, _POLICIES.get(view.policy, ""))),
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
-        confidence=Confidence.CERTAIN,
-        summary=joined((text, _POLICIES.get(view.policy, ""))),
-        ranks=_odd_ones(loader, ended, others) if view.policy == "raise" else ended,
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
-        remedy=_REMEDY,
     )
 
 

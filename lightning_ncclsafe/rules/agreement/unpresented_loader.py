@@ -1,11 +1,9 @@
 """The cause unpresented-loader: a rank never came to the point at which all present their loaders."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import JobData
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit import Evidence, Finding, JobData, agreement_rule, disagreement, ranks_words, verb
 
 _LISTED = 8
 _REMEDY = (
@@ -15,7 +13,8 @@ _REMEDY = (
 )
 
 
-def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="loader-count", remedy=_REMEDY)
+def unpresented_loader(view: JobData) -> Iterator[Finding]:
     """Some ranks presented their loaders and others never did.
 
     Symptom:
@@ -30,22 +29,13 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What the rank does instead; a report about the hang says that.
     """
-    view = JobData(job)
     if view.silent:
         others, silent = tuple(view.data), view.silent
         text = (
             f"{ranks_words(silent)} never presented {verb(silent, 'its', 'their')} {view.stage}, "
             f"{ranks_words(others)} did."
         )
-        yield Finding(
-            rule="unpresented-loader",
-            severity=Severity.ERROR,
-            confidence=Confidence.CERTAIN,
-            summary=capitalised(text),
-            ranks=silent,
-            evidence=tuple(_evidence(job, others)),
-            remedy=_REMEDY,
-        )
+        yield disagreement(silent, text, evidence=_evidence(view.job, others))
 
 
 def _evidence(job: JobFacts, others: tuple[int, ...]) -> Iterator[Evidence]:

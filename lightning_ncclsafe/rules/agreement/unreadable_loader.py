@@ -1,13 +1,20 @@
 """The cause unreadable-loader: of a loader something could not be found out."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Groups, JobData, grouped
-from lightning_ncclsafe.rules.kit.differences import told
-from lightning_ncclsafe.rules.kit.wording import joined, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    Groups,
+    JobData,
+    Severity,
+    agreement_rule,
+    disagreement,
+    grouped,
+    joined,
+    ranks_words,
+    told,
+)
 
 _OF_LENGTH = "len(loader)"
 _REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."
@@ -16,7 +23,8 @@ _REMEDY_LENGTH = (
 )
 
 
-def unreadable_loader(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="same-shard")
+def unreadable_loader(view: JobData) -> Iterator[Finding]:
     """Something about a loader could not be found out on some rank.
 
     Symptom:
@@ -31,7 +39,7 @@ def unreadable_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether what could not be compared is the same on all ranks.
     """
-    for name, by_length in _problems(JobData(job)).items():
+    for name, by_length in _problems(view).items():
         for of_length in (True, False):
             if by_length[of_length]:
                 yield _finding(name, grouped(by_length[of_length]), of_length)
@@ -64,12 +72,10 @@ def _finding(name: str, groups: Groups[str], of_length: bool) -> Finding:
     more = (
         f"{others:,} more such {'sentence is' if others == 1 else 'sentences are'} in the evidence." if others else ""
     )
-    return Finding(
-        rule="unreadable-loader",
+    return disagreement(
+        tuple(sorted(rank for _, alike in groups.parts for rank in alike)),
+        joined((f"The {name} could not be read in full on {ranks_words(ranks)}: {text}", more)),
         severity=Severity.ERROR if of_length else Severity.WARNING,
-        confidence=Confidence.CERTAIN,
-        summary=joined((f"The {name} could not be read in full on {ranks_words(ranks)}: {text}", more)),
-        ranks=tuple(sorted(rank for _, alike in groups.parts for rank in alike)),
         evidence=told(groups, lambda sentence: sentence.rstrip().removesuffix(".")),
         remedy=_REMEDY_LENGTH if of_length else _REMEDY,
     )

@@ -1,11 +1,18 @@
 """The cause validation-step: ranks would begin validation after different training batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.data import TRAIN, Groups, JobData
-from lightning_ncclsafe.rules.kit.differences import counted, spread, told
+from lightning_ncclsafe.rules.kit import (
+    TRAIN,
+    Finding,
+    Groups,
+    JobData,
+    agreement_rule,
+    counted,
+    disagreement,
+    spread,
+    told,
+)
 
 _REMEDY = (
     "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "
@@ -13,7 +20,8 @@ _REMEDY = (
 )
 
 
-def validation_step(job: JobFacts) -> Iterable[Finding]:
+@agreement_rule(after="loader-settings", remedy=_REMEDY)
+def validation_step(view: JobData) -> Iterator[Finding]:
     """Validation would not start after the same training batch on all ranks.
 
     Symptom:
@@ -28,7 +36,6 @@ def validation_step(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Intervals in time, and those of loaders without a length.
     """
-    view = JobData(job)
     steps = view.by(lambda data: data.val_check_batch)
     if view.stage == TRAIN and steps.differ and not _follows(view):
         yield _finding(steps)
@@ -45,12 +52,8 @@ def _follows(view: JobData) -> bool:
 
 def _finding(steps: Groups[int | None]) -> Finding:
     words = counted("batch")
-    return Finding(
-        rule="validation-step",
-        severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        summary=f"Ranks would begin validation after different numbers of training batches: {spread(steps, words)}.",
-        ranks=steps.deviating,
+    return disagreement(
+        steps.deviating,
+        f"Ranks would begin validation after different numbers of training batches: {spread(steps, words)}.",
         evidence=told(steps, words),
-        remedy=_REMEDY,
     )

@@ -1,15 +1,24 @@
 """The cause all-joined: every rank has called the same collective and it does not complete."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
-from lightning_ncclsafe.rules.kit.meaning import meaning
-from lightning_ncclsafe.rules.kit.sentences import batch_words, location, severity
-from lightning_ncclsafe.rules.kit.sharded import gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, group_words, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    batch_words,
+    collective_words,
+    duration_words,
+    finding,
+    gathering_alone,
+    group_words,
+    hang_rule,
+    meaning,
+    ranks_words,
+)
 
 # Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
@@ -24,7 +33,8 @@ _REMEDY_OTHER = (
 )
 
 
-def all_joined(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives))
+def all_joined(view: Timeline) -> Iterator[Finding]:
     """All ranks have called the same collective and none of them sees it end.
 
     Symptom:
@@ -39,9 +49,7 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which link or device it is.
     """
-    view = timeline(job)
-    is_known = view.raised or view.stragglers or gathering_alone(view) or any(True for _ in diverged_collectives(job))
-    if not view.waiting or is_known:
+    if not view.waiting or view.raised or view.stragglers:
         return
     for group in view.groups:
         calls = view.joined(group)
@@ -65,14 +73,11 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
         f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: "
         "a link or a device is at fault, not the training code."
     )
-    return Finding(
-        rule="all-joined",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=text,
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=tuple(_evidence(group, calls)),
+    return finding(
+        view,
+        ranks,
+        text,
+        evidence=_evidence(group, calls),
         remedy=_REMEDY_NCCL if first.backend.startswith("nccl") else _REMEDY_OTHER,
     )
 

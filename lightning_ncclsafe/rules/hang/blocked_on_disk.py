@@ -1,26 +1,33 @@
 """The cause blocked-on-disk: a rank's main thread waits for storage that does not answer."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, PROCESSES
-from lightning_ncclsafe.facts import JobFacts, MainThreadFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
-from lightning_ncclsafe.rules.kit.memory import swaps, waits_for_memory
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import MainThreadFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Reason,
+    Timeline,
+    Wait,
+    deepest_user_frame,
+    finding,
+    hang_rule,
     how_we_know,
-    location,
+    is_swapped_out,
     place_words,
-    severity,
+    silent_finding,
+    silent_processes,
     standing,
+    storage_evidence,
+    swaps,
+    wait_of,
+    waits_for_memory,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.silence import Reason, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.storage import storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
-from lightning_ncclsafe.rules.kit.wording import capitalised
 
 _STORAGE = (Wait.NETWORK_STORAGE, Wait.STORAGE)
 _BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)
@@ -39,7 +46,8 @@ _REMEDY = (
 )
 
 
-def blocked_on_disk(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="data-stall", remedy=_REMEDY, is_of_machine=True)
+def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not come back.
 
     Symptom:
@@ -56,7 +64,6 @@ def blocked_on_disk(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which file it is, where the rank does not answer.
     """
-    view = timeline(job)
     for rank, process in silent_processes(view, Reason.BLOCKED):
         if wait_of(process.wait_channel) is not Wait.DRIVER:
             yield _silent(view, rank, process)
@@ -75,9 +82,7 @@ def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
         view,
         rank,
         process,
-        rule="blocked-on-disk",
-        words=f"in uninterruptible sleep{_channel(process.wait_channel)}{at}",
-        remedy=_REMEDY,
+        f"in uninterruptible sleep{_channel(process.wait_channel)}{at}",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
     )
 
@@ -138,19 +143,16 @@ def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
         f"Rank {rank} waits for storage{_channel(thread.wait_channel if thread else '')}: it is {standing(view, rank)}"
     )
     checkpoints = view.activities[rank].kind is Kind.CHECKPOINT
-    return Finding(
-        rule="blocked-on-disk",
-        severity=severity(view.job),
+    return finding(
+        view,
+        (rank,),
+        f"{text}{while_others_wait(view, (rank,))}.",
         confidence=confidence,
-        summary=capitalised(f"{text}{while_others_wait(view, (rank,))}."),
-        ranks=(rank,),
-        location=location(view, (rank,)),
         evidence=(
             *([_evidence(rank, thread)] if thread else ()),
             *how_we_know(view, (rank,)),
             *storage_evidence(facts, of_checkpoints=checkpoints),
         ),
-        remedy=_REMEDY,
     )
 
 

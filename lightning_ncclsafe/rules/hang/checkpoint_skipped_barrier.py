@@ -1,20 +1,27 @@
 """The cause checkpoint-skipped-barrier: a rank's save failed and was caught, and the others wait in the save."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.saves import advice, said
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    advice,
+    finding,
+    hang_rule,
+    location_of,
     phase_evidence,
+    ranks_words,
     recorder_evidence,
-    severity,
+    said,
+    short_location,
     standing,
+    storage_evidence,
+    verb,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.storage import storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, verb
 
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
 _LISTED = 8
@@ -24,7 +31,8 @@ _REMEDY = (
 )
 
 
-def checkpoint_skipped_barrier(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="at-breakpoint")
+def checkpoint_skipped_barrier(view: Timeline) -> Iterator[Finding]:
     """A rank's save of a checkpoint raised, the user's code caught it, and the rank never came to the save's barrier.
 
     Symptom:
@@ -40,7 +48,6 @@ def checkpoint_skipped_barrier(job: JobFacts) -> Iterable[Finding]:
         Saves that do not go through the Trainer; a save that failed and was caught with a profiler that replaces
         Lightning's profile().
     """
-    view = timeline(job)
     left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
     behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]) and not _has_failed(view, rank))
     if left and behind and not view.raised:
@@ -77,12 +84,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{verb(ranks, 'it', 'they')} never came to the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
-    return Finding(
-        rule="checkpoint-skipped-barrier",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.CERTAIN,
-        summary=capitalised(text),
-        ranks=ranks,
         location=location_of(frame),
         evidence=(*_evidence(view, ranks), *phase_evidence(view, ranks), *recorder_evidence(view)),
         remedy=_REMEDY.format(advice=advice(failed)),

@@ -1,13 +1,20 @@
 """The cause compile-skew: some ranks compile while the others, which have done so or need not, wait for them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.expected import is_compiling
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    how_we_know,
+    is_compiling,
+    short_location,
+    standing,
+    while_others_wait,
+)
 
 _LISTED = 8
 _REMEDY = (
@@ -18,7 +25,8 @@ _REMEDY = (
 )
 
 
-def compile_skew(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="checkpoint-skipped-barrier", remedy=_REMEDY)
+def compile_skew(view: Timeline) -> Iterator[Finding]:
     """A rank compiles or tunes (torch.compile, Triton, an extension) while others wait in a collective.
 
     Symptom:
@@ -35,27 +43,11 @@ def compile_skew(job: JobFacts) -> Iterable[Finding]:
         How long compiling will take; kernels that cuDNN tries out (torch.backends.cudnn.benchmark), which leave no
         frame in Python.
     """
-    view = timeline(job)
-    compiling = tuple(rank for rank in view.working(view.stragglers) if is_compiling(view.facts[rank].stack))
-    if compiling and view.waiting:
-        yield _finding(view, compiling)
-
-
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'compiles', 'compile')}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}{_cold(view, ranks)}."
-    )
-    return Finding(
-        rule="compile-skew",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
-        remedy=_REMEDY,
-    )
+    ranks = tuple(rank for rank in view.awaited if is_compiling(view.facts[rank].stack))
+    if ranks:
+        text = f"{clause(ranks, 'compiles|compile')}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}"
+        evidence = (*_evidence(view, ranks), *how_we_know(view, ranks))
+        yield finding(view, ranks, f"{text}{_cold(view, ranks)}.", evidence=evidence)
 
 
 def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:
@@ -69,11 +61,6 @@ def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
     for rank in ranks[:_LISTED]:
-        facts = view.facts[rank]
-        frame = _compiler_frame(facts.stack)
+        frame = next((frame for frame in reversed(view.facts[rank].stack) if is_compiling((frame,))), None)
         if frame is not None:
             yield Evidence(source="stack", rank=rank, text=f"Compiles at {short_location(frame)}.")
-
-
-def _compiler_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    return next((frame for frame in reversed(stack) if is_compiling((frame,))), None)

@@ -2,18 +2,30 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
-from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.divergences import calls_location, condition_evidence, where_evidence
-from lightning_ncclsafe.rules.kit.sentences import severity, wait_words
-from lightning_ncclsafe.rules.kit.sharded import gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.facts import Collective, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Kind,
+    Timeline,
+    calls_location,
+    capitalised,
+    condition_evidence,
+    finding,
+    gathering_alone,
+    group_words,
+    hang_rule,
+    ranks_words,
+    verb,
+    wait_words,
+    where_evidence,
+)
 
 _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (
@@ -29,7 +41,8 @@ _REMEDY = (
 )
 
 
-def crossed_groups(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="uneven-batches", remedy=_REMEDY)
+def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """One rank waits in a group for another, which waits in another group for the first; or no group comes up.
 
     Symptom:
@@ -48,7 +61,6 @@ def crossed_groups(job: JobFacts) -> Iterable[Finding]:
         Between which ranks an isend or irecv of gloo is, as its recorder does not have them. Which group is made out of
         turn, where no condition on the rank stands before it in a function that ranks are in.
     """
-    view = timeline(job)
     circle = _circle(_awaited(view))
     if circle and not gathering_alone(view):
         yield _finding(view, circle)
@@ -74,14 +86,12 @@ def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -
     told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
     condition = f"; new_group stands under a condition on the rank at {_short(told[0])}" if told else ""
     numbers = "have not taken part in making as many process groups"
-    return Finding(
-        rule="crossed-groups",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=f"Ranks {numbers}, and wait for one another: {', '.join(parts)}{condition}.",
-        ranks=_odd_makers(made),
+    return finding(
+        view,
+        _odd_makers(made),
+        f"Ranks {numbers}, and wait for one another: {', '.join(parts)}{condition}.",
         location=told[0] if len(told) == 1 else "",
-        evidence=tuple(where_evidence(view, view.facts)),
+        evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
 
@@ -163,15 +173,13 @@ def _circle(awaited: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
 def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     ranks = _odd_ones(view, {name for name, _ in circle.values()})
     hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_SAID]]
-    return Finding(
-        rule="crossed-groups",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
         confidence=Confidence.CERTAIN if all(_is_alone(view.facts[rank]) for rank in circle) else Confidence.LIKELY,
-        summary=f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
-        ranks=ranks,
         location=calls_location(view, ranks),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
-        remedy=_REMEDY,
     )
 
 

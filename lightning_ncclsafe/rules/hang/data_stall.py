@@ -2,17 +2,28 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import WAITS_FOR_OTHERS
-from lightning_ncclsafe.facts import Frame, JobFacts, LoaderFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.caught import missed_thread
-from lightning_ncclsafe.rules.kit.memory import memory_evidence, short_of_memory, swaps
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
+from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    deepest_user_frame,
+    hang_rule,
+    held_up,
+    how_we_know,
+    location_of,
+    memory_evidence,
+    missed_thread,
+    short_location,
+    short_of_memory,
+    size_words,
+    swaps,
+    trainer_start,
+)
 
 _REMEDY = (
     "Look at the sample that is being read and at its storage; put the data on faster storage, or find workers, "
@@ -42,7 +53,8 @@ _REMEDY_THREAD = (
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
 
 
-def data_stall(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="slow-checkpoint")
+def data_stall(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread waits for the next batch, and the others wait for that rank.
 
     Symptom:
@@ -57,10 +69,21 @@ def data_stall(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What happens inside native code of a worker beyond the kernel function it sleeps in.
     """
-    view = timeline(job)
-    stalled = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
-    if stalled:
-        yield _finding(view, stalled)
+    ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
+    if not ranks:
+        return
+    facts = view.facts[ranks[0]]
+    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
+    yield held_up(
+        view,
+        ranks,
+        "waits|wait for the dataloader",
+        _workers_words(facts),
+        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        location=_worker_location(facts) or None,
+        evidence=(*how_we_know(view, ranks), *details),
+        remedy=_remedy(facts),
+    )
 
 
 def _is_stalled(view: Timeline, rank: int) -> bool:
@@ -69,28 +92,7 @@ def _is_stalled(view: Timeline, rank: int) -> bool:
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
-    at = _worker_frame(facts)
-    workers = _workers_words(facts)
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} for the dataloader{workers}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
-    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
-    return Finding(
-        rule="data-stall",
-        severity=severity(view.job),
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=at or location(view, ranks),
-        evidence=(*how_we_know(view, ranks), *details),
-        remedy=_remedy(facts),
-    )
-
-
-def _worker_frame(facts: RankFacts) -> str:
+def _worker_location(facts: RankFacts) -> str:
     frames = (deepest_user_frame(worker.stack) for worker in facts.workers)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 

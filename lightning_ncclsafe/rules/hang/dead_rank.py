@@ -1,20 +1,37 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Frame, JobFacts, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.caught import past_aborted
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, left_in_order
-from lightning_ncclsafe.rules.kit.overruns import aborted, broken_off, overrun_of, signal_of
-from lightning_ncclsafe.rules.kit.sentences import place_words, while_others_wait
-from lightning_ncclsafe.rules.kit.sharded import broken_off_alone
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.transport import has_given_up
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.facts import Frame, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Severity,
+    Timeline,
+    aborted,
+    alone_in_trainer,
+    broken_off,
+    broken_off_alone,
+    capitalised,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    has_given_up,
+    left_in_order,
+    location_of,
+    overrun_of,
+    past_aborted,
+    place_words,
+    ranks_words,
+    signal_of,
+    trainer_start,
+    verb,
+    while_others_wait,
+)
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124
@@ -56,7 +73,14 @@ _REMEDY_OOM = (
 )
 
 
-def dead_rank(job: JobFacts) -> Iterable[Finding]:
+def is_ended_by_gloo(finding: Finding, others: Findings) -> bool:
+    """That a process is gone is no news where it is told what gloo has ended it for."""
+    ends = others.likely(("mismatched-collective", "diverged-collectives"))
+    return any(set(other.ranks) >= set(finding.ranks) for other in ends)
+
+
+@hang_rule(after="network-cut", superseded=is_ended_by_gloo)
+def dead_rank(view: Timeline) -> Iterator[Finding]:
     """A rank's process is gone without having said why.
 
     Symptom:
@@ -72,7 +96,6 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         How a process ended that another one than a rank has started and waited for already; who sent a signal;
         processes on hosts on which no rank answered.
     """
-    view = timeline(job)
     explained = _explained(view)
     seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)) and rank not in explained)
     # Whom gloo has ended in what another rank has left out is a consequence of that.
@@ -88,7 +111,7 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         ends = {_end(view, rank) for rank in seen}
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
-    elif (presumed := _presumed(view)) and not any(alone_in_trainer(view)):
+    elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
 
 
@@ -97,7 +120,7 @@ def _explained(view: Timeline) -> set[int]:
     told = broken_off_alone(view)
     if told is not None:
         return {*told.ended}
-    if any(alone_in_trainer(view)):
+    if alone_in_trainer(view):
         return {rank for rank in view.silent if rank in view.witnesses and left_in_order(view.witnesses[rank])}
     ended = () if view.raised else aborted(view)
     if broken_off(view) or any(overrun_of(view, rank) for rank in ended):
@@ -163,12 +186,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     frame = _place(view, ranks)
     at = f" {place_words(frame)}" if frame else ""
     text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
-    return Finding(
-        rule="dead-rank",
+    return finding(
+        view,
+        ranks,
+        capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
         severity=Severity.ERROR,
         confidence=confidence,
-        summary=capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
-        ranks=ranks,
         location=location_of(frame),
         evidence=(*_evidence(view, ranks), *kills),
         remedy=_REMEDY_OOM if kills else _remedy(end) + (_REMEDY_GLOO if _may_be_gloos(view, ranks, end) else ""),

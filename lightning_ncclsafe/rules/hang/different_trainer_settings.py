@@ -1,14 +1,22 @@
 """The cause different-trainer-settings: ranks have been told to train differently."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.kit.sentences import others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    alone_in_trainer,
+    capitalised,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    ranks_words,
+    recorder_evidence,
+)
 
 _LISTED = 8
 _START = ("first epoch", "first step")
@@ -23,7 +31,9 @@ _REMEDY_START = (
 )
 
 
-def different_trainer_settings(job: JobFacts) -> Iterable[Finding]:
+# Another call of the Trainer, an lr_find say, may have settings of its own.
+@hang_rule(after="unfinished-rank", unless=(alone_in_trainer,))
+def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     """Ranks have different settings of the Trainer, or go on from different steps, so they make different collectives.
 
     Symptom:
@@ -40,28 +50,26 @@ def different_trainer_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What is changed after training has begun; settings of the model, the optimizer or the strategy.
     """
-    view = timeline(job)
     differing = _differing(view)
-    # Another call of the Trainer, an lr_find say, may have settings of its own.
-    if not differing or not (view.waiting or view.raised) or any(alone_in_trainer(view)):
+    if not differing or not (view.waiting or view.raised):
         return
     odd = _odd_ones_out(differing)
     waiting = others_wait(view, ())
     # Whoever is at work may be what the others wait for, whatever else is different.
     is_explained = bool(view.working(view.facts))
-    yield Finding(
-        rule="different-trainer-settings",
-        severity=severity(job),
-        confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
-        summary=joined(
+    yield finding(
+        view,
+        odd,
+        joined(
             (
                 f"Ranks train with different settings: {'; '.join(_words(differing))}.",
                 f"{capitalised(waiting)}." if waiting else "",
             )
         ),
-        ranks=odd,
+        confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
         evidence=(*_evidence(differing), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
+        location="",
     )
 
 

@@ -1,53 +1,66 @@
 """The cause diverged-collectives: ranks called different collectives under the same number."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, trainer_start
-from lightning_ncclsafe.rules.kit.caught import (
-    caught_by,
-    has_gone_on,
-    past_aborted,
-    raised_at,
-    skipped_words,
-    skips_handled,
-)
-from lightning_ncclsafe.rules.kit.divergences import (
+from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
+    Shift,
+    Timeline,
+    aborted,
     alone_in_trainer,
+    as_gloo_does,
+    broken_off,
+    broken_off_alone,
     call_evidence,
     called_or_ended,
     calls_location,
     calls_words,
+    capitalised,
+    caught_by,
+    clause,
     condition_evidence,
     condition_of,
+    condition_words,
     conditioned,
     culprits,
-    line_of_split,
-    out_of_step,
-    same_purpose,
-    stack_of,
-    where_evidence,
-)
-from lightning_ncclsafe.rules.kit.garbled import is_garbled
-from lightning_ncclsafe.rules.kit.overruns import aborted, as_gloo_does, broken_off, gone_evidence, is_gone
-from lightning_ncclsafe.rules.kit.passes import other_counts
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import location, others_wait, place_words, severity, standing
-from lightning_ncclsafe.rules.kit.sharded import broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.shifts import Shift, shift
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    condition_words,
+    deepest_user_frame,
+    ended_first,
+    finding,
+    gathering_alone,
+    gone_evidence,
     group_words,
+    hang_rule,
+    has_gone_on,
+    is_garbled,
+    is_gone,
     joined,
+    line_of_split,
     location_of,
+    other_counts,
+    others_wait,
+    out_of_step,
+    past_aborted,
+    place_words,
+    raised_at,
     ranks_words,
+    same_purpose,
+    shift,
     short_location,
+    skipped_words,
+    skips_handled,
+    stack_of,
+    standing,
+    trainer_start,
     verb,
+    where_evidence,
 )
 
 _REMEDY = (
@@ -71,7 +84,23 @@ _REMEDY_ALONE = (
 )
 
 
-def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="diverged-log-keys",
+    remedy=_REMEDY,
+    follows=(
+        "different-trainer-settings",
+        "stopped-early",
+        "checkpoint-skipped-barrier",
+        "crossed-groups",
+        "diverged-log-keys",
+        "mismatched-collective",
+        "skipped-step",
+        "unfinished-rank",
+        "unused-parameters",
+    ),
+    reads_exceptions=True,
+)
+def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Ranks of a group called different collectives, so that none of them can complete.
 
     Symptom:
@@ -89,9 +118,8 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
         Python 3.12, an exception that the user's code has caught without logging it, and without its having come out
         of a collective or a hook.
     """
-    view = timeline(job)
-    if any(alone_in_trainer(view)):
-        yield _alone(view, *alone_in_trainer(view))
+    if alone := alone_in_trainer(view):
+        yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
         return
     if told := _more_passes(view) or _monitored_by_some(view):
         yield told
@@ -109,20 +137,18 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
 
 def _more_passes(view: Timeline) -> Finding | None:
     """The gradients of each pass are reduced: those of one more than the others make meet something else."""
-    found = other_counts(view.job) if view.waiting and not view.raised else None
+    found = other_counts(view) if view.waiting and not view.raised else None
     if found is None or not found.is_more:
         return None
     ranks = found.ranks
     are_all = len(ranks) == len(found.made)
-    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} made "
+    who = f"{clause(ranks, 'has|have made')} "
     more = "different numbers of backward passes" if are_all else "more backward passes than before or than the others"
     text = f"{who}{more} in {found.at} ({found.words}), and gradients are reduced in each: {others_wait(view, ())}."
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
+    return finding(
+        view,
+        ranks,
+        text,
         location=found.location,
         evidence=(
             Evidence(source="steps", text=f"Backward passes in {found.at}: {found.words}."),
@@ -147,17 +173,15 @@ def _monitored_by_some(view: Timeline) -> Finding | None:
     having, lacking = tuple(sorted(inside)), tuple(sorted(outside))
     ranks = having if len(having) <= len(lacking) else lacking
     text = (
-        f"{ranks_words(having)} {verb(having, 'has', 'have')} logged {key.name!r} in {key.hook}, which a callback "
-        f"monitors, and {ranks_words(lacking)} {verb(lacking, 'has', 'have')} not"
+        f"{clause(having, 'has|have logged')} {key.name!r} in {key.hook}, which a callback "
+        f"monitors, and {clause(lacking, 'has|have not')}"
     )
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}: {others_wait(view, ())}.",
-        ranks=ranks,
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(text)}: {others_wait(view, ())}.",
         location=key.place,
-        evidence=tuple(where_evidence(view, view.facts)),
+        evidence=where_evidence(view, view.facts),
         remedy=f"{_REMEDY_MONITOR.strip()} So does EarlyStopping.",
     )
 
@@ -205,11 +229,10 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditioned(view, every))
     went_on, skipped = _why_it_went_on(view, split, ranks)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
-    return Finding(
-        rule="diverged-collectives",
-        severity=Severity.ERROR if ended else severity(view.job),
-        confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
-        summary=joined(
+    return finding(
+        view,
+        ranks,
+        joined(
             (
                 f"{capitalised(text)}: these can never complete together.",
                 gone,
@@ -217,7 +240,8 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
                 skipped,
             )
         ),
-        ranks=ranks,
+        severity=Severity.ERROR if ended else None,
+        confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
         location=location_of(went_on) or line_of_split(view, split, ranks) or calls_location(view, ranks),
         evidence=(
             *call_evidence(split),
@@ -232,13 +256,12 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
 def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     """The recorder still knows the call that only some ranks have made."""
     later = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
+    return finding(
+        view,
+        apart.ranks,
+        joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
         # What follows is the same again, and shows how far they are apart.
         confidence=Confidence.CERTAIN if apart.count and apart.is_decided and apart.frame else Confidence.LIKELY,
-        summary=joined((f"{capitalised(apart.words())}.", f"{capitalised(later)}: these can never complete together.")),
-        ranks=apart.ranks,
         location=location_of(apart.frame) or calls_location(view, apart.ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=_remedy(view),
@@ -265,15 +288,14 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
     text = (
         f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
-        f"{as_gloo_does(view, ended)}, while {ranks_words(others)} {verb(others, 'was', 'were')} "
+        f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
         f"{_was_at(view, others[0])}: these are different collectives."
     )
-    return Finding(
-        rule="diverged-collectives",
+    return finding(
+        view,
+        ranks,
+        joined((capitalised(text), why)),
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=joined((capitalised(text), why)),
-        ranks=ranks,
         location=calls_location(view, ranks) or calls_location(view, every),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
         remedy=_remedy(view),
@@ -298,7 +320,7 @@ def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -
     if frame is None or not set(ranks) <= set(beyond):
         return None, ""
     others = [rank for rank in split.calls if rank not in beyond]
-    return frame, skipped_words(frame, f"{ranks_words(others)} {verb(others, 'waits', 'wait')}")
+    return frame, skipped_words(frame, clause(others, "waits|wait"))
 
 
 def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -306,20 +328,18 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     ended = aborted(view)
     own = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} gone on after an exception, past a collective that "
-        f"{ranks_words(ended)} {verb(ended, 'was', 'were')} in{f' {place_words(own)}' if own else ''}: gloo has ended "
+        f"{clause(ranks, 'has|have gone on after an exception, past a collective that')} "
+        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo has ended "
         f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
     )
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
-    return Finding(
-        rule="diverged-collectives",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
         location=location_of(raised_at(caught)) if caught is not None else "",
-        evidence=tuple(where_evidence(view, ranks)),
-        remedy=_REMEDY,
+        evidence=where_evidence(view, ranks),
     )
 
 
@@ -338,16 +358,13 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     why = out_of_step(view, view.waiting).get(ranks[0], "")
-    text = f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} elsewhere than the others{f', {why}' if why else ''}"
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}: {others_wait(view, ())}.",
-        ranks=ranks,
+    text = f"{clause(ranks, 'waits|wait elsewhere than the others')}{f', {why}' if why else ''}"
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(text)}: {others_wait(view, ())}.",
         location=calls_location(view, ranks),
-        evidence=tuple(where_evidence(view, view.facts)),
-        remedy=_REMEDY,
+        evidence=where_evidence(view, view.facts),
     )
 
 
@@ -358,19 +375,12 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     stands = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer alone"
+        f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
         f"{others_wait(view, ()) or standing(view, ranks[0])}.{stands}{_silent_words(view)}"
     )
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location_of(called),
-        evidence=tuple(where_evidence(view, view.facts)),
-        remedy=_REMEDY_ALONE,
+    return finding(
+        view, ranks, text, location=location_of(called), evidence=where_evidence(view, view.facts), remedy=_REMEDY_ALONE
     )
 
 
@@ -405,13 +415,9 @@ def _sole(view: Timeline, rank: int) -> bool:
 
 def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"{ranks_words(ranks)} joined the same collective from another place than the other ranks"
-    return Finding(
-        rule="diverged-collectives",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}, {standing(view, ranks[0])}: {others_wait(view, ())}.",
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=tuple(where_evidence(view, view.facts)),
-        remedy=_REMEDY,
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(text)}, {standing(view, ranks[0])}: {others_wait(view, ())}.",
+        evidence=where_evidence(view, view.facts),
     )

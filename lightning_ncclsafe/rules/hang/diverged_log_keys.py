@@ -1,18 +1,32 @@
 """The cause diverged-log-keys: ranks log other keys with self.log, and reduce them between ranks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES, METRIC_GATHER
-from lightning_ncclsafe.facts import JobFacts, LoggedKey, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.divergences import call_evidence, calls_location, where_evidence
-from lightning_ncclsafe.rules.kit.positions import ended_first, positions
-from lightning_ncclsafe.rules.kit.sentences import others_wait, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, ranks_words, verb
+from lightning_ncclsafe.facts import LoggedKey, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    call_evidence,
+    calls_location,
+    capitalised,
+    clause,
+    condition_words,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    positions,
+    ranks_words,
+    verb,
+    where_evidence,
+)
 
 _LISTED = 8
 _REMEDY = (
@@ -25,7 +39,8 @@ _DECIDES = (
 )
 
 
-def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="unmatched-p2p", follows=("different-trainer-settings", "stopped-early"))
+def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
     """A value that one rank has logged is reduced between all ranks, and others have not logged it.
 
     Symptom:
@@ -40,7 +55,6 @@ def diverged_log_keys(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Keys in another order that still meet: each value is then reduced with another key's, and nothing waits.
     """
-    view = timeline(job)
     reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
     # Who works may come to log it yet.
     syncing = reducing or tuple(rank for rank in view.waiting if _syncs_metric(view.facts[rank]))
@@ -157,9 +171,9 @@ def _finding(view: Timeline, odd: _Odd) -> Finding:
     key, ranks = odd.key, odd.ranks
     under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
     alone = set(ranks) >= set(odd.having)
-    lacking = "" if alone else f", and {ranks_words(ranks)} {verb(ranks, 'does', 'do')} not"
+    lacking = "" if alone else f", and {clause(ranks, 'does|do not')}"
     if odd.is_mutual:
-        lacking += f", and {ranks_words(odd.lacking)} {verb(odd.lacking, 'logs', 'log')} other keys"
+        lacking += f", and {clause(odd.lacking, 'logs|log other keys')}"
     text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
     return _told(
         view,
@@ -184,12 +198,11 @@ def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
 
 def _told(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
     split = view.divergence
-    return Finding(
-        rule="diverged-log-keys",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(text)}: {others_wait(view, ())}.",
         confidence=confidence,
-        summary=f"{capitalised(text)}: {others_wait(view, ())}.",
-        ranks=ranks,
         location=place or calls_location(view, ranks),
         evidence=(
             *_key_evidence(view),

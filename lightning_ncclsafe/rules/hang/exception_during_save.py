@@ -1,22 +1,38 @@
 """The cause exception-during-save: a rank raised while it saved a checkpoint, and its peers wait in that save."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.saves import advice, is_save, said
-from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, while_others_wait
-from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    advice,
+    batch_words,
+    directories,
+    directory_words,
+    exception_place,
+    finding,
+    hang_rule,
+    is_save,
+    location_of,
+    ranks_words,
+    said,
+    short_location,
+    storage_evidence,
+    verb,
+    while_others_wait,
+)
 
 _REMEDY = (
     "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."
 )
 
 
-def exception_during_save(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="worker-died", reads_exceptions=True)
+def exception_during_save(view: Timeline) -> Iterator[Finding]:
     """An exception of its own has ended a rank in the midst of a checkpoint's save.
 
     Symptom:
@@ -31,7 +47,6 @@ def exception_during_save(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether the checkpoint's file is complete: rather take the one before.
     """
-    view = timeline(job)
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         error = view.facts[rank].exception
@@ -52,12 +67,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} raised {said(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint{to}{at}, "
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
-    return Finding(
-        rule="exception-during-save",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
-        summary=capitalised(text),
-        ranks=ranks,
         location=location_of(frame),
         evidence=(
             Evidence(source="exception", rank=facts.rank, text=f"{error.type}: {error.message}"),

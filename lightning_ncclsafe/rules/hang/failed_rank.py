@@ -2,14 +2,27 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import trainer_start
-from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, exit_status, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Severity,
+    Timeline,
+    batch_words,
+    exception_place,
+    exit_status,
+    finding,
+    hang_rule,
+    location_of,
+    ranks_words,
+    short_location,
+    trainer_start,
+    while_others_wait,
+)
 
 _MESSAGE = 200
 _INTERRUPT = "KeyboardInterrupt"
@@ -26,7 +39,14 @@ _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[
 _MOST = 16
 
 
-def failed_rank(job: JobFacts) -> Iterable[Finding]:
+def is_told_as_exception(finding: Finding, others: Findings) -> bool:
+    """An exception is no news once it has been told what it says."""
+    told = {rank for other in others.of_exceptions for rank in other.ranks}
+    return bool(finding.ranks) and told.issuperset(finding.ranks)
+
+
+@hang_rule(after="timeout-misuse", superseded=is_told_as_exception)
+def failed_rank(view: Timeline) -> Iterator[Finding]:
     """A rank raised an exception, and its peers wait for a rank that will not come.
 
     Symptom:
@@ -44,7 +64,6 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
         An exception that the user's own code catches and swallows, which is said beside other causes as far as it was
         seen; after the first 16 that differ, the others.
     """
-    view = timeline(job)
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         alike[_key(view.facts[rank])].append(rank)
@@ -66,12 +85,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
     did = _deed(exception) if exception else ""
     text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
-    return Finding(
-        rule="failed-rank",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
-        summary=capitalised(text),
-        ranks=ranks,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
         remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),

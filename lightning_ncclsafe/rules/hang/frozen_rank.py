@@ -1,24 +1,37 @@
 """The cause frozen-rank: a rank does not answer, and nothing tells what keeps it from answering."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.rules.hang.dead_rank import dead_rank
 from lightning_ncclsafe.rules.hang.late_at_init import late_at_init
 from lightning_ncclsafe.rules.hang.unreachable_host import unreachable_host
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.kit.sentences import place_words, severity, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Reason,
+    Timeline,
+    alone_in_trainer,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    named_by,
+    place_words,
+    ranks_words,
+    silent_finding,
+    silent_processes,
+    verb,
+    while_others_wait,
+)
 
 _ALIVE = "Look at process {pid} on its host, e.g. with py-spy dump --native --pid {pid}."
 _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own output."
 
 
-def frozen_rank(job: JobFacts) -> Iterable[Finding]:
+# Ranks that are in no call of the Trainer have no guard that would answer.
+@hang_rule(after="wrong-interface", unless=(alone_in_trainer,))
+def frozen_rank(view: Timeline) -> Iterator[Finding]:
     """A rank exists, as far as can be seen, and does not answer; nothing tells why.
 
     Symptom:
@@ -36,22 +49,11 @@ def frozen_rank(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         A process on another host.
     """
-    view = timeline(job)
-    # Ranks that are in no call of the Trainer have no guard that would answer.
-    if (not view.facts and not view.witnesses) or any(alone_in_trainer(view)):
+    if not view.facts and not view.witnesses:
         return
     for rank, process in silent_processes(view, Reason.UNKNOWN):
-        yield silent_finding(
-            view,
-            rank,
-            process,
-            rule="frozen-rank",
-            words=_words(process),
-            remedy=_ALIVE.format(pid=process.pid),
-            confidence=Confidence.LIKELY,
-        )
-    known = (unreachable_host, dead_rank, late_at_init)
-    explained = {rank for rule in known for finding in rule(job) for rank in finding.ranks}
+        yield silent_finding(view, rank, process, _words(process), remedy=_ALIVE.format(pid=process.pid))
+    explained = named_by(view, unreachable_host, dead_rank, late_at_init)
     unseen = tuple(rank for rank in view.silent if rank not in explained and rank not in view.witnesses)
     if unseen:
         yield _unseen(view, unseen)
@@ -70,14 +72,14 @@ def _unseen(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"network or the process is to blame{while_others_wait(view, ranks)}."
     )
     known = f"No facts came from {names} within the deadline, and no rank on the same host answered for it."
-    return Finding(
-        rule="frozen-rank",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
         evidence=(Evidence(source="process", text=known), *_reached(view, ranks)),
         remedy=_UNSEEN,
+        location="",
     )
 
 

@@ -1,21 +1,25 @@
 """The cause gc-pause: Python's garbage collector holds a rank up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import GarbageFacts, JobFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import GarbageFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Reason,
+    Timeline,
+    deepest_user_frame,
+    duration_words,
+    hang_rule,
+    held_up,
     how_we_know,
-    location,
+    is_starved,
+    is_swapped_out,
     place_words,
-    severity,
-    standing,
-    while_others_wait,
+    silent_finding,
+    silent_processes,
 )
-from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words
 
 # Shorter pauses hold nobody up for as long as ranks are asked after.
 _LONG_S = 1.0
@@ -31,7 +35,8 @@ _REMEDY_FINALIZER = (
 )
 
 
-def gc_pause(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="stopped-process", remedy=_REMEDY, is_of_machine=True)
+def gc_pause(view: Timeline) -> Iterator[Finding]:
     """A whole collection of Python's garbage collector takes seconds, during which nothing else of Python runs.
 
     Symptom:
@@ -48,7 +53,6 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which objects these are; on which thread a finalizer runs, unless that is Python code on the main thread.
     """
-    view = timeline(job)
     for rank, process in silent_processes(view, Reason.COLLECTING):
         frame = deepest_user_frame(process.stack)
         at = f", {place_words(frame)}" if frame else ""
@@ -56,19 +60,16 @@ def gc_pause(job: JobFacts) -> Iterable[Finding]:
             view,
             rank,
             process,
-            rule="gc-pause",
-            words=f"in Python's garbage collector{at}",
-            remedy=_REMEDY,
+            f"in Python's garbage collector{at}",
             # Looking at all objects is slow for want of a core or of memory, too.
-            confidence=Confidence.LIKELY if _is_starved(process) else Confidence.CERTAIN,
+            confidence=Confidence.LIKELY if is_starved(process) or is_swapped_out(process) else Confidence.CERTAIN,
         )
     for rank in view.working(view.stragglers):
+        garbage = view.facts[rank].machine.garbage
         if _is_held_up(view.facts[rank]):
-            yield _finding(view, rank)
-
-
-def _is_starved(process: ProcessFacts) -> bool:
-    return is_starved(process) or is_swapped_out(process)
+            evidence = (_evidence(rank, garbage), *how_we_know(view, (rank,)))
+            remedy = _REMEDY_FINALIZER if garbage.running_s else _REMEDY
+            yield held_up(view, (rank,), _words(garbage), evidence=evidence, remedy=remedy)
 
 
 def _is_held_up(facts: RankFacts) -> bool:
@@ -77,21 +78,6 @@ def _is_held_up(facts: RankFacts) -> bool:
     within = max(idle_s, _LONG_S)
     just_now = garbage.longest_s if garbage.ended_ago_s <= within else 0.0
     return max(garbage.running_s, just_now) >= max(_LONG_S, _SHARE * idle_s)
-
-
-def _finding(view: Timeline, rank: int) -> Finding:
-    garbage = view.facts[rank].machine.garbage
-    text = f"Rank {rank} {_words(garbage)}, {standing(view, rank)}{while_others_wait(view, (rank,))}."
-    return Finding(
-        rule="gc-pause",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=(rank,),
-        location=location(view, (rank,)),
-        evidence=(_evidence(rank, garbage), *how_we_know(view, (rank,))),
-        remedy=_REMEDY_FINALIZER if garbage.running_s else _REMEDY,
-    )
 
 
 def _words(garbage: GarbageFacts) -> str:

@@ -1,13 +1,19 @@
 """The cause gil-held: native code in a rank keeps Python's global interpreter lock."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.sentences import place_words
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Reason,
+    Timeline,
+    deepest_user_frame,
+    hang_rule,
+    place_words,
+    silent_finding,
+    silent_processes,
+)
 
 _REMEDY = (
     "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
@@ -18,7 +24,8 @@ _REMEDY = (
 _GETS_A_CORE = 0.5
 
 
-def gil_held(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="gc-pause")
+def gil_held(view: Timeline) -> Iterator[Finding]:
     """Native code holds Python's global interpreter lock, so that no other thread of the rank can run Python.
 
     Symptom:
@@ -36,14 +43,12 @@ def gil_held(job: JobFacts) -> Iterable[Finding]:
         Which native function it is; only the line of Python that has called it. Where the main thread sleeps, whether
         that line or another thread has called it.
     """
-    view = timeline(job)
     for rank, process in silent_processes(view, Reason.GIL):
         yield silent_finding(
             view,
             rank,
             process,
-            rule="gil-held",
-            words=_words(process),
+            _words(process),
             remedy=_REMEDY.format(
                 pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
             ),
@@ -52,7 +57,7 @@ def gil_held(job: JobFacts) -> Iterable[Finding]:
         )
     # What it has answered since is of a moment at which nobody waited for it any more.
     if not view.stragglers and not view.behind and not view.raised:
-        for process in job.witnessed:
+        for process in view.job.witnessed:
             if process.rank in view.facts and process.gil_held and deepest_user_frame(process.stack):
                 yield _let_go(view, process)
 
@@ -61,13 +66,7 @@ def _let_go(view: Timeline, process: ProcessFacts) -> Finding:
     """A signal asks for the stack: it ends sleep() and calls like it, and the native code comes back."""
     words = f"back since a signal asked for its stack, and was {_words(process)}"
     return silent_finding(
-        view,
-        process.rank,
-        process,
-        rule="gil-held",
-        words=words,
-        remedy=_REMEDY.format(pid=process.pid, line="this line, or another thread,"),
-        confidence=Confidence.LIKELY,
+        view, process.rank, process, words, remedy=_REMEDY.format(pid=process.pid, line="this line, or another thread,")
     )
 
 

@@ -2,22 +2,30 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.garbled import is_garbled
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
+    clause,
     exception_place,
+    finding,
+    hang_rule,
     how_we_know,
-    location,
-    severity,
+    is_garbled,
+    location_of,
+    short_location,
+    size_words,
     standing,
+    unless_caught,
+    verb,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location, size_words, verb
 
 _OUT = re.compile(
     r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -43,7 +51,8 @@ _REMEDY = (
 )
 
 
-def gpu_memory_exhausted(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(remedy=_REMEDY, reads_exceptions=True)
+def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
     """One rank ran out of memory on its GPU, and its peers wait for a rank that will not come.
 
     Symptom:
@@ -61,7 +70,6 @@ def gpu_memory_exhausted(job: JobFacts) -> Iterable[Finding]:
         Which tensors take the memory. "Tried to allocate more than 1EB" is no lack of memory, but follows from ranks
         that called different collectives of objects, and is not named so.
     """
-    view = timeline(job)
     alike: dict[tuple[str, Confidence], list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
         if _is_out_of_memory(facts):
@@ -95,17 +103,16 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     their = verb(ranks, "its GPU", "their GPUs")
-    who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {_RUN_OUT[confidence]} {their}"
+    who = f"{clause(ranks, 'has|have')} {_RUN_OUT[confidence]} {their}"
     text = f"{who}{verb(ranks, needs, whose)}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
-    return Finding(
-        rule="gpu-memory-exhausted",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
-        confidence=confidence,
-        summary=capitalised(text),
-        ranks=ranks,
+        confidence=unless_caught(view, confidence),
         location=location_of(frame),
         evidence=(*(item for rank in ranks[:_LISTED] for item in _said(view.facts[rank])), *_evidence(view)),
-        remedy=_REMEDY,
     )
 
 
@@ -136,16 +143,9 @@ def _full(view: Timeline, rank: int) -> Finding:
         f"The memory of rank {rank}'s GPU is full, and those of the others' are not: the rank may be busy freeing and "
         f"asking again for memory, {standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
-    return Finding(
-        rule="gpu-memory-exhausted",
-        severity=severity(view.job),
-        # A cache that holds all memory is full as well, and holds nobody up.
-        confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=(rank,),
-        location=location(view, (rank,)),
-        evidence=(*_evidence(view), *how_we_know(view, (rank,))),
-        remedy=_REMEDY,
+    # A cache that holds all memory is full as well, and holds nobody up.
+    return finding(
+        view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(view), *how_we_know(view, (rank,)))
     )
 
 

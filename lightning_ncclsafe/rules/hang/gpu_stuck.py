@@ -1,23 +1,34 @@
 """The cause gpu-stuck: a rank has called what all have called, and its GPU does not come forward."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.devices import Pending, ailment, gpu_evidence, pending_on_nccl, uses_gpus
-from lightning_ncclsafe.rules.kit.landmarks import looks_like_device_sync
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Pending,
+    Reason,
+    Timeline,
+    Wait,
+    ailment,
     batch_words,
+    collective_words,
+    finding,
+    gpu_evidence,
+    hang_rule,
     how_we_know,
-    location,
-    severity,
+    looks_like_device_sync,
+    pending_on_nccl,
+    ranks_words,
+    silent_finding,
+    silent_processes,
     standing,
+    uses_gpus,
+    verb,
+    wait_of,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
-from lightning_ncclsafe.rules.kit.wording import capitalised, collective_words, ranks_words, verb
 
 _REMEDY = (
     "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
@@ -27,7 +38,8 @@ _REMEDY = (
 )
 
 
-def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="diverged-collectives", remedy=_REMEDY)
+def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """One rank's GPU does not come to, or does not get through, a collective that the other ranks' GPUs have come to.
 
     Symptom:
@@ -45,7 +57,6 @@ def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
         Which kernel runs on the GPU. Whether a collective has started is only recorded with TORCH_NCCL_ENABLE_TIMING
         or a newer NCCL back end; without, all look alike (all-joined).
     """
-    view = timeline(job)
     yield from _in_the_driver(view)
     if view.raised:
         return
@@ -59,13 +70,7 @@ def _in_the_driver(view: Timeline) -> Iterator[Finding]:
     for rank, process in silent_processes(view, Reason.BLOCKED):
         if wait_of(process.wait_channel) is Wait.DRIVER:
             yield silent_finding(
-                view,
-                rank,
-                process,
-                rule="gpu-stuck",
-                words=f"in uninterruptible sleep in {process.wait_channel}, in the GPU's driver",
-                remedy=_REMEDY,
-                confidence=Confidence.LIKELY,
+                view, rank, process, f"in uninterruptible sleep in {process.wait_channel}, in the GPU's driver"
             )
 
 
@@ -107,16 +112,7 @@ def _finding(view: Timeline, pending: Pending, ranks: tuple[int, ...], words: st
         f"{words}, on {verb(others, 'that', 'those')} of {ranks_words(others)} it {told}, "
         f"{batch_words(view.facts[ranks[0]].progress)}."
     )
-    return Finding(
-        rule="gpu-stuck",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=text,
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=tuple(_evidence(view, pending, ranks)),
-        remedy=_REMEDY,
-    )
+    return finding(view, ranks, text, evidence=_evidence(view, pending, ranks))
 
 
 def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Iterator[Evidence]:
@@ -152,13 +148,10 @@ def _in_a_sync(view: Timeline) -> Iterator[Finding]:
                 f"Rank {rank} waits for its own GPU, {standing(view, rank)}: what was queued on it before has not ended"
                 f"{while_others_wait(view, (rank,))}."
             )
-            yield Finding(
-                rule="gpu-stuck",
-                severity=severity(view.job),
+            yield finding(
+                view,
+                (rank,),
+                text,
                 confidence=Confidence.LIKELY if ailment(facts) else Confidence.POSSIBLE,
-                summary=capitalised(text),
-                ranks=(rank,),
-                location=location(view, (rank,)),
                 evidence=(*gpu_evidence(facts), *how_we_know(view, (rank,))),
-                remedy=_REMEDY,
             )

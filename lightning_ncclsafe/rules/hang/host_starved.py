@@ -1,14 +1,24 @@
 """The cause host-starved: a rank has work to do, and its host does not let it: no core, no quota, no memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, MainThreadFacts, PressureFacts, ProcessFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.memory import memory_evidence, waits_for_memory
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.silence import Reason, is_starved, is_swapped_out, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.facts import MainThreadFacts, PressureFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Reason,
+    Timeline,
+    duration_words,
+    hang_rule,
+    held_up,
+    how_we_know,
+    is_starved,
+    is_swapped_out,
+    memory_evidence,
+    silent_finding,
+    silent_processes,
+    waits_for_memory,
+)
 
 # Shares of the time, from which on a rank is slow because of them and not merely a little slower.
 _QUEUED = 0.5
@@ -31,7 +41,8 @@ _REMEDY_MEMORY = (
 )
 
 
-def host_starved(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="all-joined", is_of_machine=True)
+def host_starved(view: Timeline) -> Iterator[Finding]:
     """A rank is late because its host lets it work for a part of the time only.
 
     Symptom:
@@ -48,7 +59,6 @@ def host_starved(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which other process takes the cores; what happened before the last 20 seconds.
     """
-    view = timeline(job)
     for rank, process in _starved(view):
         swapped = process.state == "disk-sleep"
         starved = f"starved of processor time: it got {process.ran_share or 0:.0%} of a core"
@@ -56,14 +66,12 @@ def host_starved(job: JobFacts) -> Iterable[Finding]:
             view,
             rank,
             process,
-            rule="host-starved",
-            words="swapped out in part and waits for its memory" if swapped else starved,
+            "swapped out in part and waits for its memory" if swapped else starved,
             remedy=_REMEDY_MEMORY if swapped else f"{_REMEDY_CORES} {_REMEDY_QUOTA}",
-            confidence=Confidence.LIKELY,
         )
     by_need: dict[str, list[int]] = {}
-    for rank in view.working(view.stragglers) if view.waiting else ():
-        for need in list(_needs(view.facts[rank]))[:1]:
+    for rank in view.awaited:
+        if need := next(_needs(view.facts[rank]), ""):
             by_need.setdefault(need, []).append(rank)
     for need, ranks in by_need.items():
         yield _finding(view, need, tuple(ranks))
@@ -104,26 +112,16 @@ def _is_throttled(pressure: PressureFacts) -> bool:
 
 
 _WORDS = {
-    _REMEDY_QUOTA: "{verb} held up by the CPU quota of {whose} control group",
-    _REMEDY_CORES: "{verb} waiting for a core most of the time",
-    _REMEDY_MEMORY: "{verb} waiting for memory that is swapped out",
+    _REMEDY_QUOTA: "is|are held up by the CPU quota of its|their control group",
+    _REMEDY_CORES: "is|are waiting for a core most of the time",
+    _REMEDY_MEMORY: "is|are waiting for memory that is swapped out",
 }
 
 
 def _finding(view: Timeline, need: str, ranks: tuple[int, ...]) -> Finding:
-    told = _WORDS[need].format(verb=verb(ranks, "is", "are"), whose=verb(ranks, "its", "their"))
+    evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
     amount = _amount(view.facts[ranks[0]], need)
-    text = f"{ranks_words(ranks)} {told}{amount}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
-    return Finding(
-        rule="host-starved",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks)),
-        remedy=need,
-    )
+    return held_up(view, ranks, _WORDS[need], amount, evidence=evidence, remedy=need)
 
 
 def _amount(facts: RankFacts, need: str) -> str:

@@ -1,25 +1,41 @@
 """The cause late-at-init: a rank has not come to where the others wait before the first batch."""
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.kit.memory import (
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    alone_in_trainer,
+    begins,
+    capitalised,
+    clause,
+    deepest_user_frame,
+    finding,
+    hang_rule,
+    how_we_know,
+    is_unborn,
+    location_of,
     memory_clause,
     memory_evidence,
     memory_remedy,
     memory_words,
+    place_words,
+    ranks_words,
+    standing,
     swaps,
     used_up_words,
+    verb,
+    waits_in_init,
+    while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.not_joined import is_unborn, not_joined
-from lightning_ncclsafe.rules.kit.positions import begins
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
 
+_REMEDY_NOT_STARTED = "Check also that every rank's process has been started, and its own output."
+_LISTED = 8
 _OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
@@ -31,7 +47,8 @@ _REMEDY_OUTSIDE = (
 )
 
 
-def late_at_init(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="slow-name-server")
+def late_at_init(view: Timeline) -> Iterator[Finding]:
     """A rank has not reached the first collective or barrier while the others wait there.
 
     Symptom:
@@ -47,14 +64,13 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
         What a process does that has not come as far as to import this package, beyond its state and memory; one on a
         host on which no rank waits.
     """
-    view = timeline(job)
     late = tuple(rank for rank in view.working(view.stragglers) if _is_late(view, rank))
     if late and view.waiting:
         yield _finding(view, late)
     unborn = tuple(rank for rank in view.silent if is_unborn(view, rank))
     if unborn and view.awaits_joining:
-        yield not_joined(view, unborn, _REMEDY)
-    elif unborn and view.waiting and not any(alone_in_trainer(view)):
+        yield _not_joined(view, unborn)
+    elif unborn and view.waiting and not alone_in_trainer(view):
         yield _outside(view, unborn)
 
 
@@ -65,19 +81,19 @@ def _is_late(view: Timeline, rank: int) -> bool:
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """No guard is there that would say what they do: it may be work, or a collective that waits for the others."""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to this call of the Trainer: "
+        f"{clause(ranks, 'has|have not come to this call of the Trainer')}: "
         f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, at work or in a collective "
         f"that the others do not call{while_others_wait(view, ranks)}."
     )
-    known = f"The process group is there, and {ranks_words(ranks)} {verb(ranks, 'has', 'have')} not begun to watch."
-    return Finding(
-        rule="late-at-init",
-        severity=severity(view.job),
+    known = f"The process group is there, and {clause(ranks, 'has|have not begun to watch')}."
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
         evidence=(Evidence(source="process", text=known), *how_we_know(view, ())),
         remedy=_REMEDY_OUTSIDE,
+        location="",
     )
 
 
@@ -90,15 +106,69 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         "its host is swapping" if swapping else "",
         used_up_words(facts.host_facts, processes),
     )
-    summary = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} late: still {standing(view, ranks[0])}{told}"
+    summary = f"{clause(ranks, 'is|are late: still')} {standing(view, ranks[0])}{told}"
     amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
-    return Finding(
-        rule="late-at-init",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(f"{summary}{while_others_wait(view, ranks)}."),
-        ranks=ranks,
-        location=location(view, ranks),
+    return finding(
+        view,
+        ranks,
+        f"{summary}{while_others_wait(view, ranks)}.",
         evidence=(*amounts, *how_we_know(view, ranks)),
         remedy=memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks]) or _REMEDY,
     )
+
+
+def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """Ranks that have not joined the process group, as the others see them that wait for them there."""
+    seen = [process for rank in ranks if (process := view.witnesses.get(rank))]
+    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    swapping = any(process.swap_bytes or process.state == "disk-sleep" for process in seen)
+    at = f", and {verb(ranks, 'is', 'are')} {place_words(frame)}" if frame else ""
+    told = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
+    text = f"{clause(ranks, 'has|have not joined the process group')}{at}{told}"
+    remedy = memory_remedy(swapping, seen) or _REMEDY
+    return finding(
+        view,
+        ranks,
+        f"{text}, while {_waiting_words(view, verb(ranks, 'it', 'them'))}.",
+        confidence=Confidence.LIKELY if seen else Confidence.POSSIBLE,
+        location=location_of(frame),
+        evidence=_processes_evidence(view, ranks, seen),
+        remedy=remedy if frame else f"{remedy} {_REMEDY_NOT_STARTED}",
+    )
+
+
+def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str:
+    firsts = sorted({facts.rank - facts.local_rank for facts in view.facts.values()})
+    host = bisect_right(firsts, seen[0].rank)
+    if host == 0:
+        return ""
+    # Ranks of a host follow one another.
+    first = firsts[host - 1]
+    witness = next(facts for facts in view.facts.values() if facts.rank - facts.local_rank == first)
+    answering = [facts.host_facts for facts in view.facts.values() if facts.host == witness.host]
+    silent = [process for process in seen if bisect_right(firsts, process.rank) == host]
+    return used_up_words(witness.host_facts, [*answering, *silent])
+
+
+def _waiting_words(view: Timeline, whom: str) -> str:
+    waiting = tuple(rank for rank, facts in view.facts.items() if waits_in_init(facts))
+    return f"{clause(waiting, 'waits|wait for')} {whom} in init_process_group"
+
+
+def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequence[ProcessFacts]) -> Iterator[Evidence]:
+    for process in processes[:_LISTED]:
+        words = [f"Process {process.pid} is {process.state}"]
+        words += [f"waits in {process.wait_channel}"] if process.wait_channel else []
+        memory = memory_words(process).removeprefix("with ")
+        yield Evidence(source="process", rank=process.rank, text=", ".join([*words, *filter(None, [memory])]) + ".")
+        frame = deepest_user_frame(process.stack)
+        if frame is not None:
+            code = f": {frame.code}" if frame.code else ""
+            yield Evidence(source="stack", rank=process.rank, text=f"Is at {location_of(frame)}{code}")
+    unseen = tuple(sorted(set(ranks) - {process.rank for process in processes}))
+    if unseen:
+        text = (
+            f"No process of {ranks_words(unseen)} could be seen from where the others wait: it has not been started, "
+        )
+        yield Evidence(source="process", text=text + "has ended, or is on a host on which no rank waits.")
+    yield Evidence(source="phase", text=capitalised(_waiting_words(view, ranks_words(ranks))) + ".")

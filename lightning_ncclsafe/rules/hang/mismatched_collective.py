@@ -1,49 +1,52 @@
 """The cause mismatched-collective: ranks called the same collective with other sizes or types."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.caught import past_aborted, skipped_words, skips_handled
-from lightning_ncclsafe.rules.kit.divergences import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Finding,
+    Severity,
+    Timeline,
+    aborted,
     alone_in_trainer,
+    as_gloo_does,
+    broken_off,
+    broken_off_alone,
     call_evidence,
     called_at,
     calls_location,
     calls_words,
+    capitalised,
+    collective_words,
     condition_evidence,
     conditioned,
     culprits,
-    same_purpose,
-    units_of,
-    variants,
-    where_evidence,
-)
-from lightning_ncclsafe.rules.kit.overruns import (
-    aborted,
-    as_gloo_does,
-    broken_off,
+    ended_first,
+    finding,
+    gathering_alone,
     gone_evidence,
+    group_words,
+    hang_rule,
     is_gone,
     is_of_fsdp,
-    last_of_gloo,
-    overrun_of,
-    signal_of,
-    size_bytes,
-)
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import place_words, severity
-from lightning_ncclsafe.rules.kit.sharded import broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    collective_words,
-    group_words,
     joined,
+    last_of_gloo,
     location_of,
     numel,
+    overrun_of,
+    past_aborted,
+    place_words,
     ranks_words,
+    same_purpose,
+    signal_of,
+    size_bytes,
+    skipped_words,
+    skips_handled,
+    units_of,
+    variants,
     verb,
+    where_evidence,
 )
 
 _REMEDY = (
@@ -61,7 +64,12 @@ _DECIDES = (
 )
 
 
-def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="failed-rank",
+    follows=("different-trainer-settings", "stopped-early"),
+    unless=(alone_in_trainer, ended_first, gathering_alone),
+)
+def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same operation under the same number, with another number of elements or another data type.
 
     Symptom:
@@ -79,9 +87,8 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
         Sizes where a collective may have different ones by design (all_to_all, scatter); what a rank called whose
         process is gone.
     """
-    view = timeline(job)
     split = view.divergence or view.lost_divergence
-    if view.raised or ended_first(view) or gathering_alone(view) or any(alone_in_trainer(view)):
+    if view.raised:
         return
     if split is None:
         ended = aborted(view)
@@ -115,12 +122,12 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
-    return Finding(
-        rule="mismatched-collective",
+    return finding(
+        view,
+        ranks,
+        joined((capitalised(text), why)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
-        summary=joined((capitalised(text), why)),
-        ranks=ranks,
         location=calls_location(view, ranks) if decided else location_of(own or others),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
@@ -152,12 +159,12 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         else ""
     )
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
-    return Finding(
-        rule="mismatched-collective",
-        severity=Severity.ERROR if overrun else severity(view.job),
+    return finding(
+        view,
+        ranks,
+        joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
+        severity=Severity.ERROR if overrun else None,
         confidence=confidence,
-        summary=joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
-        ranks=ranks,
         # The odd one may have gone on, and the others have not.
         location=calls_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),

@@ -2,15 +2,24 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Phase, TriedAddress
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.places import hosts_of
-from lightning_ncclsafe.rules.kit.sentences import batch_words, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.transport import has_given_up, lost_words
-from lightning_ncclsafe.rules.kit.wording import collective_words, ranks_words, verb
+from lightning_ncclsafe.facts import Phase, TriedAddress
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    batch_words,
+    collective_words,
+    finding,
+    hang_rule,
+    has_given_up,
+    lost_words,
+    ranks_words,
+    verb,
+)
 
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
@@ -28,7 +37,8 @@ _REMEDY = (
 )
 
 
-def network_cut(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="unreachable-host", remedy=_REMEDY)
+def network_cut(view: Timeline) -> Iterator[Finding]:
     """Ranks on several hosts report lost connections, and every one of them is alive.
 
     Symptom:
@@ -45,15 +55,14 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
         Which cable it was; on a single host, who has closed the connections. A host that does not answer at all is
         unreachable-host; a process that is gone, dead-rank.
     """
-    view = timeline(job)
     told = {rank: text for rank, facts in view.facts.items() if (text := lost_words(facts))}
-    where = hosts_of(job)
+    where = view.hosts
     # After ranks have called what cannot complete together, gloo closes connections by itself.
     if not _all_alive(view) or any(map(has_given_up, view.facts.values())) or (told and view.lost_divergence):
         return
     if told:
         yield _finding(view, told, where)
-    elif cut := tuple(one for one in job.tried if one.answers is False):
+    elif cut := tuple(one for one in view.job.tried if one.answers is False):
         yield from _silently_cut(view, cut, where)
 
 
@@ -74,14 +83,14 @@ def _finding(view: Timeline, told: dict[int, str], where: dict[int, str]) -> Fin
         f"Connections {to} were lost, {batch_words(facts.progress)}: {ranks_words(told)} "
         f"{verb(tuple(told), 'says', 'say')} so, and the processes of all {len(view.facts)} ranks are alive."
     )
-    return Finding(
-        rule="network-cut",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=text,
-        ranks=ranks,
-        evidence=tuple(_evidence(view, told)),
+        evidence=_evidence(view, told),
         remedy=_REMEDY if several else _REMEDY_ONE_HOST,
+        location="",
     )
 
 
@@ -100,14 +109,13 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
         f"{cut[0].address}, where its data should go, though its ranks answer otherwise: the connection to "
         f"{', '.join(names[:4])} is cut."
     )
-    yield Finding(
-        rule="network-cut",
-        severity=severity(view.job),
+    yield finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.LIKELY if _tells(view.job.tried, cut) else Confidence.POSSIBLE,
-        summary=text,
-        ranks=ranks,
         evidence=(*(_tried(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
-        remedy=_REMEDY,
+        location="",
     )
 
 

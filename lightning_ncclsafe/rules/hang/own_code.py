@@ -1,21 +1,26 @@
 """The cause own-code: this package itself holds a rank up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
-from lightning_ncclsafe.rules.kit.activity import AGREEMENT, Kind
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.rules.kit import (
+    AGREEMENT,
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    held_up_by_machine,
+    location_of,
     phase_evidence,
     place_words,
     recorder_evidence,
-    severity,
     standing,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _INSTALLED = ("site-packages/", "dist-packages/")
 _LISTED = 8
@@ -25,7 +30,8 @@ _REMEDY = (
 )
 
 
-def own_code(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="unpresented-loader", remedy=_REMEDY)
+def own_code(view: Timeline) -> Iterator[Finding]:
     """A rank stands in code of lightning_ncclsafe, which does not wait for other ranks, and the others wait for it.
 
     Symptom:
@@ -40,7 +46,6 @@ def own_code(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Code of this package that waits in code of others: in a logger's, a dataset's or a file system's.
     """
-    view = timeline(job)
     held = tuple(rank for rank in view.working(view.stragglers) if _is_held(view, rank))
     if ranks := held or _left_alone(view):
         yield _finding(view, ranks)
@@ -81,22 +86,20 @@ def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
     # Where a rank is held up whatever it does, our line is where it happened to be.
-    is_held_up = not set(ranks).isdisjoint(held_up_by_machine(view.job))
+    is_held_up = not set(ranks).isdisjoint(held_up_by_machine(view))
     frame = _own_frame(view.facts[rank].stack)
     at = place_words(frame)
-    held_up = f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up by lightning_ncclsafe itself"
+    held_up = clause(ranks, "is|are held up by lightning_ncclsafe itself")
     text = f"{held_up}{at and f' {at}'}, {standing(view, rank)}{while_others_wait(view, ranks)}."
-    return Finding(
-        rule="own-code",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_held_up else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
         location=location_of(frame),
         evidence=(
             *(Evidence(source="stack", rank=one, text=f"Is at {place}.") for one, place in _places(view, ranks)),
             *phase_evidence(view, ranks),
             *recorder_evidence(view),
         ),
-        remedy=_REMEDY,
     )

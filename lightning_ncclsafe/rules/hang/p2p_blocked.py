@@ -1,14 +1,22 @@
 """The cause p2p-blocked: GPUs of one host cannot send to each other."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.devices import Pending, gpu_evidence, pending_on_nccl
-from lightning_ncclsafe.rules.kit.places import hosts_of
-from lightning_ncclsafe.rules.kit.sentences import batch_words, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import collective_words, duration_words, ranks_words
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Pending,
+    Timeline,
+    batch_words,
+    collective_words,
+    duration_words,
+    finding,
+    gpu_evidence,
+    hang_rule,
+    pending_on_nccl,
+    ranks_words,
+)
 
 # Object broadcasts and barriers of the start; later on, other things break as well.
 _FIRST = 8
@@ -20,7 +28,8 @@ _REMEDY = (
 )
 
 
-def p2p_blocked(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="gpu-stuck", remedy=_REMEDY)
+def p2p_blocked(view: Timeline) -> Iterator[Finding]:
     """The very first collective of a host's GPUs never ends, though every rank has called it.
 
     Symptom:
@@ -38,10 +47,9 @@ def p2p_blocked(job: JobFacts) -> Iterable[Finding]:
         The transfers themselves: a GPU that hangs at the start looks the same (gpu-stuck, all-joined), unless its
         driver says so.
     """
-    view = timeline(job)
     if view.raised or view.silent or view.behind or _has_worked(view):
         return
-    where = hosts_of(job)
+    where = view.hosts
     for pending in pending_on_nccl(view):
         there = {where.get(rank, "") for rank in pending.calls}
         is_first = pending.first.seq <= _FIRST and not pending.completed and not pending.not_started
@@ -72,14 +80,13 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
         f"{batch_words(facts.progress)}: peer-to-peer transfers between these GPUs are probably blocked."
     )
     started = all(call.started for call in pending.calls.values())
-    return Finding(
-        rule="p2p-blocked",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.LIKELY if started else Confidence.POSSIBLE,
-        summary=text,
-        ranks=ranks,
-        evidence=tuple(_evidence(view, pending, started)),
-        remedy=_REMEDY,
+        evidence=_evidence(view, pending, started),
+        location="",
     )
 
 

@@ -1,22 +1,25 @@
 """The cause rank-behind: the others wait for a rank, and no better-known cause fits."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.positions import positions
-from lightning_ncclsafe.rules.kit.sentences import (
-    how_we_know,
-    location,
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Findings,
+    Kind,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    held_up,
+    location_of,
     others_wait,
-    severity,
+    positions,
+    ranks_words,
     standing,
-    while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
@@ -30,7 +33,18 @@ _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
 
 
-def rank_behind(job: JobFacts) -> Iterable[Finding]:
+def is_named_otherwise(finding: Finding, others: Findings) -> bool:
+    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out."""
+    # Why ranks gave up waiting does not tell for whom they waited.
+    better = [other for _, other in others.every if other.rule not in ("rank-behind", "timeout-misuse")]
+    if not better:
+        return False
+    covered = {rank for other in better for rank in other.ranks}
+    return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE
+
+
+@hang_rule(after="host-starved", superseded=is_named_otherwise)
+def rank_behind(view: Timeline) -> Iterator[Finding]:
     """A rank has not come to the collective in which the others wait.
 
     Symptom:
@@ -45,7 +59,6 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Why the line is slow.
     """
-    view = timeline(job)
     if view.stragglers:
         # Another rank may have a better-known cause of its own, and this one would be hidden behind it.
         for ranks in _by_place(view):
@@ -69,18 +82,13 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
-    how = "will not come" if is_over else f"{verb(ranks, 'is', 'are')} behind"
-    text = f"{ranks_words(ranks)} {how}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
-    certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
-    return Finding(
-        rule="rank-behind",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY if certain else Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=how_we_know(view, ranks),
+    is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
+    return held_up(
+        view,
+        ranks,
+        "will not come" if is_over else "is|are behind",
+        confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else _REMEDY,
     )
 
@@ -91,16 +99,14 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)
     ranks = behind if len(behind) < len(places) else ()
-    who = f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far, " if ranks else ""
+    who = f"; {clause(ranks, 'has|have come least far')}, " if ranks else ""
     who += standing(view, ranks[0]) if ranks else ""
     text = f"{others_wait(view, ())}, and no rank is seen that keeps them waiting{who}."
-    return Finding(
-        rule="rank-behind",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(Evidence(source="stack", text=f"Every rank that answered waits: {ranks_words(view.waiting)}."),),
         remedy=_REMEDY_UNKNOWN,
     )

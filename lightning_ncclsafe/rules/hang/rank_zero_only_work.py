@@ -1,29 +1,40 @@
 """The cause rank-zero-only-work: one rank works alone while the others have gone on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import ELSE, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.hang.held_up import held_up_by_machine
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.caught import missed_thread
-from lightning_ncclsafe.rules.kit.divergences import call_evidence, condition_evidence, where_evidence
-from lightning_ncclsafe.rules.kit.overruns import signal_of
-from lightning_ncclsafe.rules.kit.positions import begins
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import ELSE
+from lightning_ncclsafe.rules.kit import (
+    BrokenOff,
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
+    Timeline,
     batch_words,
+    begins,
+    broken_off_alone,
+    call_evidence,
+    clause,
+    condition_evidence,
+    condition_words,
+    finding,
+    gathering_alone,
+    hang_rule,
+    held_up_by_machine,
     how_we_know,
-    location,
+    location_of,
+    missed_thread,
     place_words,
+    ranks_words,
     recorder_evidence,
-    severity,
+    signal_of,
     standing,
+    verb,
     wait_words,
+    where_evidence,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.sharded import BrokenOff, broken_off_alone, gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, location_of, ranks_words, verb
 
 _OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (
@@ -53,7 +64,8 @@ _REMEDY_SHARDED = (
 )
 
 
-def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="compile-skew", remedy=_REMEDY)
+def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """One rank, or a few, do work that the others skip, and the others wait in the next collective.
 
     Symptom:
@@ -72,7 +84,6 @@ def rank_zero_only_work(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         A condition on the rank that is written in a library, or computed far from the line in question.
     """
-    view = timeline(job)
     if gathering := gathering_alone(view):
         yield _gathering(view, gathering)
     elif broken := broken_off_alone(view):
@@ -97,7 +108,7 @@ def _is_of_few(view: Timeline, rank: int) -> bool:
 
 def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
     """Without a condition the others may have done the same work, in less time where nothing held them up."""
-    return Confidence.LIKELY if set(alone).isdisjoint(held_up_by_machine(view.job)) else Confidence.POSSIBLE
+    return Confidence.LIKELY if set(alone).isdisjoint(held_up_by_machine(view)) else Confidence.POSSIBLE
 
 
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
@@ -118,19 +129,9 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'works', 'work')} alone{condition} {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
-    return Finding(
-        rule="rank-zero-only-work",
-        severity=severity(view.job),
-        confidence=confidence,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks)),
-        remedy=_REMEDY,
+    text = f"{clause(ranks, 'works|work alone')}{condition} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    return finding(
+        view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )
 
 
@@ -139,18 +140,16 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
     condition = condition_words(view.activities[rank].rank_condition)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'runs', 'run')} the model alone under {condition} {standing(view, rank)}, "
+        f"{clause(ranks, 'runs|run the model alone under')} {condition} {standing(view, rank)}, "
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
     split = view.divergence
-    return Finding(
-        rule="rank-zero-only-work",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.LIKELY if view.activities[rank].on_device else Confidence.CERTAIN,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(
             *condition_evidence(view, ranks),
             *(call_evidence(split) if split is not None else ()),
@@ -171,13 +170,11 @@ def _broken_off(view: Timeline, told: BrokenOff) -> Finding:
         f"{while_others_wait(view, (rank,))}."
     )
     text_of_condition = f"{condition} encloses {location_of(told.condition_frame)}."
-    return Finding(
-        rule="rank-zero-only-work",
+    return finding(
+        view,
+        (rank,),
+        text,
         severity=Severity.ERROR,
-        # What the ended process was in is not always known.
-        confidence=Confidence.LIKELY,
-        summary=text,
-        ranks=(rank,),
         location=location_of(told.frame),
         evidence=(
             Evidence(source="source code", rank=rank, text=text_of_condition),
@@ -195,5 +192,5 @@ def _end_words(view: Timeline, rank: int) -> str:
 
 def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
-    left = f", and {ranks_words(finished)} {verb(finished, 'has', 'have')} finished" if finished else ""
+    left = f", and {clause(finished, 'has|have finished')}" if finished else ""
     return left + while_others_wait(view, ranks)

@@ -1,21 +1,28 @@
 """The cause shm-exhausted: /dev/shm is full, so that a rank's workers cannot hand over their batches."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
+    finding,
+    hang_rule,
     how_we_know,
-    location,
-    severity,
+    is_bus_error,
+    ranks_words,
+    says_shm_is_full,
+    shm_is_full,
+    size_words,
     standing,
+    unless_caught,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.shared_memory import is_bus_error, says_shm_is_full, shm_is_full
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, size_words
 
 _LISTED = 8
 _REMEDY = (
@@ -25,7 +32,8 @@ _REMEDY = (
 )
 
 
-def shm_exhausted(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="gpu-memory-exhausted", remedy=_REMEDY, reads_exceptions=True)
+def shm_exhausted(view: Timeline) -> Iterator[Finding]:
     """Shared memory is used up.
 
     Symptom:
@@ -42,7 +50,6 @@ def shm_exhausted(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Who has filled it.
     """
-    view = timeline(job)
     alike: dict[Confidence, list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
         if (confidence := _confidence(facts)) is not None:
@@ -76,14 +83,14 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
     told = (view.facts[rank] for rank in ranks[:_LISTED])
-    return Finding(
-        rule="shm-exhausted",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
-        confidence=confidence,
-        summary=text,
-        ranks=ranks,
+        confidence=unless_caught(view, confidence),
         evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
-        remedy=_REMEDY,
+        location="",
     )
 
 
@@ -99,16 +106,9 @@ def _waits(view: Timeline, rank: int) -> Finding:
         f"Rank {rank} waits for batches, and /dev/shm, which its workers hand them over in, is full{_room(facts)}: "
         f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
-    return Finding(
-        rule="shm-exhausted",
-        severity=severity(view.job),
-        # Whoever finds no room there raises; that it is full may be meant, as of a dataset that is kept there.
-        confidence=Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=(rank,),
-        location=location(view, (rank,)),
-        evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
-        remedy=_REMEDY,
+    # Whoever finds no room there raises; that it is full may be meant, as of a dataset that is kept there.
+    return finding(
+        view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(facts), *how_we_know(view, (rank,)))
     )
 
 

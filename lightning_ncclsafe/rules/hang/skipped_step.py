@@ -1,15 +1,30 @@
 """The cause skipped-step: a rank left out the backward pass of a batch, in which its peers wait for it."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts, StepFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer
-from lightning_ncclsafe.rules.kit.passes import OtherCounts, other_counts
-from lightning_ncclsafe.rules.kit.sentences import exception_place, how_we_know, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.facts import RankFacts, StepFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    OtherCounts,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    capitalised,
+    clause,
+    exception_place,
+    finding,
+    hang_rule,
+    how_we_know,
+    location_of,
+    other_counts,
+    ranks_words,
+    standing,
+    verb,
+    while_others_wait,
+)
 
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
@@ -30,7 +45,13 @@ _REMEDY_STEPS = (
 )
 
 
-def skipped_step(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="exception-during-save",
+    remedy=_REMEDY,
+    follows=("different-trainer-settings", "stopped-early"),
+    reads_exceptions=True,
+)
+def skipped_step(view: Timeline) -> Iterator[Finding]:
     """One rank left out a backward pass of a batch, or one of several, and so exchanged no gradients for it.
 
     Symptom:
@@ -49,13 +70,12 @@ def skipped_step(job: JobFacts) -> Iterable[Finding]:
         A backward pass that is called as loss.backward() instead of self.manual_backward(loss); which of several
         returns it was.
     """
-    view = timeline(job)
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
         yield _finding(view, refused, Confidence.CERTAIN)
-    elif view.waiting and not view.raised and not any(alone_in_trainer(view)):
+    elif view.waiting and not view.raised and not alone_in_trainer(view):
         skipped = _skipped_more(view)
-        other = other_counts(job)
+        other = other_counts(view)
         if skipped:
             yield _finding(view, skipped, Confidence.LIKELY)
         elif other is not None and not other.is_more:
@@ -74,12 +94,11 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
     )
     ways = _ways_around(view, found)
     places = ways or view.facts[ranks[0]].steps.passes_at
-    return Finding(
-        rule="skipped-step",
-        severity=severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
         confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
-        summary=text,
-        ranks=ranks,
         location=places[0] if len(places) == 1 else found.left_out,
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
@@ -127,18 +146,17 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
     stands = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} skipped {batch}: its training_step returned without a "
+        f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{stands}{while_others_wait(view, ranks)}."
     )
-    return Finding(
-        rule="skipped-step",
-        severity=Severity.ERROR if raised else severity(view.job),
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=Severity.ERROR if raised else None,
         confidence=confidence,
-        summary=capitalised(text),
-        ranks=ranks,
         location=_skipped_at(view, steps) or location_of(exception_place(facts)),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
-        remedy=_REMEDY,
     )
 
 

@@ -1,16 +1,25 @@
 """The cause slow-logger: a rank is held up in a logger's write or flush."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Frame, JobFacts, LoggerFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.storage import directories, directory_words, storage_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, size_words, verb
+from lightning_ncclsafe.facts import LoggerFacts, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    directories,
+    directory_words,
+    duration_words,
+    hang_rule,
+    held_up,
+    how_we_know,
+    size_words,
+    storage_evidence,
+)
 
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
@@ -21,7 +30,8 @@ _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_
 _OFFLOAD = "LoggerOffload"
 
 
-def slow_logger(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="rank-zero-only-work", remedy=_REMEDY)
+def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, mostly rank 0, is held up in a logger while the others wait in a collective.
 
     Symptom:
@@ -36,31 +46,19 @@ def slow_logger(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How fast the storage would be, and what a logger's own background thread or server does.
     """
-    view = timeline(job)
-    held = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
-    if held:
-        yield _finding(view, held)
-
-
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
-    places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=False))
-    to = f", writing to {places}" if places else ""
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} held up in a logger{to}, {standing(view, ranks[0])}"
-        f"{while_others_wait(view, ranks)}."
-    )
+    ranks = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
+    if not ranks:
+        return
+    places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=False)))
     spent = (item for rank in ranks[:8] for item in _spent(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
-    return Finding(
-        rule="slow-logger",
-        severity=severity(view.job),
+    yield held_up(
+        view,
+        ranks,
+        "is|are held up in a logger",
+        f", writing to {places}" if places else "",
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(*how_we_know(view, ranks), *spent, *storage),
-        remedy=_REMEDY,
     )
 
 
@@ -79,15 +77,12 @@ def _spent(facts: RankFacts) -> Iterator[Evidence]:
 def _call(facts: RankFacts) -> str:
     """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if there is none that we know."""
     for frame in facts.stack:
-        if owner := _owner(frame):
-            return f"{owner}.{frame.function}"
+        if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
+            return f"{_OFFLOAD}.{frame.function}"
+        for code, owner in _OWNERS:
+            if code.has(frame.file, frame.function):
+                return f"{owner}.{frame.function}"
     return ""
-
-
-def _owner(frame: Frame) -> str:
-    if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
-        return _OFFLOAD
-    return next((owner for code, owner in _OWNERS if code.has(frame.file, frame.function)), "")
 
 
 def _offload_words(logger: LoggerFacts) -> str:

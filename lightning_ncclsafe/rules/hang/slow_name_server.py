@@ -1,14 +1,11 @@
 """The cause slow-name-server: a rank waits for the answer to the name of a host or of an address."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
-from lightning_ncclsafe.facts import JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, hang_rule, held_up, how_we_know
 
 # Of functions in C there is no frame, but the line that calls them. torch asks for a name of each connection's address.
 _CALLS = re.compile(
@@ -22,7 +19,8 @@ _REMEDY = (
 )
 
 
-def slow_name_server(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="blocked-on-disk", remedy=_REMEDY)
+def slow_name_server(view: Timeline) -> Iterator[Finding]:
     """A rank waits for a name server, most often while it connects to the job's store.
 
     Symptom:
@@ -40,27 +38,14 @@ def slow_name_server(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Questions over TCP or HTTPS, or that another process asks on the rank's behalf (nscd, systemd-resolved).
     """
-    view = timeline(job)
     ranks = tuple(sorted(rank for rank, facts in view.facts.items() if _looks_up(facts)))
     if not ranks:
         return
     asked = sorted({server for rank in ranks for server in view.facts[rank].machine.name_servers})
     servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:_LISTED])}"
-    text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'is', 'are')} waiting for an answer from {servers}, "
-        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
-    )
     questions = (_question(rank, view.facts[rank]) for rank in ranks[:_LISTED])
-    yield Finding(
-        rule="slow-name-server",
-        severity=severity(job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
-        location=location(view, ranks),
-        evidence=(*questions, *how_we_know(view, ranks)),
-        remedy=_REMEDY,
-    )
+    evidence = (*questions, *how_we_know(view, ranks))
+    yield held_up(view, ranks, "is|are waiting for an answer from", f" {servers}", evidence=evidence)
 
 
 def _looks_up(facts: RankFacts) -> bool:

@@ -1,13 +1,26 @@
 """The cause stopped-early: a rank has left the training loop alone, and not because its data ended."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, LoopEnd, Phase, TrainerFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import batch_words, others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    ranks_words,
+    recorder_evidence,
+    verb,
+)
 
 # Lightning's callbacks that set trainer.should_stop.
 _STOPPING = frozenset({"EarlyStopping", "Timer"})
@@ -32,7 +45,8 @@ _REMEDY_CLOCK = (
 )
 
 
-def stopped_early(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",))
+def stopped_early(view: Timeline) -> Iterator[Finding]:
     """Some ranks have left the training loop while others are in a batch, and the Trainer says why.
 
     Symptom:
@@ -48,7 +62,6 @@ def stopped_early(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Who has set trainer.should_stop; loops of the user's own.
     """
-    view = timeline(job)
     early = ended_first(view)
     told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
@@ -91,18 +104,18 @@ def _finding(
     view: Timeline, early: tuple[int, ...], others: tuple[int, ...], how: str, confidence: Confidence, remedy: str
 ) -> Finding:
     text = (
-        f"{ranks_words(early)} {verb(early, 'has', 'have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
+        f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
     places = _places(view, early)
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
-    return Finding(
-        rule="stopped-early",
-        severity=Severity.ERROR if has_finished else severity(view.job),
+    return finding(
+        view,
+        early,
+        joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
-        summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
-        ranks=early,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",
         evidence=(*_evidence(view, early), *recorder_evidence(view)),
         remedy=remedy,

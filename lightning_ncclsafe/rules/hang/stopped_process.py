@@ -1,11 +1,17 @@
 """The cause stopped-process: a rank's process is stopped, by a signal, a debugger or its control group."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.kit.silence import Reason, silent_finding, silent_processes
-from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Reason,
+    Timeline,
+    hang_rule,
+    silent_finding,
+    silent_processes,
+)
 
 _SIGNAL = (
     "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "
@@ -18,7 +24,8 @@ _FREEZER = (
 )
 
 
-def stopped_process(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="dead-rank")
+def stopped_process(view: Timeline) -> Iterator[Finding]:
     """A rank's process is stopped; nothing in it can run, the guard included.
 
     Symptom:
@@ -34,17 +41,10 @@ def stopped_process(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Who has stopped it; a process on a host on which no rank answers.
     """
-    view = timeline(job)
     for rank, process in silent_processes(view, Reason.STOPPED):
         words, remedy = _told(process)
         yield silent_finding(
-            view,
-            rank,
-            process,
-            rule="stopped-process",
-            words=words,
-            remedy=remedy.format(pid=process.pid),
-            confidence=Confidence.CERTAIN,
+            view, rank, process, words, remedy=remedy.format(pid=process.pid), confidence=Confidence.CERTAIN
         )
 
 

@@ -1,14 +1,24 @@
 """The cause timeout-misuse: a wait was given up by another, shorter timeout than the one that was configured."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.divergences import calls_location
-from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, ranks_words, verb
+from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    calls_location,
+    clause,
+    duration_words,
+    finding,
+    group_words,
+    hang_rule,
+    ranks_words,
+    while_others_wait,
+)
 
 # Gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
 _SAID = re.compile(
@@ -26,7 +36,8 @@ _REMEDY = (
 _REMEDY_UNREAD = " {name} is read by nothing: remove it, and pass timeout=timedelta(...) to the strategy."
 
 
-def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="unused-parameters", reads_exceptions=True)
+def timeout_misuse(view: Timeline) -> Iterator[Finding]:
     """A process group, the store or a barrier has a shorter timeout than the strategy, and gives up before it.
 
     Symptom:
@@ -41,12 +52,11 @@ def timeout_misuse(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Why the wait took that long: that is another finding's.
     """
-    view = timeline(job)
-    if job.incident.kind is IncidentKind.RECORDED or job.incident.timeout_s <= 0:
+    if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return
     given_up = {rank: found for rank, facts in view.facts.items() if (found := _given_up_ms(facts))}
     usual = _usual_ms(view)
-    limit_ms = job.incident.timeout_s * 1000
+    limit_ms = view.job.incident.timeout_s * 1000
     short = {rank: found for rank, found in sorted(given_up.items()) if found < limit_ms and found not in usual}
     if short:
         yield _given_up(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
@@ -105,23 +115,25 @@ def _to_come(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
     ranks = tuple(sorted(pending))
     name, timeout_ms = pending[ranks[0]]
     text = (
-        f"{group_words(name)}, in which {ranks_words(ranks)} {verb(ranks, 'waits', 'wait')}, gives up after "
+        f"{group_words(name)}, in which {clause(ranks, 'waits|wait')}, gives up after "
         f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}."
     )
-    return _finding(view, ranks, text, Confidence.POSSIBLE, severity(view.job))
+    return _finding(view, ranks, text, Confidence.POSSIBLE, None)
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...], text: str, confidence: Confidence, how_bad: Severity) -> Finding:
+def _finding(
+    view: Timeline, ranks: tuple[int, ...], text: str, confidence: Confidence, severity: Severity | None
+) -> Finding:
     unread = _unread(view)
-    return Finding(
-        rule="timeout-misuse",
-        severity=how_bad,
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=severity,
         confidence=confidence,
-        summary=capitalised(text),
-        ranks=ranks,
         location=calls_location(view, ranks),
-        evidence=tuple(_evidence(view, ranks, unread)),
+        evidence=_evidence(view, ranks, unread),
         remedy=_REMEDY + (_REMEDY_UNREAD.format(name=unread.partition("=")[0]) if unread else ""),
     )
 

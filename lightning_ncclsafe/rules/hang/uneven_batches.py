@@ -1,13 +1,29 @@
 """The cause uneven-batches: ranks have different numbers of batches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Phase
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.positions import Position, ended_first, positions
-from lightning_ncclsafe.rules.kit.sentences import batch_words, location, others_wait, recorder_evidence, severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, ranks_words, verb
+from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Position,
+    Severity,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    ended_first,
+    finding,
+    hang_rule,
+    joined,
+    others_wait,
+    positions,
+    ranks_words,
+    recorder_evidence,
+    users_line,
+    verb,
+)
 
 _TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _REMEDY = (
@@ -23,7 +39,17 @@ _REMEDY_STOPPED = (
 )
 
 
-def uneven_batches(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="stopped-early",
+    follows=(
+        "different-trainer-settings",
+        "stopped-early",
+        "diverged-collectives",
+        "skipped-step",
+        "unused-parameters",
+    ),
+)
+def uneven_batches(view: Timeline) -> Iterator[Finding]:
     """Some ranks have reached the end of their data while others are still in a batch.
 
     Symptom:
@@ -38,7 +64,6 @@ def uneven_batches(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Lengths of loaders that have none; then only where each rank stands.
     """
-    view = timeline(job)
     short = ended_first(view)
     if short:
         yield _finding(view, short)
@@ -51,17 +76,17 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     text = (
-        f"{ranks_words(short)} {verb(short, 'has', 'have')} {how} ({_ended(view, short[0])}) while "
-        f"{ranks_words(others)} {verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
+        f"{clause(short, 'has|have')} {how} ({_ended(view, short[0])}) while "
+        f"{clause(others, 'is|are still in')} {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
-    return Finding(
-        rule="uneven-batches",
+    return finding(
+        view,
+        short,
+        joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         severity=_severity(view, short),
         confidence=_confidence(lengths) if is_known else Confidence.POSSIBLE,
-        summary=joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
-        ranks=short,
-        location=location(view, others),
+        location=users_line(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
@@ -84,10 +109,10 @@ def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:
     return have_finished and lengths.keys() == view.facts.keys() and len({*lengths.values()}) == 1
 
 
-def _severity(view: Timeline, short: tuple[int, ...]) -> Severity:
+def _severity(view: Timeline, short: tuple[int, ...]) -> Severity | None:
     """A rank that has finished will call nothing any more; the others wait in vain."""
     is_final = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in short)
-    return Severity.ERROR if is_final else severity(view.job)
+    return Severity.ERROR if is_final else None
 
 
 def _ended(view: Timeline, rank: int) -> str:

@@ -1,22 +1,30 @@
 """The cause unfinished-rank: all other ranks have finished, and one works on at the end of the Trainer's function."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.divergences import in_trainer_again
-from lightning_ncclsafe.rules.kit.positions import in_its_data
-from lightning_ncclsafe.rules.kit.sentences import (
-    location,
+from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Kind,
+    Severity,
+    Timeline,
+    capitalised,
+    clause,
+    finding,
+    hang_rule,
+    in_its_data,
+    in_trainer_again,
+    location_of,
     others_wait,
     phase_evidence,
     place_words,
+    ranks_words,
     stack_evidence,
     standing,
+    verb,
 )
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
@@ -28,7 +36,8 @@ _REMEDY = (
 )
 
 
-def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="late-at-init", remedy=_REMEDY)
+def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     """All ranks but some have returned from the Trainer's function, and leave those behind.
 
     Symptom:
@@ -44,7 +53,6 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether the work will end; what a rank does after the Trainer's function.
     """
-    view = timeline(job)
     if again := in_trainer_again(view):
         yield _another_call(view, again)
         return
@@ -53,21 +61,19 @@ def unfinished_rank(job: JobFacts) -> Iterable[Finding]:
     # One that still has data to go through will wait for those that have left: that is another matter.
     if not finished or not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
         return
-    text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not finished: {standing(view, ranks[0])}"
-    left = f"{ranks_words(finished)} {verb(finished, 'has', 'have')} finished and {verb(finished, 'leaves', 'leave')}"
-    yield Finding(
-        rule="unfinished-rank",
+    text = f"{clause(ranks, 'has|have not finished')}: {standing(view, ranks[0])}"
+    left = f"{clause(finished, 'has|have finished and')} {verb(finished, 'leaves', 'leave')}"
+    yield finding(
+        view,
+        ranks,
+        f"{capitalised(text)}; {left}.",
         severity=Severity.WARNING,
         confidence=Confidence.CERTAIN,
-        summary=f"{capitalised(text)}; {left}.",
-        ranks=ranks,
-        location=location(view, ranks),
         evidence=(
             *stack_evidence(view, ranks),
             *phase_evidence(view, ranks),
             Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
         ),
-        remedy=_REMEDY,
     )
 
 
@@ -76,16 +82,15 @@ def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
     waits = others_wait(view, ())
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} called the Trainer again from within its own call, "
-        f"{place_words(calls[ranks[0]])}, and {ranks_words(finished)} {verb(finished, 'has', 'have')} not: "
+        f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
+        f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "
         f"{verb(finished, 'it has', 'they have')} finished and {verb(finished, 'leaves', 'leave')}"
     )
-    return Finding(
-        rule="unfinished-rank",
+    return finding(
+        view,
+        ranks,
+        f"{text}. {capitalised(waits)}." if waits else f"{text}.",
         severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=capitalised(f"{text}. {capitalised(waits)}." if waits else f"{text}."),
-        ranks=ranks,
         location=location_of(calls[ranks[0]]),
         evidence=(
             *stack_evidence(view, ranks),

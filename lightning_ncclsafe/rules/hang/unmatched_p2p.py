@@ -1,14 +1,25 @@
 """The cause unmatched-p2p: ranks wait for sends and receives of which none fits another."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.sentences import batch_words, place_words, severity, stack_evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, joined, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Kind,
+    Timeline,
+    batch_words,
+    capitalised,
+    clause,
+    finding,
+    hang_rule,
+    joined,
+    location_of,
+    place_words,
+    ranks_words,
+    stack_evidence,
+    verb,
+)
 
 _REMEDY = (
     "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "
@@ -17,7 +28,8 @@ _REMEDY = (
 )
 
 
-def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="crossed-groups", remedy=_REMEDY)
+def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for what they have sent or are to receive, and nobody does anything else.
 
     Symptom:
@@ -34,7 +46,6 @@ def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
         Which send or receive has no other side, as gloo records none; which side is wrong. A wait() of another library
         that is written in C looks alike.
     """
-    view = timeline(job)
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # With a rank that is still at work, or with one that is gone, there may be another side yet.
     if len(sides) > 1 and set(view.waiting) == set(view.facts) and not view.silent and not view.raised:
@@ -52,19 +63,16 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
     places: dict[str, list[int]] = defaultdict(list)
     for rank in sides:
         places[place_words(view.activities[rank].frame)].append(rank)
-    parts = [f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} {place}" for place, ranks in places.items()]
+    parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
     first = f"{', '.join(parts)}, {batch}, for sends or receives that do not end: none of the other side fits."
     frames = {location_of(view.activities[rank].frame) for rank in sides}
-    return Finding(
-        rule="unmatched-p2p",
-        severity=severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=joined((capitalised(first), _others(view, sides))),
-        ranks=sides,
+    return finding(
+        view,
+        sides,
+        joined((capitalised(first), _others(view, sides))),
         location=frames.pop() if len(frames) == 1 else "",
-        evidence=tuple(_evidence(view, sides)),
-        remedy=_REMEDY,
+        evidence=_evidence(view, sides),
     )
 
 

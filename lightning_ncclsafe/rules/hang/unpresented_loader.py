@@ -1,20 +1,30 @@
 """The cause unpresented-loader: some ranks have made their dataloaders, others are somewhere else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import AGREEMENT
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, condition_evidence, condition_of
-from lightning_ncclsafe.rules.kit.sentences import how_we_know, location, severity, stack_evidence, standing, wait_words
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
+from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    AGREEMENT,
+    Confidence,
+    Finding,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    clause,
+    condition_evidence,
+    condition_of,
     condition_words,
+    finding,
+    hang_rule,
+    how_we_know,
     location_of,
     ranks_words,
     short_location,
+    stack_evidence,
+    standing,
+    users_line,
     verb,
+    wait_words,
 )
 
 _REMEDY = (
@@ -23,7 +33,8 @@ _REMEDY = (
 )
 
 
-def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="frozen-rank", remedy=_REMEDY, unless=(alone_in_trainer,))
+def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait for the others to present their dataloaders, which do something else.
 
     Symptom:
@@ -39,10 +50,9 @@ def unpresented_loader(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Why the others are where they are; only where that is.
     """
-    view = timeline(job)
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
-    if presenting and elsewhere and not any(alone_in_trainer(view)):
+    if presenting and elsewhere:
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
         yield (
             _alone(view, presenting, elsewhere)
@@ -73,19 +83,17 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
     at = f" at {short_location(asked)}" if asked else ""
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} asked for the {presenting[ranks[0]]} alone{at}, under "
+        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, under "
         f"{condition_words(condition_of(view, ranks[0]))}, which takes all ranks; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'stands', 'stand')} {standing(view, elsewhere[0])}."
     )
-    return Finding(
-        rule="unpresented-loader",
-        severity=Severity.ERROR if all(map(view.waits, elsewhere)) else severity(view.job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=Severity.ERROR if all(map(view.waits, elsewhere)) else None,
         location=location_of(asked),
         evidence=(*condition_evidence(view, ranks), *how_we_know(view, elsewhere)),
-        remedy=_REMEDY,
     )
 
 
@@ -95,18 +103,17 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
     asked = _asked_at(view, presenting)
     waits = f", and {verb(elsewhere, 'waits', 'wait')} in {wait_words(view, rank)}" if view.waits(rank) else ""
     text = (
-        f"{ranks_words(elsewhere)} {verb(elsewhere, 'has', 'have')} not presented a {next(iter(presenting.values()))}, "
+        f"{clause(elsewhere, 'has|have not presented a')} {next(iter(presenting.values()))}, "
         f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}"
         f"{f', asked for at {short_location(asked)}' if asked else ''}; "
         f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."
     )
-    return Finding(
-        rule="unpresented-loader",
-        severity=Severity.ERROR if stuck else severity(view.job),
+    return finding(
+        view,
+        elsewhere,
+        text,
+        severity=Severity.ERROR if stuck else None,
         confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=elsewhere,
-        location=location_of(asked) or location(view, elsewhere),
+        location=location_of(asked) or users_line(view, elsewhere),
         evidence=(*how_we_know(view, elsewhere), *stack_evidence(view, sorted(presenting)[:1])),
-        remedy=_REMEDY,
     )

@@ -1,19 +1,27 @@
 """The cause unreachable-host: no rank of a host answers, nor does the host itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import JobFacts, SilentHost
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
-from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Timeline,
+    duration_words,
+    finding,
+    hang_rule,
+    ranks_words,
+    verb,
+    while_others_wait,
+)
 
 _LISTED = 8
 _FEW = 3
 
 
-def unreachable_host(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="mismatched-collective")
+def unreachable_host(view: Timeline) -> Iterator[Finding]:
     """A host is off, or cut off from the others: none of its ranks answers, and neither does it itself.
 
     Symptom:
@@ -29,28 +37,25 @@ def unreachable_host(job: JobFacts) -> Iterable[Finding]:
         Whether the host or the network to it is to blame; what its ranks do meanwhile: they write a report of their
         own, on their host. A host that silently drops connections is taken for one that cannot be reached.
     """
-    lost = tuple(host for host in job.silent_hosts if host.answers is False)
+    lost = tuple(host for host in view.job.silent_hosts if host.answers is False)
     if not lost:
         return
-    view = timeline(job)
     ranks = tuple(sorted(rank for host in lost for rank in host.ranks))
     text = (
-        f"{ranks_words(ranks)} on {_names(lost)} {verb(ranks, 'has', 'have')} not answered since {_since(job)}, and "
+        f"{ranks_words(ranks)} on {_names(lost)} {verb(ranks, 'has', 'have')} not answered since "
+        f"{_since(view.job)}, and "
         f"the {'host' if len(lost) == 1 else 'hosts'} cannot be reached from {lost[0].seen_from}"
         f"{while_others_wait(view, ranks)}."
     )
-    yield Finding(
-        rule="unreachable-host",
-        severity=severity(job),
-        confidence=Confidence.LIKELY,
-        summary=capitalised(text),
-        ranks=ranks,
+    yield finding(
+        view,
+        ranks,
+        text,
         evidence=tuple(_evidence(host) for host in lost[:_LISTED]),
-        remedy=(
-            f"Look at {_names(lost)} and at the network between {'it' if len(lost) == 1 else 'them'} and "
-            f"{lost[0].seen_from}: power, the kernel's log (dmesg), the link and its switch port. Start the job again "
-            f"without, under SLURM with --exclude={','.join(host.host for host in lost[:_LISTED])}."
-        ),
+        remedy=f"Look at {_names(lost)} and at the network between {'it' if len(lost) == 1 else 'them'} and "
+        f"{lost[0].seen_from}: power, the kernel's log (dmesg), the link and its switch port. Start the job again "
+        f"without, under SLURM with --exclude={','.join(host.host for host in lost[:_LISTED])}.",
+        location="",
     )
 
 

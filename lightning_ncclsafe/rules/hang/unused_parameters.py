@@ -1,17 +1,35 @@
 """The cause unused-parameters: a part of the model took no part in one rank's step, and its peers wait for it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, UnitKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.divergences import alone_in_trainer, calls_location, culprits, sent_words, units_of
-from lightning_ncclsafe.rules.kit.passes import other_counts
-from lightning_ncclsafe.rules.kit.positions import ended_first
-from lightning_ncclsafe.rules.kit.sentences import batch_words, how_we_know, severity, standing, while_others_wait
-from lightning_ncclsafe.rules.kit.sharded import gathering_alone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.kit.units import unit_of
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts import Collective, RankFacts, UnitKind
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
+    alone_in_trainer,
+    batch_words,
+    calls_location,
+    clause,
+    culprits,
+    ended_first,
+    finding,
+    gathering_alone,
+    hang_rule,
+    how_we_know,
+    other_counts,
+    ranks_words,
+    sent_words,
+    signature,
+    standing,
+    unit_of,
+    units_of,
+    verb,
+    while_others_wait,
+)
 
 _REFUSED = "Expected to have finished reduction in the prior iteration"
 _NAMES = 4
@@ -27,7 +45,10 @@ _REMEDY_FSDP = (
 _DECIDES = " The ranks' lines in forward would decide: where they agree, the parts are called in another order."
 
 
-def unused_parameters(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(
+    after="skipped-step", follows=("different-trainer-settings", "stopped-early", "skipped-step"), reads_exceptions=True
+)
+def unused_parameters(view: Timeline) -> Iterator[Finding]:
     """A rank's step has left out a part of the model, whose parameters or gradients its peers exchange.
 
     Symptom:
@@ -44,11 +65,10 @@ def unused_parameters(job: JobFacts) -> Iterable[Finding]:
         Which line left the part out, where its name is not written in forward or training_step; under FSDP, units of
         equal size.
     """
-    view = timeline(job)
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
         yield _refusal(view, refused)
-    elif not view.raised and not gathering_alone(view) and not any(alone_in_trainer(view)):
+    elif not view.raised and not gathering_alone(view) and not alone_in_trainer(view):
         left_out = _left_out(view)
         if left_out:
             yield _incomplete(view, left_out)
@@ -69,7 +89,7 @@ def _left_out(view: Timeline) -> tuple[int, ...]:
     past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view.facts[rank], awaited)]
     if not past:
         return ()
-    known = other_counts(view.job)
+    known = other_counts(view)
     if known is not None and known.kind == 0:
         return ()
     begun = max(view.facts[rank].steps.with_backward for rank in awaited)
@@ -142,11 +162,11 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     if facts.steps.without_graph:
         which = "any of it, as its loss was computed from nothing that has parameters"
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} left the backward pass in which "
+        f"{clause(ranks, 'has|have left the backward pass in which')} "
         f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
         f"{verb(ranks, 'stands', 'stand')} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
-    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, severity(view.job))
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
 def _other_unit(view: Timeline, split: Divergence) -> Finding:
@@ -154,11 +174,11 @@ def _other_unit(view: Timeline, split: Divergence) -> Finding:
     rank = ranks[0]
     other = next(peer for peer in split.calls if sent_words(view, split, peer) != sent_words(view, split, rank))
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'waits', 'wait')} in {sent_words(view, split, rank)}, and "
+        f"{clause(ranks, 'waits|wait in')} {sent_words(view, split, rank)}, and "
         f"{ranks_words([other])} in {sent_words(view, split, other)}, both as number {split.seq}: they run "
         f"different parts of the model, {standing(view, rank)}."
     )
-    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, severity(view.job), split)
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split)
 
 
 def _finding(
@@ -167,15 +187,15 @@ def _finding(
     text: str,
     confidence: Confidence,
     remedy: str,
-    how_bad: Severity,
+    severity: Severity | None,
     split: Divergence | None = None,
 ) -> Finding:
-    return Finding(
-        rule="unused-parameters",
-        severity=how_bad,
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=severity,
         confidence=confidence,
-        summary=capitalised(text),
-        ranks=ranks,
         location=_location(view, ranks[0]) or (calls_location(view, ranks) if split is not None else ""),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=remedy,

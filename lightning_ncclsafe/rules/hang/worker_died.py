@@ -6,20 +6,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
-from lightning_ncclsafe.facts import EndedProcess, Frame, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.memory import memory_evidence, short_of_memory
-from lightning_ncclsafe.rules.kit.sentences import (
+from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Severity,
+    Timeline,
     batch_words,
+    duration_words,
+    finding,
+    hang_rule,
     how_we_know,
-    location,
-    severity,
+    memory_evidence,
+    ranks_words,
+    says_shm_is_full,
+    short_of_memory,
     standing,
+    unless_caught,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.shared_memory import says_shm_is_full
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
 
 # As torch's loader says it, and Python's pool of processes.
 _DIED = re.compile(
@@ -53,7 +59,8 @@ _REMEDY_ENDED = (
 )
 
 
-def worker_died(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="shm-exhausted", reads_exceptions=True)
+def worker_died(view: Timeline) -> Iterator[Finding]:
     """A process that makes a rank's batches or works for it otherwise is dead.
 
     Symptom:
@@ -71,7 +78,6 @@ def worker_died(job: JobFacts) -> Iterable[Finding]:
         What killed it, beyond the signal and the kernel's counter; a worker that lived for less than a second before
         a pool replaced it, or, before Linux 5.3, any that was replaced.
     """
-    view = timeline(job)
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:
         facts = view.facts[rank]
@@ -130,14 +136,15 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     who = f"{whose} of rank {ranks[0]} {one}" if len(ranks) == 1 else f"Workers of {ranks_words(ranks)} {_many(one)}"
     text = f"{who}{_killer(facts, signal or _KILLS[0])}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     told = (view.facts[rank] for rank in ranks[:_LISTED])
-    return Finding(
-        rule="worker-died",
+    return finding(
+        view,
+        ranks,
+        text,
         severity=Severity.ERROR,
-        confidence=confidence,
-        summary=text,
-        ranks=ranks,
+        confidence=unless_caught(view, confidence),
         evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
         remedy=_remedy(facts, signal),
+        location="",
     )
 
 
@@ -162,13 +169,11 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         f"Rank {rank} {waits}, and a child of its, process {chosen.pid}, {_end_words(chosen)}"
         f"{_killer(facts, chosen.signal)}: {standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
-    return Finding(
-        rule="worker-died",
-        severity=severity(view.job),
+    return finding(
+        view,
+        (rank,),
+        text,
         confidence=_confidence(facts, is_own=is_own),
-        summary=capitalised(text),
-        ranks=(rank,),
-        location=location(view, (rank,)),
         evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )

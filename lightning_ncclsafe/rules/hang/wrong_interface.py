@@ -2,16 +2,22 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_ncclsafe.facts import InterfaceFacts, JobFacts, Phase
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.not_joined import waits_in_init
-from lightning_ncclsafe.rules.kit.places import hosts_of
-from lightning_ncclsafe.rules.kit.sentences import severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words, verb
+from lightning_ncclsafe.facts import InterfaceFacts, Phase
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    hang_rule,
+    ranks_words,
+    verb,
+    waits_in_init,
+)
 
 # Bridges and tunnels that containers and virtual machines make, and that end on the host.
 _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")
@@ -29,7 +35,8 @@ class _Problem:
     confidence: Confidence
 
 
-def wrong_interface(job: JobFacts) -> Iterable[Finding]:
+@hang_rule(after="gil-held")
+def wrong_interface(view: Timeline) -> Iterator[Finding]:
     """Nothing has ever come through between hosts, and the interfaces that ranks use cannot reach each other.
 
     Symptom:
@@ -46,8 +53,7 @@ def wrong_interface(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Firewalls, and routes between different networks; the interface of a rank that does not answer.
     """
-    view = timeline(job)
-    where = hosts_of(job)
+    where = view.hosts
     taken = {rank: found for rank, facts in view.facts.items() if (found := facts.machine.interface) is not None}
     if not taken or not _spans_hosts(view, where) or not _stands_at_the_start(view):
         return
@@ -88,7 +94,7 @@ def _stands_at_the_start(view: Timeline) -> bool:
 def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     ranks = tuple(sorted(rank for rank, found in taken.items() if found.is_loopback))
     if ranks:
-        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} the loopback interface, which reaches no other host"
+        text = clause(ranks, "uses|use the loopback interface, which reaches no other host")
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 
@@ -107,7 +113,7 @@ def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     ranks = tuple(sorted(rank for rank, found in taken.items() if _BRIDGE.match(found.name)))
     if ranks:
         name = taken[ranks[0]].name
-        text = f"{ranks_words(ranks)} {verb(ranks, 'uses', 'use')} {name}, a bridge that mostly ends on its own host"
+        text = f"{clause(ranks, 'uses|use')} {name}, a bridge that mostly ends on its own host"
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 
@@ -127,14 +133,14 @@ def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem
     """The finding; with ranks that may be on another host, or on this one and not started, it is a guess."""
     backend = taken[problem.ranks[0]].backend
     text = problem.text[:1].upper() + problem.text[1:]
-    return Finding(
-        rule="wrong-interface",
-        severity=severity(view.job),
+    return finding(
+        view,
+        problem.ranks,
+        f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
         confidence=Confidence.POSSIBLE if unseen else problem.confidence,
-        summary=f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
-        ranks=problem.ranks,
-        evidence=tuple(_evidence(taken)),
+        evidence=_evidence(taken),
         remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
+        location="",
     )
 
 

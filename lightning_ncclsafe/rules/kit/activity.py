@@ -1,12 +1,15 @@
 """What a rank's main thread is doing, read from its stack, its Lightning actions and its outstanding collectives."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
-from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY
+from lightning_ncclsafe.code import libraries
+from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY, Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
-from lightning_ncclsafe.rules.kit.landmarks import Landmark, landmark, looks_like_device_sync, starts_trainer
 
 AGREEMENT = "agreement:"
 """What the name of an action begins with in which a rank presents its loaders; the hook that gave them follows."""
@@ -32,6 +35,81 @@ class Kind(str, Enum):
     LIGHTNING = "Lightning"
     """Lightning's or another library's code, with no user code below the Trainer."""
     FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class _Landmark:
+    """What a frame says about everything below it.
+
+    Attributes:
+        kind: What a main thread is in there.
+        call: The function, or for code of ours what it is for.
+        weak: Whether it counts only with a collective outstanding and no user code below it, as its C++ code both
+            computes and waits.
+        exempt: Whether Lightning waits there without limit on purpose.
+    """
+
+    kind: Kind
+    call: str = ""
+    weak: bool = False
+    exempt: bool = False
+
+
+_COLLECTIVE, _STORE = _Landmark(Kind.COLLECTIVE), _Landmark(Kind.STORE)
+_LOADER, _LOGGER, _CHECKPOINT = _Landmark(Kind.LOADER), _Landmark(Kind.LOGGER), _Landmark(Kind.CHECKPOINT)
+
+# The first that fits decides, so exceptions stand before their file's general line.
+_BY_CODE = (
+    (libraries.INFINITE_BARRIER, _Landmark(Kind.STORE, exempt=True)),
+    (libraries.OBJECT_PICKLING, _Landmark(Kind.USER)),
+    (libraries.GROUP_CREATION, _STORE),
+    (libraries.RENDEZVOUS, _STORE),
+    (libraries.COLLECTIVES, _COLLECTIVE),
+    (libraries.SAVING_SHARDED, _CHECKPOINT),
+    (libraries.BACKWARD, _Landmark(Kind.COLLECTIVE, weak=True)),
+    (libraries.DDP, _Landmark(Kind.COLLECTIVE, weak=True)),
+    (libraries.SHARDING, _Landmark(Kind.COLLECTIVE, weak=True)),
+    (libraries.DATALOADER, _LOADER),
+    (libraries.FETCH, _LOADER),
+    (libraries.FETCHERS, _LOADER),
+    (libraries.LOGGING, _LOGGER),
+    (libraries.WANDB_AGENT, None),
+    (libraries.LOG_WRITERS, _LOGGER),
+    (libraries.SAVE, _CHECKPOINT),
+    (libraries.SAVING, _CHECKPOINT),
+)
+_BY_MARK = {
+    Mark.STORE.value: _Landmark(Kind.STORE, call="an agreement of all ranks"),
+    Mark.VOTE.value: _Landmark(Kind.COLLECTIVE, call="the vote on the next batch"),
+    Mark.LOGGER.value: _LOGGER,
+}
+
+# Reading a device's result in Python waits for everything queued on it, collectives included.
+_SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
+
+
+def _landmark(frame: Frame) -> _Landmark | None:
+    """What this frame says about the frames below it; None for one that says nothing, as most of the user's own."""
+    if frame.user:
+        return _LOGGER if libraries.HOOKS_OF_LOGGERS.has(frame.file, frame.function) else None
+    return _known_landmark(frame.file, frame.function, frame.mark)
+
+
+@lru_cache(maxsize=4096)
+def _known_landmark(file: str, function: str, mark: str) -> _Landmark | None:
+    by_code = (landmark for code, landmark in _BY_CODE if code.has(file, function))
+    found = _BY_MARK.get(mark) if mark else next(by_code, None)
+    return replace(found, call=found.call or function) if found is not None else None
+
+
+def looks_like_device_sync(frame: Frame) -> bool:
+    """Whether the line reads a value back from a device, or synchronises with one."""
+    return _SYNC.search(frame.code) is not None
+
+
+def starts_trainer(frame: Frame) -> bool:
+    """Whether the Trainer starts to run in this frame."""
+    return libraries.TRAINER_RUN.has(frame.file, frame.function)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +218,11 @@ def _hook_action(actions: tuple[Action, ...]) -> Action | None:
     return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
 
 
-def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[Landmark | None, tuple[Frame, ...]]:
+def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
     """What the deepest telling frame says, and the frames around that frame."""
     below_user = False
     for depth in range(len(inside) - 1, -1, -1):
-        found = landmark(inside[depth])
+        found = _landmark(inside[depth])
         if found and not (found.weak and below_user):
             return found, inside[:depth]
         below_user = below_user or inside[depth].user
@@ -156,13 +234,13 @@ def trainer_start(stack: tuple[Frame, ...]) -> int:
     return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
 
 
-def _kind(facts: RankFacts, mark: Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
+def _kind(facts: RankFacts, mark: _Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
     if facts.progress.phase is Phase.FINISHED:
         return Kind.FINISHED, ""
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
     if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
         named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
-        return Kind[mark.kind], named
+        return mark.kind, named
     return _kind_without_landmark(facts, action, collective)
 
 
@@ -223,3 +301,19 @@ def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
         if RANK_ZERO_ONLY.has(outer[index - 1].file, outer[index - 1].function) and outer[index].user:
             return "@rank_zero_only", outer[index]
     return "", None
+
+
+def is_in(code: Code, stack: Iterable[Frame]) -> bool:
+    """Whether any of these frames is in some code."""
+    return any(code.has(frame.file, frame.function) for frame in stack)
+
+
+def is_telling(frame: Frame) -> bool:
+    """Whether a frame of others' code says what everything below it is about."""
+    return _landmark(frame) is not None
+
+
+def is_save(stack: tuple[Frame, ...]) -> bool:
+    """Whether a frame of Lightning's or torch's in this stack saves a checkpoint; to decide about one is no save."""
+    marks = (_landmark(frame) for frame in stack if not libraries.BEFORE_SAVING.has(frame.file, frame.function))
+    return any(mark is not None and mark.kind is Kind.CHECKPOINT for mark in marks)

@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFa
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, trainer_start
 from lightning_ncclsafe.rules.kit.overruns import aborted
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
 
@@ -64,6 +65,7 @@ def skips_handled(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...]
     return beyond, next(iter(inside.values()))
 
 
+@once
 def past_aborted(view: Timeline) -> tuple[int, ...]:
     """Ranks that have caught an exception moments before gloo has ended another: they may have left out its call."""
     gone_on = has_gone_on(view, sorted(view.facts)) if aborted(view) else ()
@@ -150,10 +152,14 @@ def _is_rare(one: CaughtException) -> bool:
 
 def _is_its_own(view: Timeline, rank: int, one: CaughtException) -> bool:
     """Whether most others have nothing like it: what all ranks do alike lets none of them diverge."""
-    if view.caught_on is None:
-        view.caught_on = Counter(kind for facts in view.facts.values() for kind in {*map(_kind, facts.caught)})
     others = len(view.facts) - 1
-    return one.is_held or not others or 2 * (view.caught_on[_kind(one)] - 1) < others
+    return one.is_held or not others or 2 * (_ranks_by_kind(view)[_kind(one)] - 1) < others
+
+
+@once
+def _ranks_by_kind(view: Timeline) -> Counter[tuple[str, str]]:
+    """On how many ranks each kind of exception was caught."""
+    return Counter(kind for facts in view.facts.values() for kind in {*map(_kind, facts.caught)})
 
 
 def _kind(one: CaughtException) -> tuple[str, str]:

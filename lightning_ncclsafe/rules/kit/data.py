@@ -1,15 +1,18 @@
-"""Questions that all rules about presented data share: who presents what, who deviates, what a loader's data means."""
+"""What ranks present of their data: who presents what, who deviates, and in which words that is told."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.rule import View
+from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
-T = TypeVar("T")
-X = TypeVar("X")
+_T = TypeVar("_T")
+_X = TypeVar("_X")
 
 TRAIN = "train_dataloader"
 """The stage in which ranks train."""
@@ -27,14 +30,14 @@ TELLING = ("indices", "files", "batches", "values", "names", "counts")
 
 
 @dataclass(frozen=True, slots=True)
-class Groups(Generic[T]):
+class Groups(Generic[_T]):
     """Ranks by what they answer to one question.
 
     Attributes:
         parts: Each answer with the ranks that give it, ascending: the most frequent answer first, then by lowest rank.
     """
 
-    parts: tuple[tuple[T, tuple[int, ...]], ...]
+    parts: tuple[tuple[_T, tuple[int, ...]], ...]
 
     @property
     def differ(self) -> bool:
@@ -49,20 +52,20 @@ class Groups(Generic[T]):
         return tuple(sorted(rank for _, ranks in self.parts[first:] for rank in ranks))
 
 
-def grouped(values: Mapping[int, T]) -> Groups[T]:
+def grouped(values: Mapping[int, _T]) -> Groups[_T]:
     """Ranks by value; the ranks have to come in ascending order."""
-    alike: dict[T, list[int]] = defaultdict(list)
+    alike: dict[_T, list[int]] = defaultdict(list)
     for rank, value in values.items():
         alike[value].append(rank)
     parts = ((value, tuple(ranks)) for value, ranks in alike.items())
     return Groups(tuple(sorted(parts, key=lambda part: (-len(part[1]), part[1]))))
 
 
-Questions = Mapping[str, Callable[[X], object]]
+Questions = Mapping[str, Callable[[_X], object]]
 Differences = dict[str, Groups[object]]
 
 
-def differences(values: Mapping[int, X], questions: Questions[X]) -> Differences:
+def differences(values: Mapping[int, _X], questions: Questions[_X]) -> Differences:
     """The questions, by their names, to which ranks answer differently."""
     answers = {name: grouped({rank: ask(value) for rank, value in values.items()}) for name, ask in questions.items()}
     return {name: groups for name, groups in answers.items() if groups.differ}
@@ -104,7 +107,7 @@ class JobLoader:
         self.data = data
         self.facts = {rank: one.loaders[index] for rank, one in data.items()}
 
-    def by(self, ask: Callable[[LoaderFacts], T]) -> Groups[T]:
+    def by(self, ask: Callable[[LoaderFacts], _T]) -> Groups[_T]:
         """Ranks by what this loader's facts answer."""
         return grouped({rank: ask(facts) for rank, facts in self.facts.items()})
 
@@ -189,7 +192,7 @@ def epoch_batches(data: DataFacts) -> object:
     return _TOTALS[data.mode](known, default=0)
 
 
-class JobData:
+class JobData(View):
     """What the ranks of a job present before one stage. A job of one rank has nothing to compare and presents nothing.
 
     Attributes:
@@ -199,12 +202,13 @@ class JobData:
     """
 
     def __init__(self, job: JobFacts) -> None:
+        super().__init__(job)
         several = job.ranks if job.world_size > 1 else ()
         self.data: dict[int, DataFacts] = {facts.rank: facts.data for facts in several if facts.data is not None}
         self.silent: tuple[int, ...] = job.silent if self.data else ()
         self.hosts: dict[int, str] = {facts.rank: facts.host for facts in several}
 
-    def by(self, ask: Callable[[DataFacts], T]) -> Groups[T]:
+    def by(self, ask: Callable[[DataFacts], _T]) -> Groups[_T]:
         """Ranks by what their data answers."""
         return grouped({rank: ask(data) for rank, data in self.data.items()})
 
@@ -236,3 +240,97 @@ class JobData:
         """What the user has set for uneven data; that ranks raise where they do not agree on it."""
         set_ = self.by(lambda data: data.on_uneven)
         return "raise" if set_.differ else set_.parts[0][0]
+
+
+_LISTED = 4
+_EVIDENCE = 8
+
+
+def value_words(value: object) -> str:
+    """A value as its owner writes it: ``"1234"``, ``"none"``, ``"Subset of ImageFolder"``, ``"DistributedSampler"``."""
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, tuple):
+        return " of ".join(map(value_words, value))
+    return str(value)
+
+
+def spread(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> str:
+    """``"20 on ranks 0-2, 22 on rank 3"``; many values are cut and counted."""
+    listed = [f"{words(value)} on {ranks_words(ranks)}" for value, ranks in groups.parts[:_LISTED]]
+    more = len(groups.parts) - _LISTED
+    return ", ".join([*listed, *([f"{more:,} more values on other ranks"] if more > 0 else [])])
+
+
+def counted(unit: str) -> Callable[[int | None], str]:
+    """Words of a number in this unit: ``"1,250 batches"``."""
+    many = f"{unit}es" if unit.endswith("h") else f"{unit}s"
+    return lambda count: f"no {many}" if count is None else f"{count:,} {unit if count == 1 else many}"
+
+
+def told(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:
+    """One line for each value and the ranks that have it."""
+    return tuple(
+        Evidence(
+            source="loader",
+            rank=ranks[0] if len(ranks) == 1 else None,
+            text=f"{capitalised(ranks_words(ranks))}: {words(value)}.",
+        )
+        for value, ranks in groups.parts[:_EVIDENCE]
+    )
+
+
+def differing_words(found: Differences) -> str:
+    """``"batch_size is 32 on ranks 0-2, 16 on rank 3; drop_last is …"``."""
+    return "; ".join(f"{name} is {spread(groups)}" for name, groups in found.items())
+
+
+def differing_evidence(found: Differences) -> tuple[Evidence, ...]:
+    """One line for each attribute, value and the ranks that have it."""
+    return tuple(
+        item
+        for name, groups in found.items()
+        for item in told(groups, lambda value, name=name: f"{name} {value_words(value)}")  # type: ignore[misc]
+    )
+
+
+def deviating(groups: Iterable[Groups[_T]]) -> tuple[int, ...]:
+    """The ranks that deviate in any of these, ascending."""
+    return tuple(sorted({rank for group in groups for rank in group.deviating}))
+
+
+def batches_words(loader: JobLoader) -> str:
+    """What a difference leads to, as a sentence: the different numbers of batches; empty where these are equal."""
+    if not loader.batches.differ:
+        return ""
+    return f"The numbers of batches differ with that: {spread(loader.batches, counted('batch'))}."
+
+
+def disagreement(
+    ranks: tuple[int, ...],
+    summary: str,
+    *,
+    evidence: Iterable[Evidence],
+    severity: Severity = Severity.ERROR,
+    confidence: Confidence = Confidence.CERTAIN,
+    remedy: str = "",
+) -> Finding:
+    """What a rule about data has found; its name, and its remedy where that is always the same, are those it declares.
+
+    Args:
+        ranks: The ranks that deviate.
+        summary: The answer, in sentences; its first letter becomes a capital one.
+        evidence: How we know.
+        severity: How bad it is for the run.
+        confidence: How sure this is.
+        remedy: What to do, where that depends on what was found.
+    """
+    return Finding(
+        rule="",
+        severity=severity,
+        confidence=confidence,
+        summary=capitalised(summary),
+        ranks=ranks,
+        evidence=tuple(evidence),
+        remedy=remedy,
+    )

@@ -1,21 +1,27 @@
-"""Parts of findings about ranks that called different collectives: who deviates, what each called, and from where."""
+"""Ranks that called different collectives: where they come apart, who deviates, what each called, and from where."""
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, ProcessFacts, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.activity import Kind, condition_around, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.activity import (
+    Kind,
+    condition_around,
+    deepest_user_frame,
+    is_telling,
+    starts_trainer,
+    trainer_start,
+)
 from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
-from lightning_ncclsafe.rules.kit.landmarks import landmark, starts_trainer
+from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence
-from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Signature, Timeline, signature
-from lightning_ncclsafe.rules.kit.units import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     capitalised,
@@ -24,10 +30,190 @@ from lightning_ncclsafe.rules.kit.wording import (
     joined,
     location_of,
     ranks_words,
+    short_location,
+    verb,
 )
 
-# Conditions that hold on one rank, and not ``if rank != -1``, which holds on all.
-_OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank", re.IGNORECASE)
+# A rank makes a few collectives more or fewer, say for one metric or one save; with more, any loop fits any other.
+_MOST = 8
+# After as many calls that are the same, the next one is expected to be, too.
+_CONTEXT = 2
+# So many calls that are the same again show how far ranks are apart.
+_ENOUGH = 8
+
+Calls = Sequence[Collective]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Some ranks have made calls in a group that others have not, so that all that follows is off by as many.
+
+    Attributes:
+        ranks: Those that are out of step; all of both sides where nothing decides between them.
+        call: The first call that only some have made.
+        callers: Who has made it.
+        others: Who has not.
+        count: How many calls it is; 0 where ranks wait in the first of them.
+        frame: The line that is to be looked at; None where the call is not the user's.
+    """
+
+    ranks: tuple[int, ...]
+    call: Collective
+    callers: tuple[int, ...]
+    others: tuple[int, ...]
+    count: int
+    frame: Frame | None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known which ranks are out of step."""
+        return self.ranks in (self.callers, self.others)
+
+    def words(self) -> str:
+        """``"rank 0 has called barrier at train.py:7 in save, which ranks 1-2 have not: …"``."""
+        at = f" at {short_location(self.frame)}" if self.frame is not None else ""
+        condition = condition_of_call(self.call)
+        under = f", under {condition_words(condition)}" if condition else ""
+        apart = "one call" if self.count == 1 else f"{self.count} calls"
+        since = f": since then they are {apart} apart" if self.count else ""
+        callers, others = ranks_words(self.callers), ranks_words(self.others)
+        if self.ranks == self.others:
+            left_out = f"{others} {verb(self.others, 'has', 'have')} left out {call_words(self.call)}{at}"
+            return f"{left_out}, which {callers} {verb(self.callers, 'has', 'have')} called{under}{since}"
+        called = f"{callers} {verb(self.callers, 'has', 'have')} called {call_words(self.call)}{at}{under}"
+        return f"{called}, which {others} {verb(self.others, 'has', 'have')} not{since}"
+
+
+@once
+def shift(view: Timeline, group: str) -> Shift | None:
+    """The first one in a group, as far as the recorder's past and its stacks go; None where none is seen.
+
+    A branch in which each side calls the same from a line of its own is none: what follows is the same again.
+    """
+    sequences = {rank: calls for rank, calls in view.sequences(group).items() if calls}
+    if len(sequences) < 2:
+        return None
+    first = max(calls[0].seq for calls in sequences.values())
+    aligned = {rank: [call for call in calls if call.seq >= first] for rank, calls in sequences.items()}
+    for index in range(max(map(len, aligned.values()))):
+        here = {rank: calls[index] for rank, calls in aligned.items() if index < len(calls)}
+        if any(not call.site for call in here.values()):
+            return None
+        if len({call.site for call in here.values()}) > 1:
+            found = _at(aligned, index, tuple(here))
+            if found is not _BRANCH:
+                return found
+    return None
+
+
+def condition_of_call(call: Collective) -> str:
+    """The condition on the rank under which a call was made; empty if there is none, or its stack is not known."""
+    return next((frame.rank_condition for frame in reversed(call.stack) if frame.rank_condition), "")
+
+
+# Of what is only a branch.
+_BRANCH = Shift(ranks=(), call=Collective(group="", seq=0, op=""), callers=(), others=(), count=0, frame=None)
+
+
+def _at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]) -> Shift | None:
+    counts = Counter(aligned[rank][index].site for rank in ranks).most_common()
+    usual = counts[0][0]
+    is_majority = counts[0][1] > counts[1][1]
+    many = tuple(rank for rank in ranks if aligned[rank][index].site == usual)
+    few = tuple(rank for rank in ranks if rank not in many)
+    longest = max(many, key=lambda rank: len(aligned[rank]))
+    before, theirs = aligned[longest][:index], aligned[longest][index:]
+    own = aligned[few[0]][index:]
+    if _is_branch(own, theirs):
+        return _BRANCH
+    count = _apart(own, theirs)
+    if count is None:
+        return (
+            _in_one_call(few, many, own[0], theirs[0], before)
+            if is_majority
+            else _against_habit(aligned, index, ranks, before)
+        )
+    if any(_apart(aligned[rank][index:], theirs) != count for rank in few):
+        return None
+    callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
+    ranks = few if is_majority else _odd_side(call, callers, others, before)
+    frame = deepest_user_frame(call.stack)
+    return Shift(ranks=ranks, call=call, callers=callers, others=others, count=abs(count), frame=frame)
+
+
+def _in_one_call(
+    few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, before: Calls
+) -> Shift | None:
+    """All wait in the first call that differs, and most of them in the same."""
+    frame, of_others = deepest_user_frame(own.stack), deepest_user_frame(theirs.stack)
+    # What is called later on anyway has been come to too early.
+    is_usual = any(call.site == own.site for call in before)
+    if of_others is not None and (is_usual or frame is None):
+        return Shift(ranks=few, call=theirs, callers=many, others=few, count=0, frame=of_others)
+    return Shift(ranks=few, call=own, callers=few, others=many, count=0, frame=frame) if frame is not None else None
+
+
+def _against_habit(
+    aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...], before: Calls
+) -> Shift | None:
+    """The same with as many on both sides, one of which has done what all have always done at this place."""
+    next_sites = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
+    if len(next_sites) != 1:
+        return None
+    callers = tuple(rank for rank in ranks if aligned[rank][index].site in next_sites)
+    others = tuple(rank for rank in ranks if rank not in callers)
+    usual = {call.site for call in before}
+    if not callers or not others:
+        return None
+    # What is new has been called in addition; what all call later on anyway has been come to too early.
+    new = [rank for rank in others if aligned[rank][index].site not in usual]
+    call = aligned[new[0] if new else callers[0]][index]
+    made, left_out = (tuple(new), callers) if new else (callers, others)
+    return Shift(ranks=others, call=call, callers=made, others=left_out, count=0, frame=deepest_user_frame(call.stack))
+
+
+def _same_context(before: Calls, at: int, index: int) -> bool:
+    return all(before[at - back].site == before[index - back].site for back in range(1, _CONTEXT + 1))
+
+
+def _is_branch(own: Calls, theirs: Calls) -> bool:
+    """Whether both have called the same from different lines, and what follows is the same again."""
+    both = len(own) > 1 and len(theirs) > 1
+    return both and own[1].site == theirs[1].site and signature(own[0]) == signature(theirs[0])
+
+
+def _apart(own: Calls, theirs: Calls) -> int | None:
+    """How many calls more one side has made, negative for fewer, so that what follows fits; None if nothing does."""
+    fitting = [
+        (fits, -abs(count), count)
+        for count in (*range(1, _MOST + 1), *range(-1, -_MOST - 1, -1))
+        if (fits := _fits(own[max(count, 0) :], theirs[max(-count, 0) :]))
+    ]
+    best: tuple[int, int, int] | None = max(fitting, default=None)
+    # As many both ways: which of the two has made calls that the other has not cannot be told.
+    if best is None or sum(one[:2] == best[:2] for one in fitting) > 1:
+        return None
+    return best[2]
+
+
+def _fits(own: Calls, theirs: Calls) -> int:
+    """How many calls are the same; 0 if one of them is not."""
+    pairs = [*zip(own, theirs, strict=False)][:_ENOUGH]
+    return len(pairs) if all(one.site == other.site for one, other in pairs) else 0
+
+
+def _odd_side(
+    call: Collective, callers: tuple[int, ...], others: tuple[int, ...], before: Iterable[Collective]
+) -> tuple[int, ...]:
+    """Of two sides of one size the one that is out of step; both where nothing tells."""
+    if condition_of_call(call):
+        return callers
+    # All have made it before.
+    if any(earlier.site == call.site for earlier in before):
+        return others
+    return tuple(sorted((*callers, *others)))
+
+
 _OF_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _WHERE = 4
 _VARIANTS = 3
@@ -165,69 +351,6 @@ def _left_out(view: Timeline, rank: int) -> tuple[Collective, int] | None:
     return next(((call, len(before)) for call in usual), None)
 
 
-def alone_in_trainer(view: Timeline) -> tuple[tuple[int, ...], str]:
-    """Ranks that have called the Trainer under a condition on rank 0, and that condition; empty where others have, too.
-
-    The others are in another call of the Trainer, or in none: then they have no guard that would answer, and look like
-    ranks that are frozen, or they have ended in good order.
-    """
-    conditions = {rank: condition for rank, facts in view.facts.items() if (condition := _around_trainer(facts))}
-    calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
-    alone = {calls[rank] for rank in conditions}
-    others = [calls[rank] for rank in view.facts if rank not in conditions]
-    is_told = bool(conditions) and bool(others or view.silent) and all(call and call not in alone for call in others)
-    if not is_told or view.raised or not all(map(partial(_may_be_outside, view), view.silent)):
-        return (), ""
-    return tuple(sorted(conditions)), next(iter(conditions.values()))
-
-
-def _may_be_outside(view: Timeline, rank: int) -> bool:
-    """Whether a silent rank may have left the Trainer, or the program, as far as others see."""
-    seen = view.witnesses.get(rank)
-    return seen is None or seen.state == "sleeping" or (seen.state in ("gone", "zombie") and left_in_order(seen))
-
-
-def left_in_order(process: ProcessFacts) -> bool:
-    """Whether a process that is gone may have come to its end: no signal is known of it, nor another status than 0."""
-    return not process.ended_by and not process.exit_code
-
-
-def in_trainer_again(view: Timeline) -> dict[int, Frame]:
-    """Ranks that have called their Trainer from one of its hooks, and where; empty unless all others have finished.
-
-    A Trainer of its own that a hook has made is another one, of which those others know nothing.
-    """
-    again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts))}
-    others = (doing for rank, doing in view.activities.items() if rank not in again)
-    is_alone = len(again) < len(view.facts) and all(doing.kind is Kind.FINISHED for doing in others)
-    return again if is_alone else {}
-
-
-def _calls_trainer_again(facts: RankFacts) -> Frame | None:
-    runs = [index for index, frame in enumerate(facts.stack) if starts_trainer(frame)]
-    between = facts.stack[runs[0] : runs[-1]] if runs else ()
-    hooks = {action.name.rpartition(".")[2] for action in facts.progress.actions}
-    # What its Trainer does now is not what that hook belongs to.
-    is_asked_again = facts.progress.phase in (Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
-    is_in_hook = not hooks.isdisjoint(frame.function for frame in between if frame.user)
-    return deepest_user_frame(between) if is_asked_again and is_in_hook else None
-
-
-def _around_trainer(facts: RankFacts) -> str:
-    conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
-    # What stands behind it on its line is not part of it.
-    return next((condition for condition in conditions if _OF_RANK_ZERO.search(condition.partition(":")[0])), "")
-
-
-def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
-    return tuple((frame.file, frame.line) for frame in _outside(facts))
-
-
-def _outside(facts: RankFacts) -> tuple[Frame, ...]:
-    """The user's frames around the Trainer's; before and after it runs there are no others."""
-    return tuple(frame for frame in facts.stack[: trainer_start(facts.stack) or None] if frame.user)
-
-
 def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
     """What was called, and by which ranks, the most frequent first."""
     alike: dict[object, list[int]] = defaultdict(list)
@@ -344,6 +467,6 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
     for frame in reversed(inside):
         if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
-        if frame.user or (landmark(frame) is None and not DISTRIBUTED.has(frame.file, frame.function)):
+        if frame.user or (not is_telling(frame) and not DISTRIBUTED.has(frame.file, frame.function)):
             return frame.file, frame.function, frame.line
     return None

@@ -6,7 +6,8 @@ from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind, phase_kind_of
 from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind
-from lightning_ncclsafe.rules.kit.timeline import Timeline, forget, timeline
+from lightning_ncclsafe.rules.kit.rule import forget
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 
 _ASKED_AGAIN_S = 60.0
 _COMPILES = COMPILATION | TUNING

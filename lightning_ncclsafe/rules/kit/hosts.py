@@ -1,16 +1,17 @@
-"""Questions that all rules about hosts share: who runs where, who shares what, who is alike."""
+"""What ranks have found on their hosts before training: who runs where, who shares what, who is alike."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
+from lightning_ncclsafe.rules.kit.rule import View
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _FEW = 3
 
 Facts = Mapping[int, PreflightFacts]
@@ -42,7 +43,7 @@ class Host:
         return list(alike.values())
 
 
-class Checked:
+class Checked(View):
     """What the ranks of a job have found on their hosts.
 
     Attributes:
@@ -51,6 +52,7 @@ class Checked:
     """
 
     def __init__(self, job: JobFacts) -> None:
+        super().__init__(job)
         self.facts: dict[int, PreflightFacts] = {
             one.rank: one.preflight for one in sorted(job.ranks, key=lambda one: one.rank) if one.preflight is not None
         }
@@ -71,11 +73,11 @@ class Checked:
         """Whether ranks have to reach each other over a network."""
         return len(self.hosts) > 1
 
-    def by(self, ask: Callable[[PreflightFacts], T]) -> Groups[T]:
+    def by(self, ask: Callable[[PreflightFacts], _T]) -> Groups[_T]:
         """Ranks by what they answer."""
         return grouped({rank: ask(facts) for rank, facts in self.facts.items()})
 
-    def known(self, ask: Callable[[PreflightFacts], T | None]) -> Groups[T]:
+    def known(self, ask: Callable[[PreflightFacts], _T | None]) -> Groups[_T]:
         """Ranks by what they answer, those that cannot tell (None, or an empty text) left out."""
         answers = {rank: ask(facts) for rank, facts in self.facts.items()}
         return grouped({rank: value for rank, value in answers.items() if value is not None and value != ""})
@@ -98,7 +100,7 @@ def least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def most(values: Iterable[T | None], default: T) -> T:
+def most(values: Iterable[_T | None], default: _T) -> _T:
     """The largest of those that are known."""
     return max((value for value in values if value is not None), default=default)  # type: ignore[type-var]
 
@@ -106,3 +108,78 @@ def most(values: Iterable[T | None], default: T) -> T:
 def in_flight_bytes(facts: PreflightFacts) -> int:
     """Memory of the batches that a rank's workers hold ready; 0 where that is not known."""
     return (facts.load.batches_in_flight or 0) * (facts.load.batch_bytes or 0)
+
+
+def core_pools(host: Host) -> list[tuple[int, ...]]:
+    """Ranks that run on the same cores under the same quotas: they share what they have. Unbound ranks are one pool."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, facts in host.facts.items():
+        alike[frozenset(_quotas(host, rank)), facts.capacity.cpus].append(rank)
+    return [tuple(ranks) for ranks in alike.values()]
+
+
+def core_shares(host: Host) -> dict[int, float]:
+    """Each rank's share of the cores: of every core that it may run on, one part among the ranks that may.
+
+    Its part of each quota of its control group and of those above is the most. Ranks that do not know their cores are
+    left out.
+    """
+    users = Counter(cpu for facts in host.facts.values() for cpu in facts.capacity.cpus)
+    members = Counter(group for rank in host.facts for group in _quotas(host, rank))
+    shares = {}
+    for rank, facts in host.facts.items():
+        mask = sum(1 / users[cpu] for cpu in facts.capacity.cpus)
+        parts = [quota / members[group] for group, quota in _quotas(host, rank).items()]
+        known = [share for share in (mask, *parts) if share > 0]
+        if known:
+            shares[rank] = min(known)
+    return shares
+
+
+def threads(facts: PreflightFacts, share: float) -> int:
+    """Cores' worth of threads that a rank needs besides its workers.
+
+    A pool of threads no larger than the rank's share is what torch and Lightning set by themselves and works in
+    bursts; with a GPU it has next to nothing to do. Both count as the main thread alone.
+    """
+    pool = facts.load.omp_threads or 1
+    return 1 if facts.is_cuda or pool <= max(share, 1.0) else pool
+
+
+def _quotas(host: Host, rank: int) -> dict[Hashable, float]:
+    """Quotas by container and group: the paths of groups in two containers may be the same."""
+    capacity = host.facts[rank].capacity
+    quotas = capacity.quotas or ({capacity.quota_group: capacity.quota_cores} if capacity.quota_cores else {})
+    return {(host.names[rank], group): quota for group, quota in quotas.items()}
+
+
+WRITTEN = ("logs", "checkpoints")
+"""The roles of directories that the run writes to."""
+
+_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2"} | {
+    "orangefs",
+    "panfs",
+    "smb3",
+    "smbfs",
+    "virtiofs",
+    "wekafs",
+}
+
+Tried = dict[int, DirectoryFacts]
+"""What each of some ranks has found of one directory."""
+
+
+def tried(view: Checked) -> list[Tried]:
+    """The directories that ranks have tried out, by role and path, each with what its ranks have found."""
+    found: dict[tuple[str, str], Tried] = defaultdict(dict)
+    for rank, facts in view.facts.items():
+        for directory in facts.directories:
+            found[directory.role, directory.path][rank] = directory
+    return list(found.values())
+
+
+def path_words(directory: DirectoryFacts) -> str:
+    """``"the logs at /mnt/logs (nfs4, a network file system)"``."""
+    kind = directory.filesystem
+    network = ", a network file system" if kind in _NETWORK or kind.startswith("fuse.") else ""
+    return f"the {directory.role} at {directory.path}{f' ({kind}{network})' if kind else ''}"

@@ -1,13 +1,160 @@
-"""What a collective is for, in Lightning's own terms, read from the frames that called it."""
+"""What a collective is for: a part of the model, by its size, or what the frames say that called it."""
 
+import math
+import re
+from collections.abc import Iterable
+from enum import Enum
 from functools import lru_cache
 
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Collective, Frame, Phase, RankFacts
-from lightning_ncclsafe.rules.kit.units import metric_words, unit_words
-from lightning_ncclsafe.rules.kit.wording import numel
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind
+from lightning_ncclsafe.rules.kit.wording import numel, size_words
+
+_LISTED = 4
+# "model.layers.4" of "model.layers.4.attention.wq": a model's blocks are numbered.
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
+
+
+class Part(str, Enum):
+    """A part of a step, as a sentence ends with it."""
+
+    FORWARD = ", in forward"
+    BACKWARD = ", in backward"
+    OPTIMIZER = ", in the optimizer's step"
+    CHECKPOINT = ", for a checkpoint"
+    UNKNOWN = ""
+
+
+# The deepest frame that says something counts.
+_PARTS = (
+    (libraries.STATE_GATHERING, Part.CHECKPOINT),
+    (libraries.BACKWARD, Part.BACKWARD),
+    (libraries.FSDP_BACKWARD, Part.BACKWARD),
+    (libraries.FSDP_FORWARD, Part.FORWARD),
+)
+_PARTS_BY_ACTION = (
+    ("save_checkpoint", Part.CHECKPOINT),
+    (".backward", Part.BACKWARD),
+    (".optimizer_step", Part.OPTIMIZER),
+    ("_step", Part.FORWARD),
+)
+
+
+def matches(unit: ModelUnit, call: Collective) -> bool:
+    """Whether this collective may be one of those that send this unit."""
+    if unit.kind is UnitKind.METRIC:
+        return True
+    if unit.groups and call.group not in unit.groups:
+        return False
+    gives, takes = _elements(call.input_sizes), _elements(call.output_sizes)
+    if _gathers(call):
+        shards = unit.shard_elements
+        # Of a list of outputs gloo may record one.
+        return shards > 0 and (takes == unit.elements if takes > gives else gives == shards)
+    if call.op.startswith(("reduce_scatter", "_reduce_scatter")):
+        return unit.shard_elements > 0 and gives == unit.elements
+    # Gloo reduces and scatters by all_reduce; hybrid sharding reduces the shards between its replicas.
+    return call.op.startswith("all") and "reduce" in call.op and gives > 0 and gives in _reduced(unit)
+
+
+def _reduced(unit: ModelUnit) -> tuple[int, ...]:
+    return (unit.elements, unit.shard_elements) if unit.kind is UnitKind.FSDP_UNIT else (unit.elements,)
+
+
+def _gathers(call: Collective) -> bool:
+    return "all_gather" in call.op or "allgather" in call.op
+
+
+def _elements(sizes: Iterable[tuple[int, ...]]) -> int:
+    return sum(math.prod(size) for size in sizes)
+
+
+def unit_words(call: Collective, facts: RankFacts) -> str:
+    """``"the all-gather of FSDP unit layers.3, in forward"``; empty where no unit of the model has this size."""
+    part = _part(call, facts)
+    unit = unit_of(call, facts, part)
+    if unit is None:
+        return ""
+    if _gathers(call):
+        return f"the all-gather of {_named(unit)}{part.value}"
+    owner = "DDP's gradient all-reduce of" if unit.kind is UnitKind.DDP_BUCKET else "the reduction of the gradients of"
+    return f"{owner} {_named(unit)}{Part.BACKWARD.value}"
+
+
+def begins_another_forward(call: Collective | None, facts: RankFacts) -> bool:
+    """Whether this gathers the root FSDP unit, as every forward pass does first; the very first one aside."""
+    if call is None or not _gathers(call) or (facts.progress.batch_idx <= 0 and facts.progress.epoch == 0):
+        return False
+    part = _part(call, facts)
+    unit = unit_of(call, facts, part)
+    return unit is not None and unit.is_root and part in (Part.FORWARD, Part.UNKNOWN)
+
+
+def unit_of(call: Collective, facts: RankFacts, part: Part = Part.UNKNOWN) -> ModelUnit | None:
+    """The unit of the model that this collective sends; None where no size fits, or units of several kinds."""
+    fitting = [unit for unit in facts.units if unit.kind is not UnitKind.METRIC and matches(unit, call)]
+    # A state is gathered parameter by parameter; what is sent in a step is a unit, which may have but one.
+    wanted = [unit for unit in fitting if (unit.kind is UnitKind.PARAMETER) is (part is Part.CHECKPOINT)] or fitting
+    return wanted[0] if len(wanted) == 1 else None
+
+
+def metric_words(facts: RankFacts) -> str:
+    """``"torchmetrics' sync of MulticlassAccuracy (val_acc)"``; empty unless one metric is being synchronised."""
+    metrics = [unit for unit in facts.units if unit.kind is UnitKind.METRIC]
+    if len(metrics) != 1 or metrics[0].alike > 1:
+        return ""
+    return f"torchmetrics' sync of {metrics[0].type} ({metrics[0].name})"
+
+
+def _part(call: Collective, facts: RankFacts) -> Part:
+    """The stack tells of the present line: on a device, several collectives may be outstanding, called by others."""
+    outstanding = [entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]
+    if call.backend.startswith("nccl") and len(outstanding) > 1:
+        return Part.UNKNOWN
+    for frame in reversed(facts.stack):
+        if (part := _part_of(frame.file, frame.function)) is not None:
+            return part
+    names = (action.name for action in reversed(facts.progress.actions))
+    return next((part for name in names for ending, part in _PARTS_BY_ACTION if name.endswith(ending)), Part.UNKNOWN)
+
+
+@lru_cache(maxsize=16_384)
+def _part_of(file: str, function: str) -> Part | None:
+    return next((part for code, part in _PARTS if code.has(file, function)), None)
+
+
+def _named(unit: ModelUnit) -> str:
+    if unit.alike > 1:
+        return f"one of {unit.alike} {_KINDS[unit.kind]}s of this size ({_plain(unit.name)} … {_plain(unit.last)})"
+    if unit.kind is UnitKind.DDP_BUCKET:
+        which = "its only bucket" if unit.name == "1 of 1" else f"bucket {unit.name}"
+        return f"{which} ({_contents(unit)}, {size_words(unit.size_bytes)})"
+    if unit.is_root:
+        return f"the root FSDP unit ({_contents(unit)})"
+    return f"{_KINDS[unit.kind]} {_plain(unit.name)}"
+
+
+_KINDS = {UnitKind.DDP_BUCKET: "bucket", UnitKind.FSDP_UNIT: "FSDP unit", UnitKind.PARAMETER: "parameter"}
+
+
+def _plain(name: str) -> str:
+    return name or "of the whole model"
+
+
+def _contents(unit: ModelUnit) -> str:
+    """The modules whose parameters these are: all of them where they are few, else the first and the last."""
+    modules = list(dict.fromkeys(_module(name) for name in unit.parameters))
+    if len(unit.parameters) == unit.parameter_count and len(modules) <= _LISTED:
+        return ", ".join(modules)
+    return f"{modules[0]} … {modules[-1]}" if len(modules) > 1 else modules[0]
+
+
+def _module(parameter: str) -> str:
+    block = _BLOCK.match(parameter)
+    return block.group() if block else parameter.rpartition(".")[0] or parameter
+
 
 # So many elements fit a bucket or unit of the model by their number alone, whatever line the main thread has come to.
 _TELLING = 1024

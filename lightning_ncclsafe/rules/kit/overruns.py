@@ -20,6 +20,7 @@ from lightning_ncclsafe.code.libraries import (
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import numel
 
@@ -42,6 +43,7 @@ _CALLERS = (MODEL_CHECKPOINT, EARLY_STOPPING, LOGGED_VALUES, LENGTH_CHECK, SIGTE
 _OVERRUN = re.compile(r"op\.preamble\.length <= op\.nbytes\D+(\d+) vs (\d+)")
 
 
+@once
 def aborted(view: Timeline) -> tuple[int, ...]:
     """Ranks that gloo has ended, as they say, or may have, while what the others were in sends something of the user's.
 
@@ -77,6 +79,7 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
     return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
+@once
 def broken_off(view: Timeline) -> tuple[int, ...]:
     """Ranks that gloo has ended in another call than the others were in, by the lines that both were at.
 

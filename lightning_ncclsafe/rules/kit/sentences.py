@@ -4,14 +4,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.facts.findings import Evidence, Severity
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.errors import has_given_up
+from lightning_ncclsafe.rules.kit.meaning import begins_another_forward, meaning
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.transport import has_given_up
-from lightning_ncclsafe.rules.kit.units import begins_another_forward
 from lightning_ncclsafe.rules.kit.wording import (
+    capitalised,
+    clause,
     collective_words,
     duration_words,
     group_words,
@@ -34,10 +36,74 @@ _WHOLE = re.compile(r"-?\d{1,9}")
 _LISTED = 8
 
 
-def severity(job: JobFacts) -> Severity:
-    """A hold-up is a warning as long as the run may go on, and an error once its time is up."""
-    is_over = job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
-    return Severity.ERROR if is_over else Severity.WARNING
+def finding(
+    view: Timeline,
+    ranks: tuple[int, ...],
+    summary: str,
+    *,
+    confidence: Confidence = Confidence.LIKELY,
+    severity: Severity | None = None,
+    location: str | None = None,
+    evidence: Iterable[Evidence] | None = None,
+    remedy: str = "",
+) -> Finding:
+    """What a rule has found; its name, and its remedy where that is always the same, are those of its declaration.
+
+    Args:
+        view: The job.
+        ranks: The ranks that cause it.
+        summary: The answer in a sentence; its first letter becomes a capital one.
+        confidence: How sure this is.
+        severity: How bad it is; by default a warning as long as the run may go on, an error once its time is up.
+        location: Where to look; by default the user's line that the first of these ranks is in.
+        evidence: How we know; by default stack, phase and recorder.
+        remedy: What to do, where that depends on what was found.
+    """
+    is_over = view.job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
+    return Finding(
+        rule="",
+        severity=severity or (Severity.ERROR if is_over else Severity.WARNING),
+        confidence=confidence,
+        summary=capitalised(summary),
+        ranks=ranks,
+        location=users_line(view, ranks) if location is None else location,
+        evidence=how_we_know(view, ranks) if evidence is None else tuple(evidence),
+        remedy=remedy,
+    )
+
+
+def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
+    """How sure an exception makes us: one that stands in a log may have been caught."""
+    is_doubtful = view.job.incident.kind is IncidentKind.RECORDED and confidence is Confidence.CERTAIN
+    return Confidence.LIKELY if is_doubtful else confidence
+
+
+def held_up(
+    view: Timeline,
+    ranks: tuple[int, ...],
+    words: str,
+    then: str = "",
+    *,
+    confidence: Confidence = Confidence.LIKELY,
+    location: str | None = None,
+    evidence: Iterable[Evidence] | None = None,
+    remedy: str = "",
+) -> Finding:
+    """The finding that most rules make: ``"Rank 3 is …, in Net.training_step at train.py:12 in step, batch 7 of epoch
+    0, for 41 s, while ranks 0-2 wait in …."``
+
+    Args:
+        view: The job.
+        ranks: The ranks that hold the others up.
+        words: What they do, for one and for many: ``"is|are paused in a debugger"``; see :func:`clause`.
+        then: What follows these words.
+        confidence: How sure this is.
+        location: See :func:`finding`, as for the rest.
+        evidence: How we know.
+        remedy: What to do.
+    """
+    summary = f"{clause(ranks, words)}{then}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    return finding(view, ranks, summary, confidence=confidence, location=location, evidence=evidence, remedy=remedy)
 
 
 def batch_words(progress: Progress) -> str:
@@ -77,16 +143,14 @@ def wait_words(timeline: Timeline, rank: int) -> str:
     return collective_words(doing.collective, means)
 
 
-def others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
-    """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits."""
+def others_wait(timeline: Timeline, ranks: Iterable[int] = ()) -> str:
+    """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits but these ranks."""
     # Of many silent ranks each may be a finding of its own, and for all of them the same ranks wait.
-    besides = frozenset(rank for rank in ranks if rank in timeline.facts)
-    if besides not in timeline.others_said:
-        timeline.others_said[besides] = _others_wait(timeline, besides)
-    return timeline.others_said[besides]
+    return _others_wait(timeline, frozenset(rank for rank in ranks if rank in timeline.facts))
 
 
-def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+@once
+def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
     variants: dict[str, list[int]] = defaultdict(list)
     lost: list[int] = []
     gave_up: list[int] = []
@@ -96,10 +160,7 @@ def _others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
         alike = ended if facts.exception else variants[wait_words(timeline, rank)]
         alike.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = [
-        f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}{_ahead(timeline, who)}"
-        for what, who in ordered[:_VARIANTS]
-    ]
+    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead(timeline, who)}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
     if gave_up:
@@ -127,7 +188,7 @@ def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
     return f", while {waiting}" if waiting else ""
 
 
-def location(timeline: Timeline, ranks: Iterable[int]) -> str:
+def users_line(timeline: Timeline, ranks: Iterable[int]) -> str:
     """The deepest line in the user's own code on the first of these ranks that has one."""
     frames = (timeline.activities[rank].frame for rank in ranks if rank in timeline.activities)
     return next((location_of(frame) for frame in frames if frame is not None), "")
@@ -160,7 +221,7 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
         if group.seq is not None and group.behind:
             last = max(group.enqueued[rank] for rank in group.behind)
             text = (
-                f"{ranks_words(group.behind)} {verb(group.behind, 'has', 'have')} called {last} collectives of "
+                f"{clause(group.behind, 'has|have called')} {last} collectives of "
                 f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
                 f"in sequence number {group.seq}."
             )

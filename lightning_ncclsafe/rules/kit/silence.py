@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from lightning_ncclsafe.facts import COLLECTOR, ProcessFacts
+from lightning_ncclsafe.facts import COLLECTOR, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.not_joined import is_unborn
-from lightning_ncclsafe.rules.kit.sentences import severity, while_others_wait
+from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
+from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wait_channels import Wait, wait_of
 from lightning_ncclsafe.rules.kit.wording import location_of, size_words
 
 _DEAD = ("gone", "zombie")
+_ALIVE = ("running", "sleeping", "disk-sleep")
 # A guard needs some 0.1 s of processor time to answer; with a larger share of a core than this it can in time.
 _STARVED = 0.08
 _SWAPPED = 100_000_000
@@ -76,7 +76,13 @@ def is_starved(process: ProcessFacts) -> bool:
 
 
 def silent_finding(
-    view: Timeline, rank: int, process: ProcessFacts, *, rule: str, words: str, remedy: str, confidence: Confidence
+    view: Timeline,
+    rank: int,
+    process: ProcessFacts,
+    words: str,
+    *,
+    confidence: Confidence = Confidence.LIKELY,
+    remedy: str = "",
 ) -> Finding:
     """The finding about one silent rank.
 
@@ -84,17 +90,15 @@ def silent_finding(
         view: The job.
         rank: The rank.
         process: Its process.
-        rule: Name of the cause.
         words: What it is, after "Rank 3 is".
-        remedy: What to do.
         confidence: How sure this is.
+        remedy: What to do, where that depends on what was found.
     """
-    return Finding(
-        rule=rule,
-        severity=severity(view.job),
+    return finding(
+        view,
+        (rank,),
+        f"Rank {rank} is {words}{while_others_wait(view, (rank,))}.",
         confidence=confidence,
-        summary=f"Rank {rank} is {words}{while_others_wait(view, (rank,))}.",
-        ranks=(rank,),
         location=location_of(deepest_user_frame(process.stack)),
         evidence=(process_evidence(rank, process),),
         remedy=remedy,
@@ -109,3 +113,25 @@ def process_evidence(rank: int, process: ProcessFacts) -> Evidence:
     observed += [f"{process.ran_share:.0%} of a core got while looked at"] if process.ran_share is not None else []
     observed += [f"{size_words(process.swap_bytes)} swapped out"] if process.swap_bytes else []
     return Evidence(source="process", rank=rank, text=", ".join(observed) + ".")
+
+
+def waits_in_init(facts: RankFacts) -> bool:
+    """Whether a rank waits for all others to join."""
+    return any(action.name == "init_process_group" for action in facts.progress.actions)
+
+
+def is_unborn(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank has not come to its Trainer yet, as far as is known, and is at work.
+
+    The others wait in ``init_process_group``, which no rank leaves before all have come; or they have called the
+    Trainer once more, and it is outside of it.
+    """
+    process = view.witnesses.get(rank)
+    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
+    return may_work and (view.awaits_joining or rank in view.job.absent)
+
+
+def _is_held(process: ProcessFacts) -> bool:
+    """Its control group is frozen, or it waits for storage on a network, where that is not what it swaps to."""
+    wait = wait_of(process.wait_channel)
+    return wait is Wait.FREEZER or (wait is Wait.NETWORK_STORAGE and not process.swap_bytes)

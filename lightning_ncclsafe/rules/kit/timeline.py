@@ -4,8 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 from lightning_ncclsafe.facts import (
     Collective,
@@ -18,7 +17,8 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
-from lightning_ncclsafe.rules.kit.transport import with_consequence
+from lightning_ncclsafe.rules.kit.errors import with_consequence
+from lightning_ncclsafe.rules.kit.rule import View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
 # Only the recorder's recent past is compared: older entries have long been overwritten on ranks that ran ahead.
@@ -90,20 +90,13 @@ class Divergence:
         return tuple(sorted(rank for rank, call in self.calls.items() if signature(call) != counts[0][0]))
 
 
-class Timeline:
+class Timeline(View):
     """The shared answers about one job; each is worked out once, when first asked for."""
 
     def __init__(self, job: JobFacts) -> None:
-        self.job = job
+        super().__init__(job)
         self.facts: dict[int, RankFacts] = {facts.rank: with_consequence(facts) for facts in job.ranks}
         self.silent: tuple[int, ...] = job.silent
-        self.others_said: dict[frozenset[int], str] = {}
-        """What is said of those that wait, by the ranks that are left out of it."""
-        self.roots: tuple[Any, ...] | None = None
-        """Where waiting ends by dumps, once that has been asked for."""
-        self.caught_on: Counter[tuple[str, str]] | None = None
-        """On how many ranks each kind of exception was caught, by its class and line, once that has been asked for."""
-        self._calls_of: dict[str, dict[int, dict[int, Collective]]] = {}
 
     @cached_property
     def activities(self) -> dict[int, Activity]:
@@ -205,6 +198,19 @@ class Timeline:
         return tuple(sorted(rank for rank in ranks if not self.waits(rank) and self.facts[rank].exception is None))
 
     @cached_property
+    def awaited(self) -> tuple[int, ...]:
+        """The stragglers that are at work while others wait: what these do holds the job up."""
+        return self.working(self.stragglers) if self.waiting else ()
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank, as far as ranks have said so, or another rank has seen them on its own host."""
+        seen = {peer.rank: facts.host for facts in self.job.ranks for peer in facts.peers}
+        lost = {rank: host.host for host in self.job.silent_hosts for rank in host.ranks}
+        said = {facts.rank: facts.host for facts in self.job.ranks}
+        return {rank: host for rank, host in (seen | lost | said).items() if host}
+
+    @cached_property
     def suspects(self) -> tuple[int, ...]:
         """The stragglers; where nobody waits for anybody, all answering ranks, as each holds itself up."""
         return self.stragglers if self.waiting else self._free(self.facts)
@@ -250,12 +256,12 @@ class Timeline:
         return self.job.incident.kind is not IncidentKind.RECORDED
 
     def _calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
-        if group.name not in self._calls_of:
-            self._calls_of[group.name] = self._collect_calls(group)
-        return self._calls_of[group.name]
+        return self._calls_in(group.name)
 
-    def _collect_calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
+    @once
+    def _calls_in(self, name: str) -> dict[int, dict[int, Collective]]:
         """By sequence number and rank."""
+        group = next(group for group in self.groups if group.name == name)
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
@@ -293,29 +299,6 @@ class Timeline:
         return calls if same and len(calls) == len(group.members) else {}
 
 
-class _Same:
-    """Compares jobs by identity: facts hold dictionaries and cannot be hashed."""
-
-    def __init__(self, job: JobFacts) -> None:
-        self.job = job
-
-    def __hash__(self) -> int:
-        return id(self.job)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.job is self.job
-
-
 def timeline(job: JobFacts) -> Timeline:
     """The shared answers about this job; consecutive calls for one job give the same object."""
-    return _timeline(_Same(job))
-
-
-@lru_cache(maxsize=1)
-def _timeline(same: _Same) -> Timeline:
-    return Timeline(same.job)
-
-
-def forget() -> None:
-    """Lets the last job go, so that its facts do not stay in memory while training goes on."""
-    _timeline.cache_clear()
+    return view_of(Timeline, job)

@@ -1,5 +1,6 @@
 """Ranks, durations, sizes and places in words: the vocabulary that all findings and reports share."""
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePath
@@ -8,6 +9,8 @@ from lightning_ncclsafe.facts import Collective, Frame
 
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
+# "is|are": a word for one rank and for many.
+_FORMS = re.compile(r"([\w']+)\|([\w']+)")
 
 
 def ranks_words(ranks: Iterable[int]) -> str:
@@ -33,6 +36,12 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 def verb(ranks: Sequence[int], one: str, many: str) -> str:
     """The verb's form for this many ranks."""
     return one if len(ranks) == 1 else many
+
+
+def clause(ranks: Sequence[int], words: str) -> str:
+    """These ranks as the subject of a clause: ``clause((3,), "is|are late")`` is ``"rank 3 is late"``."""
+    form = r"\1" if len(ranks) == 1 else r"\2"
+    return f"{ranks_words(ranks)} {_FORMS.sub(form, words)}"
 
 
 def capitalised(text: str) -> str:

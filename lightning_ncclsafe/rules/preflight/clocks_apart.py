@@ -2,17 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host
-from lightning_ncclsafe.rules.kit.wording import duration_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host, duration_words
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _APART_S = 1.0
 _REMEDY = "Synchronise the clocks of all hosts (chronyc tracking, timedatectl), with the same server."
 
 
-def clocks_apart(job: JobFacts) -> Iterable[Finding]:
+@check(after="slow-directory", remedy=_REMEDY)
+def clocks_apart(view: Checked) -> Iterable[Problem]:
     """A host's clock is more than a second ahead of or behind rank 0's.
 
     Symptom:
@@ -28,9 +26,8 @@ def clocks_apart(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Clocks that drift apart later.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
-    return findings(view, "clocks-apart", problems, _REMEDY)
+    return problems
 
 
 def _problems(host: Host) -> Iterator[Problem]:

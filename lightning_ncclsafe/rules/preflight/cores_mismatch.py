@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _REMEDY = (
     "Bind each rank to cores of its own: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
@@ -13,7 +11,8 @@ _REMEDY = (
 )
 
 
-def cores_mismatch(job: JobFacts) -> Iterable[Finding]:
+@check(after="socket-fallback", remedy=_REMEDY)
+def cores_mismatch(view: Checked) -> Iterable[Problem]:
     """A rank may run on fewer cores than Slurm gave it, on a single one, or on some of those of another rank.
 
     Symptom:
@@ -28,9 +27,8 @@ def cores_mismatch(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Other jobs on the same cores.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in (*_too_few(host), *_single(host), *_overlapping(host)))
-    return findings(view, "cores-mismatch", problems, _REMEDY)
+    return problems
 
 
 def _too_few(host: Host) -> Iterator[Problem]:

@@ -2,12 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.data import Groups
-from lightning_ncclsafe.rules.kit.differences import spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Groups, spread
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # What decides how ranks talk to each other: NCCL, torch, gloo, CUDA and the libraries below them.
 _READ = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "UCX_", "UCC_", "FI_")
@@ -42,7 +38,8 @@ _REMEDY = (
 )
 
 
-def different_settings(job: JobFacts) -> Iterable[Finding]:
+@check(after="gpu-shared", remedy=_REMEDY)
+def different_settings(view: Checked) -> Iterable[Problem]:
     """A variable that NCCL, gloo or torch's distributed part reads has not the same value on all ranks.
 
     Symptom:
@@ -58,8 +55,7 @@ def different_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         /etc/nccl.conf, and what was changed after the check.
     """
-    view = Checked(job)
-    return findings(view, "different-settings", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

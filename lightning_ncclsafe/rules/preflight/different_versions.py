@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, PreflightFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.data import Groups
-from lightning_ncclsafe.rules.kit.differences import spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import PreflightFacts
+from lightning_ncclsafe.rules.kit import Checked, Groups, Severity, spread
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Between major versions of these the wire format or the order of collectives changes.
 _TOGETHER = ("torch", "nccl")
@@ -17,7 +14,8 @@ _REMEDY = (
 )
 
 
-def different_versions(job: JobFacts) -> Iterable[Finding]:
+@check(after="memory-short", remedy=_REMEDY)
+def different_versions(view: Checked) -> Iterable[Problem]:
     """Versions of torch, NCCL, CUDA, the driver, Lightning or Python, or the models of the GPUs, differ between ranks.
 
     Symptom:
@@ -32,8 +30,7 @@ def different_versions(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Different code of the user's own.
     """
-    view = Checked(job)
-    return findings(view, "different-versions", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.directories import WRITTEN, path_words, tried
-from lightning_ncclsafe.rules.kit.hosts import Checked, most
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import DirectoryFacts
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, most, path_words, size_words, tried
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LEAST_BYTES = 2**30
 _LEAST_FILES = 1_000
@@ -18,7 +15,8 @@ _COUNTS_INODES = ("ext", "xfs", "tmpfs", "overlay")
 _REMEDY = "Free space there, raise the quota, or write elsewhere (default_root_dir, dirpath); keep fewer checkpoints."
 
 
-def full_directory(job: JobFacts) -> Iterable[Finding]:
+@check(after="cores-mismatch", remedy=_REMEDY, source="storage")
+def full_directory(view: Checked) -> Iterable[Problem]:
     """A directory for logs or checkpoints has less room than the run is about to need.
 
     Symptom:
@@ -33,7 +31,6 @@ def full_directory(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How many checkpoints will be kept, the optimizer's part of them, and quotas that the file system hides.
     """
-    view = Checked(job)
     model = most((facts.load.parameter_bytes for facts in view.facts.values()), 0)
     problems = (
         Problem(ranks=(rank,), text=text, badness=-float(one.free_bytes or 0))
@@ -42,7 +39,7 @@ def full_directory(job: JobFacts) -> Iterable[Finding]:
         if one.role in WRITTEN
         for text in _words(one, model)
     )
-    return findings(view, "full-directory", problems, _REMEDY, source="storage")
+    return problems
 
 
 def _words(one: DirectoryFacts, model: int) -> Iterator[str]:

@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Iterator
 from statistics import median_high
 
-from lightning_ncclsafe.facts import GpuFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import GpuFacts
+from lightning_ncclsafe.rules.kit import Checked, Severity, size_words
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).
 _OUTLIER = 0.1
@@ -17,7 +15,8 @@ _REMEDY = (
 )
 
 
-def gpu_memory_short(job: JobFacts) -> Iterable[Finding]:
+@check(after="unusable-directory", remedy=_REMEDY)
+def gpu_memory_short(view: Checked) -> Iterable[Problem]:
     """What the model needs is not free on a GPU, or one GPU has much less free memory than its peers.
 
     Symptom:
@@ -32,8 +31,7 @@ def gpu_memory_short(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Memory for activations, which depends on the batch.
     """
-    view = Checked(job)
-    return findings(view, "gpu-memory-short", (*_too_short(view), *_outliers(view)), _REMEDY)
+    return (*_too_short(view), *_outliers(view))
 
 
 def _too_short(view: Checked) -> Iterator[Problem]:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LISTED = 3
 _REMEDY = (
@@ -14,7 +12,8 @@ _REMEDY = (
 )
 
 
-def gpu_shared(job: JobFacts) -> Iterable[Finding]:
+@check(after="gpu-unhealthy", remedy=_REMEDY)
+def gpu_shared(view: Checked) -> Iterable[Problem]:
     """Two ranks use one GPU, or processes that are no ranks of this job are on it.
 
     Symptom:
@@ -29,8 +28,7 @@ def gpu_shared(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Processes of other containers, where the driver hides them.
     """
-    view = Checked(job)
-    return findings(view, "gpu-shared", (*_among_ranks(view), *_with_others(view)), _REMEDY)
+    return (*_among_ranks(view), *_with_others(view))
 
 
 def _among_ranks(view: Checked) -> Iterator[Problem]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import GpuFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import GpuFacts
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LISTED = 3
 _REMEDY = (
@@ -14,7 +13,8 @@ _REMEDY = (
 )
 
 
-def gpu_unhealthy(job: JobFacts) -> Iterable[Finding]:
+@check(after="swap-in-use", remedy=_REMEDY)
+def gpu_unhealthy(view: Checked) -> Iterable[Problem]:
     """The driver reports memory errors, a repair that is due, held-down clocks, Xid errors or a recovery action.
 
     Symptom:
@@ -29,8 +29,7 @@ def gpu_unhealthy(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Errors that the driver does not count; Xid errors where the kernel's log cannot be read.
     """
-    view = Checked(job)
-    return findings(view, "gpu-unhealthy", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

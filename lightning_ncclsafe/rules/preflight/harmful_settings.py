@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, PreflightFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.cores import core_shares
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import PreflightFacts
+from lightning_ncclsafe.rules.kit import Checked, Host, core_shares
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on, value_of
 
 # What these do: NCCL's user guide, "Environment Variables", and torch.distributed's documentation, "Debugging".
@@ -27,7 +25,8 @@ _REMEDY = (
 )
 
 
-def harmful_settings(job: JobFacts) -> Iterable[Finding]:
+@check(after="host-under-pressure", remedy=_REMEDY)
+def harmful_settings(view: Checked) -> Iterable[Problem]:
     """Variables are set that switch off fast paths, write much, or check every call.
 
     Symptom:
@@ -42,8 +41,7 @@ def harmful_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether this machine needs one of them to work at all, as some do NCCL_P2P_DISABLE.
     """
-    view = Checked(job)
-    return findings(view, "harmful-settings", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host, most
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ABOVE = 0.1
 _REMEDY = (
@@ -14,7 +12,8 @@ _REMEDY = (
 )
 
 
-def host_under_pressure(job: JobFacts) -> Iterable[Finding]:
+@check(after="too-few-open-files", remedy=_REMEDY)
+def host_under_pressure(view: Checked) -> Iterable[Problem]:
     """By the kernel's pressure figures (PSI), tasks of the host waited for more than a tenth of the check's time.
 
     Symptom:
@@ -29,9 +28,8 @@ def host_under_pressure(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Who waits for whom; hosts without /proc/pressure; cores that are short, as every start keeps them all busy.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
-    return findings(view, "host-under-pressure", problems, _REMEDY)
+    return problems
 
 
 def _problems(host: Host) -> Iterator[Problem]:

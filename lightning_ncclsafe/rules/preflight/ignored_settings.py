@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _TIMEOUT = "is read by neither NCCL nor torch; pass timeout=timedelta(...) to the strategy"
 _LOST = "is read by nothing"
@@ -64,7 +62,8 @@ _IGNORED = {
 _REMEDY = "Remove the variable, or use what the sentence names instead."
 
 
-def ignored_settings(job: JobFacts) -> Iterable[Finding]:
+@check(after="harmful-settings", remedy=_REMEDY)
+def ignored_settings(view: Checked) -> Iterable[Problem]:
     """A variable is set that has no effect, or is only read under an old name.
 
     Symptom:
@@ -79,8 +78,7 @@ def ignored_settings(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Misspellings nobody has thought of.
     """
-    view = Checked(job)
-    return findings(view, "ignored-settings", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

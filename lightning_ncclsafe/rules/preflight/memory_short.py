@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts, PreflightFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, Host, in_flight_bytes, least, most
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import PreflightFacts
+from lightning_ncclsafe.rules.kit import Checked, Facts, Host, Severity, in_flight_bytes, least, most, size_words
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # As in rules.memory: less than this share left is short, whatever is asked for.
 _SCARCE = 0.05
@@ -16,7 +14,8 @@ _REMEDY = (
 )
 
 
-def memory_short(job: JobFacts) -> Iterable[Finding]:
+@check(after="shm-too-small", remedy=_REMEDY)
+def memory_short(view: Checked) -> Iterable[Problem]:
     """The batches that workers hold ready, and a model on the CPU, need more memory than is left.
 
     Symptom:
@@ -32,9 +31,8 @@ def memory_short(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What the workers use for themselves, and what grows later.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in (*_of_groups(host), *_of_host(host), *_of_ranks(host)))
-    return findings(view, "memory-short", problems, _REMEDY)
+    return problems
 
 
 def _of_groups(host: Host) -> Iterator[Problem]:

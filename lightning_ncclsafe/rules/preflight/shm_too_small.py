@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.hosts import Checked, Facts, in_flight_bytes, least, most, total
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Facts, Severity, in_flight_bytes, least, most, size_words, total
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 DOCKER_DEFAULT_BYTES = 64 * 2**20
 """What a container gets unless it is told otherwise (docker run --shm-size)."""
@@ -17,7 +14,8 @@ _REMEDY = (
 )
 
 
-def shm_too_small(job: JobFacts) -> Iterable[Finding]:
+@check(after="gpu-memory-short", remedy=_REMEDY)
+def shm_too_small(view: Checked) -> Iterable[Problem]:
     """/dev/shm, through which workers and NCCL hand over data, has less room than the batches in flight need.
 
     Symptom:
@@ -33,9 +31,8 @@ def shm_too_small(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Loaders whose workers share memory by files elsewhere.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for part in host.parts() for problem in _problems(part))
-    return findings(view, "shm-too-small", problems, _REMEDY)
+    return problems
 
 
 def _problems(facts: Facts) -> Iterator[Problem]:

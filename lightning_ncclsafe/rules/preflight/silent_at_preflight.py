@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _REMEDY = (
     "Look at this rank's own output: it failed, was never started, or is held up before the check, by imports from a "
@@ -14,7 +13,8 @@ _REMEDY = (
 )
 
 
-def silent_at_preflight(job: JobFacts) -> Iterable[Finding]:
+@check(after="too-many-workers", remedy=_REMEDY, source="process")
+def silent_at_preflight(view: Checked) -> Iterable[Problem]:
     """Some ranks did not take part in the check of the hosts.
 
     Symptom:
@@ -29,8 +29,7 @@ def silent_at_preflight(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What the rank does instead, unless a rank of the same host has seen it.
     """
-    view = Checked(job)
-    return findings(view, "silent-at-preflight", _problems(job) if view.facts else (), _REMEDY, source="process")
+    return _problems(view.job) if view.facts else ()
 
 
 def _problems(job: JobFacts) -> Iterator[Problem]:

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.directories import WRITTEN, Tried, path_words, tried
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import DirectoryFacts
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, Tried, path_words, tried
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # A logger that appends once a step may take this long before steps of 100 ms show it.
 _APPEND_S = 0.010
@@ -19,7 +17,8 @@ _REMEDY = (
 )
 
 
-def slow_directory(job: JobFacts) -> Iterable[Finding]:
+@check(after="ignored-settings", remedy=_REMEDY, source="storage")
+def slow_directory(view: Checked) -> Iterable[Problem]:
     """Appending to or syncing a directory, or reading from one, takes longer than a training step should wait for it.
 
     Symptom:
@@ -34,9 +33,8 @@ def slow_directory(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How it is under load, and caches that make the check's small files faster than the run's.
     """
-    view = Checked(job)
     problems = (problem for directory in tried(view) for problem in _problems(directory))
-    return findings(view, "slow-directory", problems, _REMEDY, source="storage")
+    return problems
 
 
 def _problems(directory: Tried) -> Iterator[Problem]:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on
 
 _REMEDY = (
@@ -14,7 +12,8 @@ _REMEDY = (
 )
 
 
-def socket_fallback(job: JobFacts) -> Iterable[Finding]:
+@check(after="different-settings", remedy=_REMEDY)
+def socket_fallback(view: Checked) -> Iterable[Problem]:
     """Active InfiniBand ports are not used, or hosts have different numbers of them.
 
     Symptom:
@@ -30,8 +29,7 @@ def socket_fallback(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether the ports reach each other; other fast networks than InfiniBand and RoCE.
     """
-    view = Checked(job)
-    return findings(view, "socket-fallback", (*_unused(view), *_unequal(view)) if view.several else (), _REMEDY)
+    return (*_unused(view), *_unequal(view)) if view.several else ()
 
 
 def _unused(view: Checked) -> Iterator[Problem]:

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host, most, size_words
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _USED_ABOVE = 0.01
 # Single pages are moved on healthy hosts too.
@@ -18,7 +15,8 @@ _REMEDY = (
 )
 
 
-def swap_in_use(job: JobFacts) -> Iterable[Finding]:
+@check(after="swap-on-network", remedy=_REMEDY)
+def swap_in_use(view: Checked) -> Iterable[Problem]:
     """Swap space is in use for more than 1 % of the host's memory, or pages were swapped while the check ran.
 
     Symptom:
@@ -33,9 +31,8 @@ def swap_in_use(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whose pages are swapped out.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
-    return findings(view, "swap-in-use", problems, _REMEDY)
+    return problems
 
 
 def _problems(host: Host) -> Iterator[Problem]:

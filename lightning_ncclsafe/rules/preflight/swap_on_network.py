@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, most
-from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host, most, size_words
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _REMEDY = "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."
 
 
-def swap_on_network(job: JobFacts) -> Iterable[Finding]:
+@check(after="unreachable-interface", remedy=_REMEDY)
+def swap_on_network(view: Checked) -> Iterable[Problem]:
     """Swap space lies on a network file system or device.
 
     Symptom:
@@ -27,9 +25,8 @@ def swap_on_network(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Network disks that the host sees as local ones, as in some virtual machines.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
-    return findings(view, "swap-on-network", problems, _REMEDY)
+    return problems
 
 
 def _problems(host: Host) -> Iterator[Problem]:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # A worker costs its parent two pipes and a sentinel, a batch in flight one descriptor for each of its tensors
 # (sharing strategy "file_descriptor", torch's default on Linux), of which there are two at least: input and target.
@@ -19,7 +17,8 @@ _REMEDY = (
 )
 
 
-def too_few_open_files(job: JobFacts) -> Iterable[Finding]:
+@check(after="full-directory", remedy=_REMEDY)
+def too_few_open_files(view: Checked) -> Iterable[Problem]:
     """The soft limit of open files is below what workers and their batches need, or below 4,096 with many workers.
 
     Symptom:
@@ -34,8 +33,7 @@ def too_few_open_files(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         How many tensors a batch has, and files that the dataset keeps open.
     """
-    view = Checked(job)
-    return findings(view, "too-few-open-files", _problems(view), _REMEDY)
+    return _problems(view)
 
 
 def _problems(view: Checked) -> Iterator[Problem]:

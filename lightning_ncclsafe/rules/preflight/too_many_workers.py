@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.cores import core_pools, core_shares, threads
-from lightning_ncclsafe.rules.kit.hosts import Checked, Host, total
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.rules.kit import Checked, Host, Severity, core_pools, core_shares, threads, total
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0
 _ROUNDING = 1e-6  # shares are sums of fractions
@@ -16,7 +13,8 @@ _REMEDY = (
 )
 
 
-def too_many_workers(job: JobFacts) -> Iterable[Finding]:
+@check(after="different-versions", remedy=_REMEDY)
+def too_many_workers(view: Checked) -> Iterable[Problem]:
     """The workers and threads of all ranks on a host are more than the cores that they may run on.
 
     Symptom:
@@ -32,9 +30,8 @@ def too_many_workers(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Other jobs on the host, and workers that mostly wait for storage and need less than a core.
     """
-    view = Checked(job)
     problems = (problem for host in view.hosts for problem in _problems(host))
-    return findings(view, "too-many-workers", problems, _REMEDY)
+    return problems
 
 
 def _problems(host: Host) -> Iterator[Problem]:

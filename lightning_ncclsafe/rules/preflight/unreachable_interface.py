@@ -2,12 +2,11 @@
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
-from lightning_ncclsafe.facts import JobFacts, PreflightFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.differences import spread
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import PreflightFacts
+from lightning_ncclsafe.rules.kit import Checked, Confidence, Severity, spread
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.
 _IPV4_PREFIX = 16
@@ -19,7 +18,8 @@ _REMEDY = (
 )
 
 
-def unreachable_interface(job: JobFacts) -> Iterable[Finding]:
+@check(after="silent-at-preflight", remedy=_REMEDY)
+def unreachable_interface(view: Checked) -> Iterable[Problem]:
     """A named interface is not there; hosts have none, the same address, different networks or other speeds.
 
     Symptom:
@@ -37,12 +37,10 @@ def unreachable_interface(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Firewalls, and routes between different networks, over which hosts may well reach each other.
     """
-    view = Checked(job)
     misnamed = tuple(_misnamed(view))
     told = {rank for problem in misnamed for rank in problem.ranks}
     between = (*_absent(view, told), *_same(view), *_apart(view), *_slower(view)) if view.several else ()
-    confidence = Confidence.CERTAIN if misnamed else Confidence.LIKELY
-    return findings(view, "unreachable-interface", (*misnamed, *between), _REMEDY, confidence=confidence)
+    return (*misnamed, *(replace(problem, confidence=Confidence.LIKELY) for problem in between))
 
 
 def _misnamed(view: Checked) -> Iterator[Problem]:

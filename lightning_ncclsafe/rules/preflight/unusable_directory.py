@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable
 
-from lightning_ncclsafe.facts import DirectoryFacts, JobFacts
-from lightning_ncclsafe.facts.findings import Finding, Severity
-from lightning_ncclsafe.rules.kit.directories import WRITTEN, path_words, tried
-from lightning_ncclsafe.rules.kit.hosts import Checked
-from lightning_ncclsafe.rules.preflight.problem import Problem, findings
+from lightning_ncclsafe.facts import DirectoryFacts
+from lightning_ncclsafe.rules.kit import WRITTEN, Checked, Severity, path_words, tried
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # How the probe puts it where it ran out of time, so that the directory may answer yet, and where there is no directory.
 _UNANSWERED = ("no answer", "without an answer")
@@ -17,7 +15,8 @@ _REMEDY = (
 )
 
 
-def unusable_directory(job: JobFacts) -> Iterable[Finding]:
+@check(remedy=_REMEDY, source="storage")
+def unusable_directory(view: Checked) -> Iterable[Problem]:
     """Trying out a directory for logs, checkpoints or data failed.
 
     Symptom:
@@ -32,14 +31,13 @@ def unusable_directory(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Directories that are only chosen later.
     """
-    view = Checked(job)
     problems = (
         _problem(rank, one)
         for directory in tried(view)
         for rank, one in directory.items()
         if one.problem.strip() and _NOT_TRIED not in one.problem
     )
-    return findings(view, "unusable-directory", problems, _REMEDY, source="storage")
+    return problems
 
 
 def _problem(rank: int, one: DirectoryFacts) -> Problem:

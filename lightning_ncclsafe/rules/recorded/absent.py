@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
+from lightning_ncclsafe.rules.kit import GroupView, Timeline
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
 

@@ -1,12 +1,22 @@
 """The cause all-joined, as recorded: every rank has called the same collective, and it did not complete."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    duration_words,
+    group_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of
@@ -14,6 +24,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     quotes,
     record_kinds,
+    recorded,
     told,
 )
 
@@ -37,7 +48,8 @@ class Late(NamedTuple):
     timeout_s: float
 
 
-def all_joined(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="silent-rank")
+def all_joined(view: Timeline) -> Iterator[Finding]:
     """All ranks have called the same collective, by their dumps or logs, and none or not all of them saw its end.
 
     Symptom:
@@ -53,17 +65,16 @@ def all_joined(job: JobFacts) -> Iterable[Finding]:
         Which link or device it is. A rank that came just before the others gave up looks the same in a log; dumps
         have the times of all calls.
     """
-    view = timeline(job)
-    if gone(view) or split_of(job) is not None:
+    if gone(view) or split_of(view) is not None:
         return
-    if has_dumps(job):
+    if has_dumps(view.job):
         yield from _of_dumps(view)
         return
     if view.stragglers:
         return
     for group in view.groups:
         calls = view.joined(group)
-        is_excluded = 0 < len(job.silent) < len(view.waiting) and not _is_complete(job, group)
+        is_excluded = 0 < len(view.job.silent) < len(view.waiting) and not _is_complete(view.job, group)
         if len(group.members) > 1 and calls and not is_excluded and not any(call.completed for call in calls.values()):
             yield _finding(view, group, calls)
             return
@@ -96,13 +107,11 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     )
     if late is not None:
         text = _late_words(group, calls, late)
-    return Finding(
-        rule="all-joined",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks if late is None else late.ranks,
+        text,
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
-        summary=text,
-        ranks=ranks if late is None else late.ranks,
-        evidence=tuple(_evidence(view, group, calls)),
+        evidence=_evidence(view, group, calls),
         remedy=_REMEDY if late is None else _REMEDY_LATE,
     )
 

@@ -1,15 +1,22 @@
 """The cause crossed-groups, as recorded: ranks called collectives of several groups in another order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.hang.crossed_groups import crossed_groups as crossed_on_stacks
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, location_of, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    location_of,
+    recorded_rule,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
-from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, told
+from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
 
 _REMEDY = (
     "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
@@ -19,7 +26,8 @@ _REMEDY = (
 _LISTED = 4
 
 
-def crossed_groups(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="unmatched-p2p", remedy=_REMEDY)
+def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in one group for others, which wait in another group for them.
 
     Symptom:
@@ -35,10 +43,9 @@ def crossed_groups(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which of two orders is the one that was meant, where as many ranks have the one as the other.
     """
-    if not has_dumps(job):
-        yield from crossed_on_stacks(job)
+    if not has_dumps(view.job):
+        yield from crossed_on_stacks(view)
         return
-    view = timeline(job)
     if not gone(view):
         yield from (_finding(view, root) for root in roots_of(view, Cause.ORDER))
 
@@ -48,20 +55,13 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
-    odd = (
-        ""
-        if root.ranks == root.circle
-        else (f"; {ranks_words(root.ranks)} {verb(root.ranks, 'has', 'have')} another order than most")
-    )
-    return Finding(
-        rule="crossed-groups",
-        severity=Severity.ERROR,
+    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'has|have another order than most')}")
+    return recorded(
+        root.ranks,
+        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
-        summary=f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
-        ranks=root.ranks,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),
-        remedy=_REMEDY,
     )
 
 

@@ -1,14 +1,14 @@
 """The cause dead-rank, in a log: by its launcher's word a signal has ended a rank's process."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.rules.hang.dead_rank import is_ended_by_gloo
+from lightning_ncclsafe.rules.kit import Confidence, Evidence, Finding, Timeline, clause, ranks_words, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, gone, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDIES = {
@@ -23,7 +23,8 @@ _REMEDIES = {
 }
 
 
-def dead_rank(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="failed-rank", remedy=_REMEDY, superseded=is_ended_by_gloo)
+def dead_rank(view: Timeline) -> Iterator[Finding]:
     """The launcher says that a signal ended a rank's process, and not the watchdog's own abort.
 
     Symptom:
@@ -40,7 +41,6 @@ def dead_rank(job: JobFacts) -> Iterable[Finding]:
         Who sent a SIGKILL: launchers send one, too, to whoever does not end after SIGTERM. Which rank it was, where the
         launcher names no process, or only the command of the one that it had started last.
     """
-    view = timeline(job)
     alike: dict[int, list[int]] = defaultdict(list)
     for rank in died(view):
         alike[fatal_exit(view, rank)].append(rank)
@@ -69,12 +69,10 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
     text = f"{what}; which rank that is, the log does not say{tail}"
-    yield Finding(
-        rule="dead-rank",
-        severity=Severity.ERROR,
+    yield recorded(
+        (),
+        f"{text}.",
         confidence=Confidence.LIKELY if codes else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=(),
         evidence=lines_of(found),
         remedy=_REMEDIES.get(codes[0], _REMEDY) if codes else _REMEDY,
     )
@@ -91,12 +89,10 @@ def _lost(view: Timeline) -> Iterator[Finding]:
         f"a connection was closed from its other end{who}: the process there has ended, was killed, or has failed, and "
         "which rank that was is not said"
     )
-    yield Finding(
-        rule="dead-rank",
-        severity=Severity.ERROR,
+    yield recorded(
+        (),
+        f"{text}.",
         confidence=Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=(),
         evidence=lines_of(found),
         remedy="Read the logs of all ranks and of all hosts: the first that ended says why. " + _REMEDY,
     )
@@ -105,13 +101,11 @@ def _lost(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in view.waiting if rank not in ranks)
     tail = f"; {ranks_words(others)} waited in vain" if others else ""
-    text = f"{ranks_words(ranks)} {verb(ranks, 'was', 'were')} {FATAL[code]}{tail}."
-    return Finding(
-        rule="dead-rank",
-        severity=Severity.ERROR,
+    text = f"{clause(ranks, 'was|were')} {FATAL[code]}{tail}."
+    return recorded(
+        ranks,
+        text,
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
-        summary=capitalised(text),
-        ranks=ranks,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}.") for rank in ranks[:8]
         ),

@@ -1,12 +1,12 @@
 """The cause diverged-collectives, as recorded: ranks called different collectives under the same number."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.facts import StatementKind
+from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
+_WHY = "these can never complete together"
 _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
     "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on all "
@@ -14,7 +14,13 @@ _REMEDY = (
 )
 
 
-def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(
+    after="mismatched-collective",
+    remedy=_REMEDY,
+    follows=("crossed-groups", "mismatched-collective"),
+    reads_exceptions=True,
+)
+def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, ranks have recorded different operations, sizes or types.
 
     Symptom:
@@ -30,19 +36,7 @@ def diverged_collectives(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What came before the recorder's oldest entry: this is the first difference among what was kept.
     """
-    split = split_of(job)
+    split = split_of(view)
     if split is not None and not is_one_operation(split):
-        yield split_finding(
-            timeline(job),
-            split,
-            rule="diverged-collectives",
-            why="these can never complete together",
-            remedy=_REMEDY,
-        )
-    yield from stated_finding(
-        job,
-        StatementKind.OTHER_OPERATIONS,
-        rule="diverged-collectives",
-        why="these can never complete together",
-        remedy=_REMEDY,
-    )
+        yield split_finding(view, split, _WHY)
+    yield from stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY)

@@ -2,7 +2,7 @@
 
 import re
 
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit import Timeline
 
 # An abort (-6) is what the watchdog does to whoever waits, and SIGTERM (-15) what a launcher does to all others.
 FATAL = {

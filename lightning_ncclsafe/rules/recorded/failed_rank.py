@@ -1,15 +1,25 @@
 """The cause failed-rank, in a log: an exception of its own has ended a rank."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, JobFacts, RankFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.sentences import exception_place
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, short_location
+from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
+from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    exception_place,
+    location_of,
+    ranks_words,
+    recorded_rule,
+    short_location,
+)
 from lightning_ncclsafe.rules.recorded.ended import died, raised
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _GIST = 200
 _BY_SIGNAL = 128
@@ -31,7 +41,8 @@ _REMEDIES = {
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
 
-def failed_rank(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(superseded=is_told_as_exception)
+def failed_rank(view: Timeline) -> Iterator[Finding]:
     """A rank's traceback in the log, of an error that is not about communication.
 
     Symptom:
@@ -46,13 +57,12 @@ def failed_rank(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether the rank's own code caught the exception and went on; which rank it was where the log does not say so.
     """
-    view = timeline(job)
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in raised(view):
         alike[_key(view.facts[rank])].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
-    unnamed = [exception for exception in job.unnamed if not exception.is_consequence]
+    unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
     for exception in unnamed:
         yield _unnamed(view, exception)
     if not alike and not unnamed:
@@ -75,12 +85,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in view.waiting if rank not in ranks)
     tail = f"; {ranks_words(others)} waited in vain" if others else ""
     is_sure = bool(others) or name in _SURE or any(_ended(view, rank) for rank in ranks)
-    return Finding(
-        rule="failed-rank",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{ranks_words(ranks)} raised {said}{at}{tail}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
-        summary=capitalised(f"{ranks_words(ranks)} raised {said}{at}{tail}."),
-        ranks=ranks,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
         remedy=_remedy(name, at, "the other ranks print"),
@@ -103,12 +111,10 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
     for rank, facts in sorted(view.facts.items()):
         code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
         if code is not None and 0 < code < _BY_SIGNAL and facts.exception is None and not view.waits(rank):
-            yield Finding(
-                rule="failed-rank",
-                severity=Severity.ERROR,
+            yield recorded(
+                (rank,),
+                f"Rank {rank} was the first to end, with exit code {code}; its traceback was not read.",
                 confidence=Confidence.POSSIBLE,
-                summary=f"Rank {rank} was the first to end, with exit code {code}; its traceback was not read.",
-                ranks=(rank,),
                 evidence=(Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}, the first."),),
                 remedy="Look for the traceback in this rank's own output, and name that file as well.",
             )
@@ -129,12 +135,10 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     by = f" ({said})" if (said := next(details_of(ends), "")) else ""
     text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; {which} is not said"
     told = tuple(Evidence(source="log", rank=rank, text="Its launcher names its end.") for rank in several[:8])
-    yield Finding(
-        rule="failed-rank",
-        severity=Severity.ERROR,
+    yield recorded(
+        (),
+        f"{capitalised(text)}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}, and its traceback was not read.",
-        ranks=(),
         evidence=lines_of(ends) or told,
         remedy="Look for the first traceback in the output of all ranks, and name that file as well.",
     )
@@ -147,12 +151,10 @@ def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     is_sure = any(_ended(view, rank) for rank in view.facts)
     tail += "" if is_sure else "; whether that ended it is not said"
-    return Finding(
-        rule="failed-rank",
-        severity=Severity.ERROR,
+    return recorded(
+        (),
+        f"A rank that the log does not name raised {said}{at}{tail}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
-        summary=f"A rank that the log does not name raised {said}{at}{tail}.",
-        ranks=(),
         location=location_of(frame),
         evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
         remedy=_remedy(exception.type, at, "ranks print"),

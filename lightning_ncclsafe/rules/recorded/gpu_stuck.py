@@ -1,14 +1,27 @@
 """The cause gpu-stuck, as recorded: on one device something is open that has ended on others of its group."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    group_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
-from lightning_ncclsafe.rules.recorded.telling import consequence_evidence, counters_evidence, oldest_outstanding, told
+from lightning_ncclsafe.rules.recorded.telling import (
+    consequence_evidence,
+    counters_evidence,
+    oldest_outstanding,
+    recorded,
+    told,
+)
 
 _REMEDY = (
     "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
@@ -18,7 +31,8 @@ _REMEDY = (
 )
 
 
-def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="crossed-groups", remedy=_REMEDY)
+def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """A rank holds open what has ended on members of its group, or has not started what all others have.
 
     Symptom:
@@ -34,7 +48,6 @@ def gpu_stuck(job: JobFacts) -> Iterable[Finding]:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
         that no rank gets through looks like a link that is at fault (all-joined).
     """
-    view = timeline(job)
     found = roots_of(view, Cause.DEVICE)
     if found and not gone(view):
         yield _finding(view, found)
@@ -44,14 +57,10 @@ def _finding(view: Timeline, found: list[Root]) -> Finding:
     groups = {group.name: group for group in view.groups}
     ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
     parts = [_part(view, groups, root) for root in found[:4]]
-    return Finding(
-        rule="gpu-stuck",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised('; '.join(parts))}.",
-        ranks=ranks,
+    return recorded(
+        ranks,
+        f"{capitalised('; '.join(parts))}.",
         evidence=(*_evidence(view, groups, found), *consequence_evidence(found)),
-        remedy=_REMEDY,
     )
 
 

@@ -1,12 +1,20 @@
 """The cause host-stuck: a rank has nothing outstanding, and has not called what the others wait in."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
@@ -20,6 +28,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     last_site,
     one_element,
     quotes,
+    recorded,
     waiting_in,
     waiting_on_peers,
     waiting_words,
@@ -33,7 +42,8 @@ _REMEDY = (
 ) + LOOK_THERE
 
 
-def host_stuck(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="watchdog-stuck", remedy=_REMEDY)
+def host_stuck(view: Timeline) -> Iterator[Finding]:
     """All others wait in a collective that this rank has never called; it has finished all that it called.
 
     Symptom:
@@ -49,16 +59,17 @@ def host_stuck(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         At which line it stands: neither dumps nor logs have the main thread's stack, but where collectives were called.
     """
-    view = timeline(job)
     if gone(view):
         return
-    if has_dumps(job):
+    if has_dumps(view.job):
         found = roots_of(view, Cause.HOST)
         for is_sure in (True, False):
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:
                 yield _of_dumps(view, culprits, is_sure)
-    held = [] if has_dumps(job) else [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
+    held = (
+        [] if has_dumps(view.job) else [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
+    )
     if held:
         # Its other groups wait for the same reason.
         group, ranks = max(held, key=lambda one: len(one[0].oldest))
@@ -77,14 +88,11 @@ def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
     groups = {group.name: group for group in view.groups}
     first = next((groups[op[0]] for op in by_op if op is not None), None)
     site = last_site(view.facts[ranks[0]], first.name) if len(ranks) == 1 and first is not None else ""
-    return Finding(
-        rule="host-stuck",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
-        summary=f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
-        ranks=ranks,
         evidence=(*_evidence(view, culprits), *consequence_evidence(culprits)),
-        remedy=_REMEDY,
     )
 
 
@@ -92,7 +100,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
     if op is None:
         waiting = waiting_on_peers(view, ranks)
         return (
-            f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} finished all that {verb(ranks, 'it', 'they')} called, "
+            f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
             f"and not called the other side, while {waiting_words(waiting)}"
         )
     group = next(one for one in view.groups if one.name == op[0])
@@ -101,8 +109,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
     called = f"{called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
     return (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {called}, and never called number {op[1]:,}{of}, while "
-        f"{waiting_words(waiting)}"
+        f"{clause(ranks, 'has|have')} {called}, and never called number {op[1]:,}{of}, while {waiting_words(waiting)}"
     )
 
 
@@ -124,23 +131,19 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
     waiting = waiting_in(view.facts, group)
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} {called_words(group, ranks)} and finished all, and never "
+        f"{clause(ranks, 'has|have')} {called_words(group, ranks)} and finished all, and never "
         f"called number {group.seq:,}, while {waiting_words(waiting)}"
     )
     site = last_site(view.facts[ranks[0]], group.name) if len(ranks) == 1 else ""
-    return Finding(
-        rule="host-stuck",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}{f'; its last call was {site}' if site else ''}.",
-        ranks=ranks,
+    return recorded(
+        ranks,
+        f"{capitalised(text)}{f'; its last call was {site}' if site else ''}.",
         evidence=(
             *(item for rank in ranks[:4] for item in last_call_evidence(view.facts[rank], group, waiting)),
             *counters_evidence(view.facts, group),
             *(item for rank in ranks[:2] for item in quotes(view.facts[rank])),
             *one_element(waiting.values()),
         ),
-        remedy=_REMEDY,
     )
 
 
@@ -151,14 +154,8 @@ def _named(view: Timeline) -> Iterator[Finding]:
         if record is None or not record.awaited or record.awaited_in == SET_UP:
             continue
         ranks = record.awaited
-        text = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to {record.awaited_in}, PyTorch says"
-        yield Finding(
-            rule="host-stuck",
-            severity=Severity.ERROR,
-            confidence=Confidence.LIKELY,
-            summary=f"{capitalised(text)}.",
-            ranks=ranks,
-            evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),),
-            remedy=_REMEDY,
+        text = f"{clause(ranks, 'has|have not come to')} {record.awaited_in}, PyTorch says"
+        yield recorded(
+            ranks, f"{text}.", evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),)
         )
         return

@@ -1,15 +1,13 @@
 """The cause late-at-init, in a log: PyTorch itself names the rank that others have waited for."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes
+from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, recorded
 
 SET_UP = "the set-up of the NCCL communicator"
 _REMEDY = (
@@ -27,7 +25,8 @@ _REMEDY_STORE = (
 )
 
 
-def late_at_init(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="out-of-step", remedy=_REMEDY)
+def late_at_init(view: Timeline) -> Iterator[Finding]:
     """Ranks waited for another one while their first communicator was set up, and say for which.
 
     Symptom:
@@ -43,14 +42,13 @@ def late_at_init(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What that rank did; that is in its own output, or in a report of this package's guard.
     """
-    view = timeline(job)
     awaited = _awaited(view)
     if gone(view):
         return
     if awaited:
         yield _finding(view, awaited)
     else:
-        yield from _not_joined(stated(job, StatementKind.NOT_JOINED))
+        yield from _not_joined(stated(view.job, StatementKind.NOT_JOINED))
 
 
 def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
@@ -71,14 +69,12 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
             "or an earlier one has left its keys in it"
         )
     else:
-        who = f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')}" if ranks else f"{last.of - last.count:,} ranks have"
+        who = clause(ranks, "has|have") if ranks else f"{last.of - last.count:,} ranks have"
         text = f"{last.count:,} of {last.of:,} ranks have come to the store while the process group was made, {who} not"
-    yield Finding(
-        rule="late-at-init",
-        severity=Severity.ERROR,
+    yield recorded(
+        ranks,
+        f"{text}.",
         confidence=Confidence.POSSIBLE if too_many or all(one.detail for one in found) else Confidence.LIKELY,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
         evidence=lines_of(found),
         remedy=_REMEDY_STORE if too_many else _REMEDY_JOIN,
     )
@@ -88,15 +84,7 @@ def _uncounted(found: tuple[Statement, ...]) -> Finding:
     by = tuple(sorted({one.by for one in found if one.by is not None}))
     who = ranks_words(by) if by else "a rank that the log does not name"
     text = f"{who} waited in vain {found[0].detail} while the process group was made; who has not come is not said"
-    return Finding(
-        rule="late-at-init",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}.",
-        ranks=(),
-        evidence=lines_of(found),
-        remedy=_REMEDY_JOIN,
-    )
+    return recorded((), f"{text}.", evidence=lines_of(found), remedy=_REMEDY_JOIN)
 
 
 def _awaited(view: Timeline) -> dict[int, int]:
@@ -114,15 +102,6 @@ def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
         rank for rank, facts in view.facts.items() if facts.record is not None and facts.record.awaited_in == SET_UP
     )
     text = (
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come to the first collective, for whose set-up "
-        f"{ranks_words(waited)} waited"
+        f"{clause(ranks, 'has|have not come to the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )
-    return Finding(
-        rule="late-at-init",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
-        evidence=tuple(line for rank in waited[:3] for line in quotes(view.facts[rank])),
-        remedy=_REMEDY,
-    )
+    return recorded(ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in quotes(view.facts[rank])))

@@ -1,12 +1,12 @@
 """The cause mismatched-collective, as recorded: one operation with other sizes or types on some ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Finding
-from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.facts import StatementKind
+from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
+_WHY = "the same operation with another size or type, which cannot complete"
 _REMEDY = (
     "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their sizes "
     "first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one operation: "
@@ -15,7 +15,8 @@ _REMEDY = (
 )
 
 
-def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="dead-rank", remedy=_REMEDY)
+def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, ranks have recorded one operation with another number of elements or type.
 
     Symptom:
@@ -31,19 +32,7 @@ def mismatched_collective(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which of the two it is, where the recorder kept no stacks; sizes where they may differ (all_to_all, coalesced).
     """
-    split = split_of(job)
+    split = split_of(view)
     if split is not None and is_one_operation(split):
-        yield split_finding(
-            timeline(job),
-            split,
-            rule="mismatched-collective",
-            why="the same operation with another size or type, which cannot complete",
-            remedy=_REMEDY,
-        )
-    yield from stated_finding(
-        job,
-        StatementKind.OTHER_SIZES,
-        rule="mismatched-collective",
-        why="the same operation with another size or type, which cannot complete",
-        remedy=_REMEDY,
-    )
+        yield split_finding(view, split, _WHY)
+    yield from stated_finding(view, StatementKind.OTHER_SIZES, _WHY)

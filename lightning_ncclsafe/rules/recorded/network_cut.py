@@ -1,14 +1,13 @@
 """The cause network-cut, in a log: a connection between ranks could not be made, or stopped answering."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised
+from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)
 _REMEDY = (
@@ -22,7 +21,8 @@ _REMEDY_LINK_LOCAL = (
 )
 
 
-def network_cut(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="no-dump")
+def network_cut(view: Timeline) -> Iterator[Finding]:
     """NCCL or the store could not connect to another rank, or it stopped answering.
 
     Symptom:
@@ -38,8 +38,7 @@ def network_cut(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether the process at the other end lived: both look alike from here.
     """
-    view = timeline(job)
-    found = stated(job, StatementKind.UNREACHABLE)
+    found = stated(view.job, StatementKind.UNREACHABLE)
     if found and not gone(view) and not anybody_gave_up(view):
         yield _finding(found)
 
@@ -49,12 +48,10 @@ def _finding(found: tuple[Statement, ...]) -> Finding:
     more = f", and {len(details) - 1} more of the kind" if len(details) > 1 else ""
     is_link_local = _LINK_LOCAL.search(details[0]) is not None
     why = "that is an address of a single link" if is_link_local else "the network, or the process at the other end"
-    return Finding(
-        rule="network-cut",
-        severity=Severity.ERROR,
+    return recorded(
+        (),
+        f"{details[0]}{more}: {why}.",
         confidence=Confidence.LIKELY if is_link_local else Confidence.POSSIBLE,
-        summary=capitalised(f"{details[0]}{more}: {why}."),
-        ranks=(),
         evidence=lines_of(found),
         remedy=_REMEDY_LINK_LOCAL if is_link_local else _REMEDY,
     )

@@ -1,11 +1,8 @@
 """The cause no-dump: all ranks with a dump wait, and some have none."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
@@ -14,6 +11,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
     record_kinds,
+    recorded,
     waiting_in,
     waiting_on_peers,
     waiting_words,
@@ -26,7 +24,8 @@ _REMEDY = (
 )
 
 
-def no_dump(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="gpu-stuck", remedy=_REMEDY)
+def no_dump(view: Timeline) -> Iterator[Finding]:
     """Every rank whose dump was read waits; what they wait for can only be a rank without one.
 
     Symptom:
@@ -41,8 +40,7 @@ def no_dump(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Anything of that rank. A dump of an earlier moment than the others', or of another run, counts as none.
     """
-    view = timeline(job)
-    if not record_kinds(job)[0]:
+    if not record_kinds(view.job)[0]:
         return
     found = roots_of(view, Cause.UNREAD)
     if found and not gone(view):
@@ -54,7 +52,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     group = next((one for one in view.groups if first.ops and one.name == first.ops[0][0]), None)
     waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
     only = len(view.silent) == 1 and all(seen is Cause.UNREAD for seen in (root.cause for root in roots(view)))
-    only = only and split_of(view.job) is None and view.facts.keys() == set(first.held)
+    only = only and split_of(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     if older:
         who = f"The dumps of {ranks_words(older)} are of an earlier moment than those of others, which wait"
@@ -64,19 +62,16 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         empty = tuple(rank for rank in ranks if rank in view.facts)
         who = f"no dump of {ranks_words(ranks)} was read, and the others wait"
         if empty:
-            who = f"the {verb(ranks, 'dump', 'dumps')} of {ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing"
+            who = f"the {verb(ranks, 'dump', 'dumps')} of {clause(ranks, 'says|say nothing')}"
         then = f"{'It is' if len(ranks) == 1 else 'One of them is'} probably what they wait for"
     text = f"{who}: {waiting_words(waiting)}. {then}"
-    return Finding(
-        rule="no-dump",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{text}.",
         confidence=Confidence.LIKELY if only and not older else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
         evidence=(
             *(counters_evidence(view.facts, group) if group is not None else ()),
             *one_element(waiting.values()),
             *consequence_evidence(found),
         ),
-        remedy=_REMEDY,
     )

@@ -1,11 +1,18 @@
 """The cause out-of-step: ranks of one group time out in different numbers, so some are through what others are not."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words, verb
+from lightning_ncclsafe.facts import RankFacts, StatementKind
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    GroupView,
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    recorded_rule,
+)
 from lightning_ncclsafe.rules.recorded.absent import idle_behind
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
@@ -15,6 +22,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
     quotes,
+    recorded,
     waiting_in,
     waiting_words,
 )
@@ -30,7 +38,8 @@ _REMEDY = (
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
-def out_of_step(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="diverged-collectives", remedy=_REMEDY)
+def out_of_step(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait in a number of a group that others are through with; what these called under it is not known.
 
     Symptom:
@@ -47,19 +56,10 @@ def out_of_step(job: JobFacts) -> Iterable[Finding]:
         Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
         (diverged-collectives, gpu-stuck).
     """
-    view = timeline(job)
-    if gone(view) or has_dumps(job):
+    if gone(view) or has_dumps(view.job):
         return
-    for said in stated(job, StatementKind.AHEAD)[:1]:
-        yield Finding(
-            rule="out-of-step",
-            severity=Severity.ERROR,
-            confidence=Confidence.LIKELY,
-            summary=f"{capitalised(said.detail)}.",
-            ranks=said.ranks,
-            evidence=lines_of((said,)),
-            remedy=_REMEDY,
-        )
+    for said in stated(view.job, StatementKind.AHEAD)[:1]:
+        yield recorded(said.ranks, f"{capitalised(said.detail)}.", evidence=lines_of((said,)))
     for group in view.groups:
         seq = group.seq or 0
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
@@ -83,20 +83,17 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     # Of as many on either side, those are told that have come least far: for them the others wait.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
-        f"{ranks_words(ahead)} {verb(ahead, 'is', 'are')} through with number {seq:,} of "
-        f"{group_words(group.name)}, in which {ranks_words(least)} {verb(least, 'waits', 'wait')}: "
+        f"{clause(ahead, 'is|are through with number')} {seq:,} of "
+        f"{group_words(group.name)}, in which {clause(least, 'waits|wait')}: "
         f"{waiting_words(waiting)}"
     )
-    return Finding(
-        rule="out-of-step",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{text}.",
         confidence=Confidence.POSSIBLE if rooted and len(ahead) == 1 else Confidence.LIKELY,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
         evidence=(
             *counters_evidence(view.facts, group),
             *one_element(waiting.values()),
             *(line for rank in (least[0], ahead[0]) for line in quotes(view.facts[rank])),
         ),
-        remedy=_REMEDY,
     )

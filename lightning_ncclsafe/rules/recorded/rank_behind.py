@@ -1,21 +1,24 @@
 """The cause rank-behind, as recorded: ranks wait, and no better-known cause fits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
+from lightning_ncclsafe.rules.hang.rank_behind import is_named_otherwise
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Timeline,
+    clause,
+    deepest_user_frame,
     group_words,
     location_of,
-    ranks_words,
+    recorded_rule,
     short_location,
-    verb,
 )
 from lightning_ncclsafe.rules.recorded.standstill import has_moved
-from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, recorded, waiting_in, waiting_words
 
 _REMEDY = (
     "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
@@ -23,7 +26,8 @@ _REMEDY = (
 )
 
 
-def rank_behind(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="all-joined", remedy=_REMEDY, superseded=is_named_otherwise)
+def rank_behind(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in a group, and what was read does not tell for whom.
 
     Symptom:
@@ -38,8 +42,7 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         What the ranks of which nothing was read have done.
     """
-    view = timeline(job)
-    if has_moved(job):
+    if has_moved(view.job):
         return
     waiting = [group for group in view.groups if group.seq is not None]
     if waiting:
@@ -47,22 +50,19 @@ def rank_behind(job: JobFacts) -> Iterable[Finding]:
     elif view.waiting:
         yield _without_collectives(view)
     else:
-        yield from _unnamed(job)
+        yield from _unnamed(view.job)
 
 
 def _without_collectives(view: Timeline) -> Finding:
     who = view.waiting
-    text = f"{ranks_words(who)} {verb(who, 'says', 'say')} that a peer was gone or late, and not which"
+    text = clause(who, "says|say that a peer was gone or late, and not which")
     lost = ((rank, view.facts[rank].exception) for rank in who[:4])
     said = tuple(Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None)
-    return Finding(
-        rule="rank-behind",
-        severity=Severity.ERROR,
+    return recorded(
+        (),
+        f"{text}.",
         confidence=Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=(),
         evidence=(*said, *(line for rank in who[:2] for line in quotes(view.facts[rank]))),
-        remedy=_REMEDY,
     )
 
 
@@ -71,15 +71,12 @@ def _unnamed(job: JobFacts) -> Iterator[Finding]:
     for exception in lost[:1]:
         frame = deepest_user_frame(exception.stack)
         at = f" at {short_location(frame)}" if frame else ""
-        yield Finding(
-            rule="rank-behind",
-            severity=Severity.ERROR,
+        yield recorded(
+            (),
+            f"A rank that the log does not name waited in vain{at}: a peer was gone or late, and not named.",
             confidence=Confidence.POSSIBLE,
-            summary=f"A rank that the log does not name waited in vain{at}: a peer was gone or late, and not named.",
-            ranks=(),
             location=location_of(frame),
             evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
-            remedy=_REMEDY,
         )
 
 
@@ -90,16 +87,13 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     waiting = waiting_in(view.facts, group)
     text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not say for whom"
     if ranks:
-        text += f"; {ranks_words(ranks)} {verb(ranks, 'has', 'have')} come least far"
-    return Finding(
-        rule="rank-behind",
-        severity=Severity.ERROR,
+        text += f"; {clause(ranks, 'has|have come least far')}"
+    return recorded(
+        ranks,
+        f"{text}.",
         confidence=Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
         evidence=(
             *counters_evidence(view.facts, group),
             *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
         ),
-        remedy=_REMEDY,
     )

@@ -1,12 +1,21 @@
 """The cause silent-rank: in a log all ranks but some say that they waited in vain."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, short_location, verb
+from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    capitalised,
+    clause,
+    deepest_user_frame,
+    ranks_words,
+    recorded_rule,
+    short_location,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.absent import Absence, absences
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
@@ -17,6 +26,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     one_element,
     quotes,
     record_kinds,
+    recorded,
     waiting_in,
     waiting_words,
 )
@@ -28,7 +38,8 @@ _REMEDY = (
 ) + LOOK_THERE
 
 
-def silent_rank(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="network-cut", remedy=_REMEDY)
+def silent_rank(view: Timeline) -> Iterator[Finding]:
     """Ranks that time out name a collective; a member of that group never says a word about it.
 
     Symptom:
@@ -43,37 +54,32 @@ def silent_rank(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Whether it was merely ended by its launcher before its own watchdog could speak.
     """
-    view = timeline(job)
-    dumps, _ = record_kinds(job)
-    if dumps or compared(job):
+    dumps, _ = record_kinds(view.job)
+    if dumps or compared(view.job):
         return
-    if named := stated(job, StatementKind.ABSENT):
+    if named := stated(view.job, StatementKind.ABSENT):
         yield _named(named)
         return
     for absence in absences(view):
         # One rank alone may be all that somebody has copied.
-        if len(absence.group.oldest) > 1 or job.is_sized or job.log.works_on:
+        if len(absence.group.oldest) > 1 or view.job.is_sized or view.job.log.works_on:
             yield _finding(view, absence)
             return
     if not any(group.seq is not None for group in view.groups):
-        waits = stated(job, StatementKind.STORE_WAIT)
+        waits = stated(view.job, StatementKind.STORE_WAIT)
         yield from _at_store(view, waits) if waits else _by_exceptions(view)
         yield from _at_barrier(view)
-    elif job.is_sized and 0 < len(job.silent) < len(view.waiting) and not gone(view):
+    elif view.job.is_sized and 0 < len(view.job.silent) < len(view.waiting) and not gone(view):
         yield _of_other_groups(view)
 
 
 def _named(named: tuple[Statement, ...]) -> Finding:
     """A tool that has compared all ranks says so."""
     ranks = said_of_all(named)
-    return Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
-        ranks=ranks,
+    return recorded(
+        ranks,
+        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
         evidence=lines_of(named),
-        remedy=_REMEDY,
     )
 
 
@@ -85,14 +91,11 @@ def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]
     who = ranks_words(by) if by else "a rank that the log does not name"
     detail = f" {waits[0].detail}" if waits[0].detail else ""
     text = f"{who} waited in vain{detail} at the store for what another process must put there; which, is not said"
-    yield Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
+    yield recorded(
+        (),
+        f"{capitalised(text)}{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if view.job.log.works_on else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}{_meanwhile(view)}.",
-        ranks=(),
         evidence=(*lines_of(waits), *_works_on(view)),
-        remedy=_REMEDY,
     )
 
 
@@ -109,15 +112,7 @@ def _at_barrier(view: Timeline) -> Iterator[Finding]:
         f"{ranks_words(by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one is "
         "late, or has waited for another one, which its own log would name"
     )
-    yield Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
-        confidence=Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=ranks,
-        evidence=lines_of(came),
-        remedy=_REMEDY,
-    )
+    yield recorded(ranks, f"{text}.", confidence=Confidence.POSSIBLE, evidence=lines_of(came))
 
 
 def _meanwhile(view: Timeline) -> str:
@@ -134,19 +129,15 @@ def _of_other_groups(view: Timeline) -> Finding:
     ranks = view.job.silent
     groups = [group for group in view.groups if group.seq is not None]
     waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
-    alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and split_of(view.job) is None
-    return Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
+    alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and split_of(view) is None
+    return recorded(
+        ranks,
+        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
-        summary=f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while "
-        f"{waiting_words(waiting)}.",
-        ranks=ranks,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
             *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
         ),
-        remedy=_REMEDY,
     )
 
 
@@ -165,21 +156,16 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
     at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
-    text = (
-        f"{ranks_words(silent)} {verb(silent, 'says', 'say')} nothing, while {ranks_words(gave_up)} gave up waiting{at}"
-    )
-    yield Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
+    text = f"{clause(silent, 'says|say nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
+    yield recorded(
+        silent,
+        f"{text}.",
         confidence=Confidence.LIKELY if len(silent) == 1 and len(gave_up) > 1 else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}.",
-        ranks=silent,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"{found.type}: {found.message}")
             for rank in gave_up[:4]
             if (found := view.facts[rank].exception) is not None
         ),
-        remedy=_REMEDY,
     )
 
 
@@ -187,22 +173,19 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
-    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view.job) is None and not of_two
+    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
-    text = f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing{number}, while {waiting_words(waiting)}"
+    text = f"{clause(ranks, 'says|say nothing')}{number}, while {waiting_words(waiting)}"
     if view.job.log.is_cut:
         text += "; the log ends before what others may have said next"
-    return Finding(
-        rule="silent-rank",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{capitalised(text)}{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}{_meanwhile(view)}.",
-        ranks=ranks,
         evidence=(
             *_works_on(view),
             *counters_evidence(view.facts, group),
             *one_element(waiting.values()),
             *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
         ),
-        remedy=_REMEDY,
     )

@@ -4,23 +4,28 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from lightning_ncclsafe.facts import Collective, JobFacts, StatementKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.facts import Collective, StatementKind
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Evidence,
+    Finding,
+    Timeline,
     call_words,
     capitalised,
     collective_words,
     group_words,
     location_of,
     numel,
+    once,
     ranks_words,
     short_location,
+    signature,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.ended import gone, misled
 from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
-from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, told
+from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, recorded, told
 
 # What a log calls what may be between two ranks only.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
@@ -29,9 +34,9 @@ DEFAULT_GROUP = "0"
 _COMPARED = 64
 
 
-def split_of(job: JobFacts) -> Divergence | None:
+@once
+def split_of(view: Timeline) -> Divergence | None:
     """The first number under which ranks called what cannot complete together; None if there is none."""
-    view = timeline(job)
     split = view.divergence
     if split is None or gone(view):
         return None
@@ -71,15 +76,13 @@ def _operation(call: Collective) -> str:
     return call.op.removesuffix("_barrier")
 
 
-def split_finding(view: Timeline, split: Divergence, *, rule: str, why: str, remedy: str) -> Finding:
+def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
     """The finding.
 
     Args:
         view: The job.
         split: Where ranks differ.
-        rule: Name of the cause.
         why: What follows from it, the end of a sentence.
-        remedy: What to do.
     """
     ranks = split.deviating
     different = _variants(split.calls)
@@ -87,39 +90,29 @@ def split_finding(view: Timeline, split: Divergence, *, rule: str, why: str, rem
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
     text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
     sites = (call_site(split.calls[rank]) for rank in ranks)
-    return Finding(
-        rule=rule,
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{capitalised(text)}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
-        summary=f"{capitalised(text)}: {why}.",
-        ranks=ranks,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(*_evidence(view, different), *one_element(call for call, _ in different)),
-        remedy=remedy,
     )
 
 
-def stated_finding(job: JobFacts, kind: StatementKind, *, rule: str, why: str, remedy: str) -> Iterator[Finding]:
+def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Finding]:
     """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
 
     Args:
-        job: The job.
+        view: The job.
         kind: The statements that are meant.
-        rule: Name of the cause.
         why: What follows from it, the end of a sentence.
-        remedy: What to do.
     """
-    found = stated(job, kind)
-    if found and split_of(job) is None and not gone(timeline(job)):
-        yield Finding(
-            rule=rule,
-            severity=Severity.ERROR,
-            # Two ranks were compared: which of them is like the others is not said.
-            confidence=Confidence.LIKELY,
-            summary=capitalised(f"{next(details_of(found), 'a check of collectives has failed')}: {why}."),
-            ranks=said_of_all(found[:1]),
+    found = stated(view.job, kind)
+    if found and split_of(view) is None and not gone(view):
+        yield recorded(
+            said_of_all(found[:1]),
+            f"{next(details_of(found), 'a check of collectives has failed')}: {why}.",
             evidence=lines_of(found),
-            remedy=remedy,
         )
 
 

@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
-from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
+from lightning_ncclsafe.rules.kit import Timeline, once, signature
 
 # "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
@@ -89,15 +89,9 @@ def has_moved(job: JobFacts) -> bool:
     return len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size
 
 
+@once
 def roots(view: Timeline) -> tuple[Root, ...]:
     """Where waiting ends in a job of which dumps were read; those for which most wait first."""
-    if view.roots is None:
-        view.roots = _found(view)
-    found: tuple[Root, ...] = view.roots
-    return found
-
-
-def _found(view: Timeline) -> tuple[Root, ...]:
     return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
 
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts, Statement, StatementKind
-from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.transport import has_given_up
+from lightning_ncclsafe.rules.kit import Evidence, Timeline, has_given_up
 
 _QUOTED = 4
 

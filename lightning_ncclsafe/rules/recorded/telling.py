@@ -6,15 +6,20 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import Collective, Frame, JobFacts, Phase, Progress, RankFacts
-from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
-from lightning_ncclsafe.rules.kit.meaning import meaning
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    GroupView,
+    Severity,
+    Timeline,
     capitalised,
+    clause,
     collective_words,
+    deepest_user_frame,
     duration_words,
     group_words,
+    meaning,
     numel,
     ranks_words,
     short_location,
@@ -37,6 +42,37 @@ _ONE_ELEMENT = {
     "all_gather": "one value of each rank, such as the length of an object",
     "_all_gather_base": "one value of each rank, such as the length of an object",
 }
+
+
+def recorded(
+    ranks: tuple[int, ...],
+    summary: str,
+    *,
+    evidence: Iterable[Evidence],
+    confidence: Confidence = Confidence.LIKELY,
+    location: str = "",
+    remedy: str = "",
+) -> Finding:
+    """What a rule about recordings has found: the run is over, and was ended by it.
+
+    Args:
+        ranks: The ranks that cause it; none where it is not said which.
+        summary: The answer in a sentence; its first letter becomes a capital one.
+        evidence: How we know.
+        confidence: How sure this is.
+        location: Where to look.
+        remedy: What to do, where that depends on what was found.
+    """
+    return Finding(
+        rule="",
+        severity=Severity.ERROR,
+        confidence=confidence,
+        summary=capitalised(summary),
+        ranks=ranks,
+        location=location,
+        evidence=tuple(evidence),
+        remedy=remedy,
+    )
 
 
 def record_kinds(job: JobFacts) -> tuple[bool, bool]:
@@ -100,7 +136,7 @@ def waiting_words(calls: Mapping[int, Collective]) -> str:
     for rank, call in sorted(calls.items()):
         alike[words.of(call)].append(rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(UNKNOWN_CALL), -len(item[1]), item[1]))
-    parts = [f"{ranks_words(who)} {verb(who, 'waits', 'wait')} in {what}" for what, who in ordered[:_VARIANTS]]
+    parts = [f"{clause(who, 'waits|wait in')} {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:]):,} more wait elsewhere")
     return "; ".join(parts)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words, verb
+from lightning_ncclsafe.rules.kit import capitalised, ranks_words, verb
 from lightning_ncclsafe.rules.recorded.standstill import has_moved
 from lightning_ncclsafe.rules.recorded.telling import record_kinds
 

@@ -1,14 +1,12 @@
 """The cause unmatched-p2p: a send or receive whose other side was never called, mostly between pipeline stages."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
+from lightning_ncclsafe.facts import Collective, RankFacts
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, told
+from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _REMEDY = (
     "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
@@ -18,7 +16,8 @@ _REMEDY = (
 _LISTED = 6
 
 
-def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="host-stuck", remedy=_REMEDY)
+def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in sends and receives of which the other side is not called, because it waits for them in turn.
 
     Symptom:
@@ -34,7 +33,6 @@ def unmatched_p2p(job: JobFacts) -> Iterable[Finding]:
         Which side has called one too many. A rank that has nothing outstanding and that neighbours wait for is told as
         host-stuck.
     """
-    view = timeline(job)
     if not gone(view):
         yield from (_finding(view, root) for root in roots_of(view, Cause.UNMATCHED))
 
@@ -53,14 +51,11 @@ def _finding(view: Timeline, root: Root) -> Finding:
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for one another in a circle"
     if passed:
-        why = f"{ranks_words(passed)} {verb(passed, 'has', 'have')} gone on without the other side"
+        why = clause(passed, "has|have gone on without the other side")
     sites = (call_site(call) for call in calls.values())
-    return Finding(
-        rule="unmatched-p2p",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary=f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
-        ranks=root.ranks,
+    return recorded(
+        root.ranks,
+        f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
             *(
@@ -69,7 +64,6 @@ def _finding(view: Timeline, root: Root) -> Finding:
             ),
             *consequence_evidence([root]),
         ),
-        remedy=_REMEDY,
     )
 
 

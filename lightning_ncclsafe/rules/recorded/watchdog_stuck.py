@@ -1,13 +1,19 @@
 """The cause watchdog-stuck: not a collective, but the thread that watches over them did not move."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, verb
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Timeline,
+    capitalised,
+    duration_words,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.telling import quotes
+from lightning_ncclsafe.rules.recorded.telling import quotes, recorded
 
 _REMEDY = (
     "Look for native code that keeps the GIL while it waits or computes (an extension, a tokenizer, a data loader's "
@@ -16,7 +22,8 @@ _REMEDY = (
 )
 
 
-def watchdog_stuck(job: JobFacts) -> Iterable[Finding]:
+@recorded_rule(after="late-at-init", remedy=_REMEDY)
+def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
     """NCCL's watchdog thread on a rank did not move, by PyTorch's heartbeat monitor.
 
     Symptom:
@@ -31,7 +38,6 @@ def watchdog_stuck(job: JobFacts) -> Iterable[Finding]:
     Cannot see:
         Which of the two it is; whether the rank was the first to stand still, where all ranks say so.
     """
-    view = timeline(job)
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.record and facts.record.stuck_s)
     if ranks and not gone(view):
         yield _finding(view, ranks)
@@ -43,12 +49,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"NCCL's watchdog did not move on {ranks_words(ranks)} for {duration_words(longest)}"
     text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
     held = f"something holds the GIL {verb(ranks, 'there', 'on them')}, or a call of CUDA does not return"
-    return Finding(
-        rule="watchdog-stuck",
-        severity=Severity.ERROR,
+    return recorded(
+        ranks,
+        f"{capitalised(text)}: {held}.",
         confidence=Confidence.LIKELY if len(ranks) < len(others) else Confidence.POSSIBLE,
-        summary=f"{capitalised(text)}: {held}.",
-        ranks=ranks,
         evidence=tuple(line for rank in ranks[:3] for line in quotes(view.facts[rank])),
-        remedy=_REMEDY,
     )

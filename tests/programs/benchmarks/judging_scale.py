@@ -33,8 +33,7 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_short, render_text
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.rule import name_of
-from lightning_ncclsafe.rules.kit.timeline import forget
+from lightning_ncclsafe.rules.kit.rule import forget
 
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)
 PER_HOST = 8
@@ -299,10 +298,10 @@ def growth(name: str, net: Backend, worlds: tuple[int, int]) -> Iterator[tuple[s
         for job in jobs:
             forget()
             began = time.process_time()
-            list(rule(job))
+            rule.findings(job)
             spent.append(time.process_time() - began)
         forget()
-        yield name, name_of(rule), spent[0], spent[1]
+        yield name, rule.name, spent[0], spent[1]
 
 
 def in_a_process(*arguments: str) -> dict[str, object]:

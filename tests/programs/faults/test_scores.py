@@ -16,7 +16,6 @@ from truths import Case, Moment, Scenario
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.rules.hang import HANG_RULES
-from lightning_ncclsafe.rules.kit.rule import name_of
 
 JOB = JobFacts(
     incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0),
@@ -178,7 +177,7 @@ def test_there_are_enough_of_them() -> None:
     assert len(truths.SCENARIOS) - len(well) >= 40
 
 
-@pytest.mark.parametrize("rule", [name_of(rule) for rule in HANG_RULES])
+@pytest.mark.parametrize("rule", [rule.name for rule in HANG_RULES])
 def test_every_cause_of_a_hang_has_a_case(rule: str) -> None:
     every = [*CASES.values(), *recorded.recorded_cases()]
     assert any(rule in case.scenario.causes for case in every)

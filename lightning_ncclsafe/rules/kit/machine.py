@@ -1,0 +1,287 @@
+"""What a rank's machine has to do with it: kernel functions, memory, storage, GPUs; in questions and in words."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_ncclsafe.facts import Collective, HostFacts, ProcessFacts, RankFacts, StorageFacts
+from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
+from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
+
+
+class Wait(Enum):
+    """What it waits for."""
+
+    FREEZER = "its control group to be thawed"
+    """``docker pause``, or a scheduler that suspends jobs."""
+    NETWORK_STORAGE = "storage on a network"
+    STORAGE = "storage"
+    PIPE = "the other end of a pipe"
+    DRIVER = "a device's driver"
+    UNKNOWN = ""
+
+
+# The first that fits decides. Names are those of Linux 4 to 6; file systems prefix theirs.
+_CHANNELS = (
+    (Wait.FREEZER, r"__refrigerator|do_freezer_trap|get_signal"),
+    (Wait.DRIVER, r"_?nv(?!me)|uvm_|os_acquire|amdgpu|kfd_|rm_"),
+    (
+        Wait.NETWORK_STORAGE,
+        r"nfs|__nfs|rpc_|ll_|cl_sync|cl_lock|ptlrpc|osc_|ldlm|ceph|cifs|smb|wait_for_response|gpfs|mmfs|cxi|fhgfs|beegfs"
+        r"|p9_|v9fs|fuse|__fuse|request_wait_answer|afs_|orangefs",
+    ),
+    (
+        Wait.STORAGE,
+        r"io_schedule|folio_wait|folio_lock|__folio|wait_on_page|__lock_page|wait_on_bit|__wait_on_b|bit_wait_io|jbd2|ext4"
+        r"|xfs|btrfs|f2fs|zfs|txg_|cv_wait|blk_|blkdev|submit_bio|bio_|balance_dirty|wb_wait|filemap|sync_|vfs_|do_fsync"
+        r"|percpu_rwsem_wait|sb_start|rq_qos|wbt_|dm_|md_|raid|nvme|scsi|dio_|__blockdev|iomap|do_get_write|read_extent",
+    ),
+    (Wait.PIPE, r"pipe_|anon_pipe|wait_for_partner|fifo_open"),
+)
+_COMPILED = tuple((wait, re.compile(names)) for wait, names in _CHANNELS)
+
+
+def wait_of(channel: str) -> Wait:
+    """What a process waits for that sleeps in this function of the kernel.
+
+    Args:
+        channel: Name of the function (``/proc/PID/wchan``); empty where unknown.
+    """
+    return next((wait for wait, names in _COMPILED if names.match(channel)), Wait.UNKNOWN) if channel else Wait.UNKNOWN
+
+
+# A host that has read back less than this since the start is not held up by swapping.
+_SWAPPED_IN = 100_000_000
+_SCARCE = 0.05
+# Share of the time in which all tasks of the host wait for memory, and pages that a rank waits for.
+_STALLED = 0.3
+_FAULTS_PER_S = 100
+# A process that does not load data allocates and frees less than this in a second.
+_GROWS_BYTES_PER_S = 1_000_000
+# What is that far off says nothing about this start.
+_SOON_S = 3600.0
+_REMEDY_SWAP = (
+    "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
+    "smaller batch or fewer loader workers, and keep swap off network storage."
+)
+_REMEDY_GROWS = (
+    "It is still filling its memory, and every rank of the host that loads the same takes as much again: load the "
+    "dataset lazily or memory-mapped, or prepare it once and ahead of the job (a script that leaves its result "
+    "on disk), or in prepare_data."
+)
+
+
+def swaps(host: HostFacts) -> bool:
+    """Whether swapping slows this rank: it has been swapped out in part, or the host reads much back from swap."""
+    return bool(host.process_swap_bytes) and (host.process_swap_bytes or 0) + (host.swapped_in_bytes or 0) > _SWAPPED_IN
+
+
+def waits_for_memory(facts: RankFacts) -> bool:
+    """Whether its host reads back from swap, or from files, what it had no memory for, for much of the time."""
+    pressure, thread = facts.machine.pressure, facts.machine.main_thread
+    if pressure is None or (pressure.memory_stalled or 0.0) < _STALLED:
+        return False
+    faults = (thread.major_faults or 0) if thread is not None else 0
+    return swaps(facts.host_facts) or faults >= _FAULTS_PER_S * pressure.over_s
+
+
+def short_of_memory(host: HostFacts) -> bool:
+    """Whether less than a twentieth of the host's memory, or of the control group's limit, is left."""
+    available, total = host.memory_available_bytes, host.memory_total_bytes
+    if available is not None and total and available < _SCARCE * total:
+        return True
+    rss, limit = host.rss_bytes, host.memory_limit_bytes
+    return rss is not None and bool(limit) and rss > (1 - _SCARCE) * (limit or 0)
+
+
+def growth_bytes_per_s(facts: HostFacts | ProcessFacts) -> int:
+    """How fast a process takes up memory, what is swapped out of it included; 0 where it does not, or nobody knows."""
+    grows = (facts.memory_growth_bytes_per_s or 0) + (facts.swap_growth_bytes_per_s or 0)
+    return grows if grows >= _GROWS_BYTES_PER_S else 0
+
+
+def memory_words(facts: HostFacts | ProcessFacts) -> str:
+    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty where nobody knows."""
+    swapped = facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes
+    grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
+    words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
+    words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
+    if swapped is not None:
+        words.append(f"{size_words(swapped)} swapped out")
+        words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= _GROWS_BYTES_PER_S else ""
+    return f"with {', '.join(words)}" if words else ""
+
+
+def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
+    """``"the host's last 2.1 GB are used up in about 10 s"``; empty where nothing grows, or it takes above an hour.
+
+    Args:
+        host: The host's memory, as a rank on it sees it.
+        ranks: All ranks on it that anybody knows of.
+    """
+    grows_bytes_per_s = sum(map(growth_bytes_per_s, ranks))
+    left = list(_left(host, sum(facts.rss_bytes or 0 for facts in ranks)))
+    if not left or not grows_bytes_per_s:
+        return ""
+    left_bytes, whose = min(left)
+    left_s = left_bytes / grows_bytes_per_s
+    return (
+        f"{whose} last {size_words(left_bytes)} are used up in about {duration_words(left_s)}"
+        if left_s < _SOON_S
+        else ""
+    )
+
+
+def _left(host: HostFacts, resident_bytes: int) -> Iterator[tuple[int, str]]:
+    if host.memory_available_bytes is not None:
+        yield host.memory_available_bytes, "the host's"
+    # A limit that the ranks exceed together is that of each of them; what each has left is not known of all.
+    if host.memory_limit_bytes is not None and host.memory_limit_bytes > resident_bytes:
+        yield host.memory_limit_bytes - resident_bytes, "the control group's"
+
+
+def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
+    """Memory and swap of a rank's process and host; nothing where the host does not say."""
+    host = facts.host_facts
+    amounts = (
+        (host.rss_bytes, "{} resident"),
+        (host.process_swap_bytes, "{} of it swapped out"),
+        (host.memory_available_bytes, "{} of memory available on the host"),
+        (host.memory_limit_bytes, "{} is the limit of its control group"),
+        (host.swap_used_bytes, "{} of swap in use on the host"),
+        (host.swapped_in_bytes, "{} read back from swap since the start"),
+    )
+    words = [text.format(size_words(amount)) for amount, text in amounts if amount is not None]
+    words[1:1] = [f"growing by {size_words(rate)}/s in all"] if words and (rate := growth_bytes_per_s(host)) else []
+    if words:
+        yield Evidence(source="host", rank=facts.rank, text=", ".join(words) + ".")
+
+
+def memory_clause(*parts: str) -> str:
+    """What is known of memory as the middle of a sentence: the first part after a comma, the others set off."""
+    first, *others = parts
+    return (f", {first}" if first else "") + "".join(f"; {part}" for part in others if part)
+
+
+def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]) -> str:
+    """What to do about the memory of processes that swap, or still grow; empty where they do neither."""
+    if swapping:
+        return _REMEDY_SWAP
+    return _REMEDY_GROWS if any(map(growth_bytes_per_s, processes)) else ""
+
+
+def directories(facts: RankFacts, *, of_checkpoints: bool) -> tuple[StorageFacts, ...]:
+    """Directories of the checkpoint callbacks, or of everything else, which is the loggers."""
+    return tuple(entry for entry in facts.storage if ("Checkpoint" in entry.owner) == of_checkpoints)
+
+
+def directory_words(entry: StorageFacts) -> str:
+    """``"/mnt/logs (nfs4)"``."""
+    return f"{entry.path} ({entry.filesystem})" if entry.filesystem else entry.path
+
+
+def storage_evidence(facts: RankFacts, *, of_checkpoints: bool) -> Iterator[Evidence]:
+    """One line per directory: who writes there, and what file system it is on."""
+    for entry in directories(facts, of_checkpoints=of_checkpoints):
+        text = f"{entry.owner} writes to {directory_words(entry)}."
+        yield Evidence(source="storage", rank=facts.rank, text=text)
+
+
+# Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
+_MOMENT_NS = 1_000_000_000
+# Here some ranks may be done before others have begun: the root has sent, or not been waited for.
+_ROOTED = ("broadcast", "scatter", "gather", "reduce", "send", "recv")
+_SYMMETRIC = ("reduce_scatter", "_reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective that all members of a group have called on NCCL, and that has not ended on all of them.
+
+    Attributes:
+        group: The group.
+        calls: What each member has called.
+    """
+
+    group: GroupView
+    calls: dict[int, Collective]
+
+    @property
+    def first(self) -> Collective:
+        """What a member that still waits has called."""
+        return self.calls[self.pending[0]]
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Ranks on which it has not ended."""
+        return tuple(rank for rank, call in sorted(self.calls.items()) if not call.completed)
+
+    @property
+    def completed(self) -> tuple[int, ...]:
+        """Ranks on which it has ended."""
+        return tuple(rank for rank, call in sorted(self.calls.items()) if call.completed)
+
+    @property
+    def not_started(self) -> tuple[int, ...]:
+        """Ranks whose device has not come to it, where others' have; none where nobody's is known to have."""
+        begun = [rank for rank, call in self.calls.items() if call.started or call.completed]
+        waiting = tuple(rank for rank in self.pending if not self.calls[rank].started)
+        return waiting if begun else ()
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether one rank may be done with it before the others are."""
+        op = self.first.op
+        return not op.startswith(("all_", "_all", "all", *_SYMMETRIC)) and any(word in op for word in _ROOTED)
+
+
+def pending_on_nccl(view: Timeline) -> Iterator[Pending]:
+    """Each such collective; those that a rank has called only just now are left out, as they may end yet."""
+    for group in view.groups:
+        calls = view.joined(group)
+        on_nccl = all(call.backend.startswith("nccl") for call in calls.values())
+        just_now = any(_came_just_now(view.facts[rank], call) for rank, call in calls.items())
+        if len(calls) > 1 and on_nccl and not just_now and any(not call.completed for call in calls.values()):
+            yield Pending(group, calls)
+
+
+def _came_just_now(facts: RankFacts, call: Collective) -> bool:
+    return 0 < facts.taken_ns < call.created_ns + _MOMENT_NS
+
+
+def uses_gpus(view: Timeline) -> bool:
+    """Whether the job has groups on NCCL."""
+    return any(entry.backend.startswith("nccl") for facts in view.facts.values() for entry in facts.collectives[-8:])
+
+
+def ailment(facts: RankFacts) -> str:
+    """What its driver says is wrong with a rank's GPU, in words; empty where nothing is known to be."""
+    state = facts.machine.gpu
+    if state is None:
+        return ""
+    if state.no_answer_s:
+        return f"the driver has not answered for {duration_words(state.no_answer_s)} when asked about it"
+    gpu = state.gpu
+    if gpu is None:
+        return ""
+    told = [f"the kernel's log has Xid {', '.join(gpu.xids)}"] if gpu.xids else []
+    told += [f"NVML wants it to be recovered ({gpu.recovery_action})"] if gpu.recovery_action else []
+    told += [f"{gpu.ecc_errors} uncorrected ECC errors"] if gpu.ecc_errors else []
+    told += ["memory rows wait to be remapped"] if gpu.pending_repair else []
+    return "; ".join(told)
+
+
+def gpu_evidence(facts: RankFacts) -> Iterator[Evidence]:
+    """What a rank's GPU does at this moment, and what is wrong with it."""
+    state = facts.machine.gpu
+    if state is None:
+        return
+    doing = [f"{state.utilization:.0%} busy"] if state.utilization is not None else []
+    doing += [f"draws {state.power_w:.0f} W"] if state.power_w is not None else []
+    doing += [f"held down by {', '.join(state.gpu.throttled_by)}"] if state.gpu and state.gpu.throttled_by else []
+    if doing:
+        yield Evidence(source="gpu", rank=facts.rank, text=f"Its GPU is {', '.join(doing)}.")
+    if wrong := ailment(facts):
+        yield Evidence(source="gpu", rank=facts.rank, text=f"Of its GPU: {wrong}.")
