@@ -63,7 +63,18 @@ def under_the_other_name(folder: Path) -> Path:
     """A copy of this repository whose tests, examples and pages import ``pytorch_lightning``."""
     copy = folder / "repository"
     shutil.rmtree(copy, ignore_errors=True)
-    left_out = (".git", ".nox", ".venv", ".*_cache", "build", "dist", "runs", "__pycache__", "lightning_ncclsafe")
+    left_out = (
+        ".git",
+        ".nox",
+        ".venv",
+        ".clients",
+        ".*_cache",
+        "build",
+        "dist",
+        "runs",
+        "__pycache__",
+        "lightning_ncclsafe",
+    )
     shutil.copytree(".", copy, ignore=shutil.ignore_patterns(*left_out))
     (copy / "lightning_ncclsafe").symlink_to(Path("lightning_ncclsafe").resolve())
     for file in [*copy.glob("docs/**/*"), *copy.glob("tests/**/*"), *copy.glob("examples/**/*")]:
