@@ -24,13 +24,15 @@ _QUESTIONS: Questions[LoaderFacts] = {
     "dataset": lambda facts: facts.datasets or (facts.dataset,),
     "iterable": lambda facts: facts.iterable,
 }
-_REMEDY = (
-    "Make the dataset by the same code on all ranks: look for a condition on the rank, a cache or a path that exists "
-    "on some hosts only, and a fallback that is used when reading fails."
+
+
+@agreement_rule(
+    after="sized-and-unsized",
+    remedy=(
+        "Make the dataset by the same code on all ranks: look for a condition on the rank, a cache or a path that "
+        "exists on some hosts only, and a fallback that is used when reading fails."
+    ),
 )
-
-
-@agreement_rule(after="sized-and-unsized", remedy=_REMEDY)
 def different_datasets(view: JobData) -> Iterator[Finding]:
     """The dataset, one of those below it, or the loader is of another class on some ranks.
 

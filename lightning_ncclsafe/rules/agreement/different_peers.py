@@ -21,14 +21,16 @@ from lightning_ncclsafe.rules.kit import (
 _OWN = "paths"
 # Of data that a sampler splits, all that is in it has been compared between all ranks.
 _OF_SPLIT = {"first batches"}
-_REMEDY = (
-    "Give the ranks of one tensor-parallel group the same data in the same order: call seed_everything(seed) before "
-    "the data is made, leave use_distributed_sampler=True, and choose shards by the data-parallel rank, "
-    "trainer.strategy.distributed_sampler_kwargs['rank'], never by trainer.global_rank."
+
+
+@agreement_rule(
+    after="different-data",
+    remedy=(
+        "Give the ranks of one tensor-parallel group the same data in the same order: call seed_everything(seed) "
+        "before the data is made, leave use_distributed_sampler=True, and choose shards by the data-parallel rank, "
+        "trainer.strategy.distributed_sampler_kwargs['rank'], never by trainer.global_rank."
+    ),
 )
-
-
-@agreement_rule(after="different-data", remedy=_REMEDY)
 def different_peers(view: JobData) -> Iterator[Finding]:
     """Tensor-parallel peers, or other ranks that are one data-parallel rank together, do not read the same data.
 

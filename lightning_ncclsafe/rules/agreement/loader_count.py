@@ -20,13 +20,16 @@ _QUESTIONS: Questions[DataFacts] = {
     "number of loaders": lambda data: len(data.loaders),
     "mode": lambda data: data.mode,
 }
-_REMEDY = (
-    "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has no "
-    "data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank around them."
+
+
+@agreement_rule(
+    after="uneven-end",
+    remedy=(
+        "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has "
+        "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
+        "around them."
+    ),
 )
-
-
-@agreement_rule(after="uneven-end", remedy=_REMEDY)
 def loader_count(view: JobData) -> Iterator[Finding]:
     """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
 

@@ -26,13 +26,15 @@ _QUESTIONS: Questions[LoaderFacts] = {
     # Each worker of an IterableDataset ends with an incomplete batch of its own; without workers there is one reader.
     "num_workers": lambda facts: max(facts.num_workers, 1) if facts.iterable else None,
 }
-_REMEDY = (
-    "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of the "
-    "host, let rank 0 decide for all."
+
+
+@agreement_rule(
+    after="sampler-disagreement",
+    remedy=(
+        "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of "
+        "the host, let rank 0 decide for all."
+    ),
 )
-
-
-@agreement_rule(after="sampler-disagreement", remedy=_REMEDY)
 def loader_settings(view: JobData) -> Iterator[Finding]:
     """Batch size, drop_last or, for data that is iterated, the number of workers is not the same on all ranks.
 

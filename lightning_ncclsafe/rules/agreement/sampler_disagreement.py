@@ -47,10 +47,6 @@ _OF_TORCH = {
 }
 _NO_SAMPLER = SamplerFacts(name="")
 _LISTED = 4
-_REMEDY = (
-    "Make the sampler alike on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel ranks, "
-    "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
-)
 
 
 class _Wrong(NamedTuple):
@@ -61,7 +57,13 @@ class _Wrong(NamedTuple):
     certain: bool = True
 
 
-@agreement_rule(after="different-peers", remedy=_REMEDY)
+@agreement_rule(
+    after="different-peers",
+    remedy=(
+        "Make the sampler alike on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel ranks, "
+        "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
+    ),
+)
 def sampler_disagreement(view: JobData) -> Iterator[Finding]:
     """Ranks split the data by samplers of different settings, among another number of ranks, or take the same share.
 

@@ -20,10 +20,12 @@ _QUESTIONS: Questions[DataFacts] = {
     "content": lambda data: data.content,
     "on_uneven": lambda data: data.on_uneven,
 }
-_REMEDY = "Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank."
 
 
-@agreement_rule(after="unequal-batches", remedy=_REMEDY)
+@agreement_rule(
+    after="unequal-batches",
+    remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
+)
 def settings_disagreement(view: JobData) -> Iterator[Finding]:
     """The settings of the comparison itself are not the same on all ranks.
 

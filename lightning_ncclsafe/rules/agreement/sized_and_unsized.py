@@ -16,13 +16,14 @@ from lightning_ncclsafe.rules.kit import (
     value_words,
 )
 
-_REMEDY = (
-    "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An empty "
-    "shard needs the same class as a full one."
+
+@agreement_rule(
+    after="unpresented-loader",
+    remedy=(
+        "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An "
+        "empty shard needs the same class as a full one."
+    ),
 )
-
-
-@agreement_rule(after="unpresented-loader", remedy=_REMEDY)
 def sized_and_unsized(view: JobData) -> Iterator[Finding]:
     """A loader has a length on some ranks and none on others.
 

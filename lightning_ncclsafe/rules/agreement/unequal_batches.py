@@ -26,14 +26,16 @@ _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
     "repeat": "With on_uneven='repeat' the ranks that run out begin their data again until all have had {most:,}.",
 }
-_REMEDY = (
-    "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or pad "
-    "shards to one length, or set drop_last=True. Where that cannot be had, on_uneven='stop_together' ends the epoch "
-    "on all ranks with the first that runs out, and on_uneven='repeat' with the last."
+
+
+@agreement_rule(
+    after="validation-step",
+    remedy=(
+        "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or "
+        "pad shards to one length, or set drop_last=True. Where that cannot be had, on_uneven='stop_together' ends the "
+        "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
+    ),
 )
-
-
-@agreement_rule(after="validation-step", remedy=_REMEDY)
 def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.
 

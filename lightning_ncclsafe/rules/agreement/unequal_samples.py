@@ -18,13 +18,15 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distributed_sampler=False in the Trainer."
-_REMEDY = (
-    "Let every rank hold the whole dataset, made alike: call seed_everything(seed) before any split, sort lists of "
-    f"files, and filter by what the data says, not by what the rank or the host has. {OWN_SHARDS}"
+
+
+@agreement_rule(
+    after="different-datasets",
+    remedy=(
+        "Let every rank hold the whole dataset, made alike: call seed_everything(seed) before any split, sort lists of "
+        f"files, and filter by what the data says, not by what the rank or the host has. {OWN_SHARDS}"
+    ),
 )
-
-
-@agreement_rule(after="different-datasets", remedy=_REMEDY)
 def unequal_samples(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, and these do not hold the same number of samples.
 

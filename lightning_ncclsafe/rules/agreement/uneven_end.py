@@ -21,15 +21,16 @@ _POLICIES = {
     "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
     "repeat": "With on_uneven='repeat' the short ones begin their data again until the longest has ended.",
 }
-_REMEDY = (
-    "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than on "
-    "another, the same number of loader workers. Where that cannot be had, "
-    "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
-    "on_uneven='repeat' with the last."
+
+
+@agreement_rule(
+    remedy=(
+        "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than "
+        "on another, the same number of loader workers. Where that cannot be had, "
+        "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
+        "on_uneven='repeat' with the last."
+    )
 )
-
-
-@agreement_rule(remedy=_REMEDY)
 def uneven_end(view: JobData) -> Iterator[Finding]:
     """Data of unknown length has ended on some ranks before the others.
 

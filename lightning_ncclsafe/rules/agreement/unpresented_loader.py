@@ -6,14 +6,16 @@ from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.kit import Evidence, Finding, JobData, agreement_rule, disagreement, ranks_words, verb
 
 _LISTED = 8
-_REMEDY = (
-    "Look at this rank's own output: it has failed, is still preparing its data, or has taken another path than the "
-    "others. Call the same methods of the Trainer on all ranks, and leave slow preparation to prepare_data, so that "
-    "all ranks come to their loaders at about the same time."
+
+
+@agreement_rule(
+    after="loader-count",
+    remedy=(
+        "Look at this rank's own output: it has failed, is still preparing its data, or has taken another path than "
+        "the others. Call the same methods of the Trainer on all ranks, and leave slow preparation to prepare_data, so "
+        "that all ranks come to their loaders at about the same time."
+    ),
 )
-
-
-@agreement_rule(after="loader-count", remedy=_REMEDY)
 def unpresented_loader(view: JobData) -> Iterator[Finding]:
     """Some ranks presented their loaders and others never did.
 

@@ -14,13 +14,14 @@ from lightning_ncclsafe.rules.kit import (
     told,
 )
 
-_REMEDY = (
-    "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of this "
-    "rank's own number."
+
+@agreement_rule(
+    after="loader-settings",
+    remedy=(
+        "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of "
+        "this rank's own number."
+    ),
 )
-
-
-@agreement_rule(after="loader-settings", remedy=_REMEDY)
 def validation_step(view: JobData) -> Iterator[Finding]:
     """Validation would not start after the same training batch on all ranks.
 

@@ -34,14 +34,16 @@ _REMEDY_MADE = (
 )
 _SAID = 4
 _LISTED = 8
-_REMEDY = (
-    "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
-    "group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, too: "
-    "each waits on the device for those before it."
+
+
+@hang_rule(
+    after="uneven-batches",
+    remedy=(
+        "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
+        "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
+        "too: each waits on the device for those before it."
+    ),
 )
-
-
-@hang_rule(after="uneven-batches", remedy=_REMEDY)
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """One rank waits in a group for another, which waits in another group for the first; or no group comes up.
 

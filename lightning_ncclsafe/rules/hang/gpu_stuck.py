@@ -30,15 +30,16 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_REMEDY = (
-    "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
-    "temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it checked "
-    "(dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
-    "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+
+@hang_rule(
+    after="diverged-collectives",
+    remedy=(
+        "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power "
+        "and temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it "
+        "checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
+        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+    ),
 )
-
-
-@hang_rule(after="diverged-collectives", remedy=_REMEDY)
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """One rank's GPU does not come to, or does not get through, a collective that the other ranks' GPUs have come to.
 

@@ -1,16 +1,18 @@
 """The cause clocks-apart: the clocks of hosts differ so much that times cannot be compared."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.rules.kit import Checked, Host, duration_words
+from lightning_ncclsafe.rules.kit import Checked, duration_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _APART_S = 1.0
-_REMEDY = "Synchronise the clocks of all hosts (chronyc tracking, timedatectl), with the same server."
 
 
-@check(after="slow-directory", remedy=_REMEDY)
-def clocks_apart(view: Checked) -> Iterable[Problem]:
+@check(
+    after="slow-directory",
+    remedy="Synchronise the clocks of all hosts (chronyc tracking, timedatectl), with the same server.",
+)
+def clocks_apart(view: Checked) -> Iterator[Problem]:
     """A host's clock is more than a second ahead of or behind rank 0's.
 
     Symptom:
@@ -26,17 +28,13 @@ def clocks_apart(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Clocks that drift apart later.
     """
-    problems = (problem for host in view.hosts for problem in _problems(host))
-    return problems
-
-
-def _problems(host: Host) -> Iterator[Problem]:
-    offsets = [
-        (abs(one.clock_offset_s) - (one.clock_error_s or 0.0), one.clock_offset_s)
-        for one in host.facts.values()
-        if one.clock_offset_s is not None
-    ]
-    certain_s, offset_s = max(offsets, default=(0.0, 0.0))
-    if certain_s > _APART_S:
-        text = f"the clock is {duration_words(abs(offset_s))} {'ahead of' if offset_s > 0 else 'behind'} rank 0's"
-        yield Problem(ranks=host.ranks, text=text, badness=certain_s)
+    for host in view.hosts:
+        offsets = [
+            (abs(one.clock_offset_s) - (one.clock_error_s or 0.0), one.clock_offset_s)
+            for one in host.facts.values()
+            if one.clock_offset_s is not None
+        ]
+        certain_s, offset_s = max(offsets, default=(0.0, 0.0))
+        if certain_s > _APART_S:
+            text = f"the clock is {duration_words(abs(offset_s))} {'ahead of' if offset_s > 0 else 'behind'} rank 0's"
+            yield Problem(ranks=host.ranks, text=text, badness=certain_s)

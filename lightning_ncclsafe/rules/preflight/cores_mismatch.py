@@ -5,13 +5,14 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.rules.kit import Checked, Host
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
-_REMEDY = (
-    "Bind each rank to cores of its own: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
-    "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
+
+@check(
+    after="socket-fallback",
+    remedy=(
+        "Bind each rank to cores of its own: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
+        "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
+    ),
 )
-
-
-@check(after="socket-fallback", remedy=_REMEDY)
 def cores_mismatch(view: Checked) -> Iterable[Problem]:
     """A rank may run on fewer cores than Slurm gave it, on a single one, or on some of those of another rank.
 

@@ -1,6 +1,6 @@
 """The cause different-settings: ranks have been given different settings of NCCL, gloo or torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import Checked, Groups, spread
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
@@ -32,14 +32,16 @@ _OF_HOSTS = {
     "UCX_NET_DEVICES",
 }
 _UNSET = "not set"
-_REMEDY = (
-    "Set it in one place for all ranks: exported by the job script before srun, torchrun or mpirun -x starts them, or "
-    "in the container image; look into ~/.bashrc and /etc/nccl.conf of the hosts that deviate."
+
+
+@check(
+    after="gpu-shared",
+    remedy=(
+        "Set it in one place for all ranks: exported by the job script before srun, torchrun or mpirun -x starts them, "
+        "or in the container image; look into ~/.bashrc and /etc/nccl.conf of the hosts that deviate."
+    ),
 )
-
-
-@check(after="gpu-shared", remedy=_REMEDY)
-def different_settings(view: Checked) -> Iterable[Problem]:
+def different_settings(view: Checked) -> Iterator[Problem]:
     """A variable that NCCL, gloo or torch's distributed part reads has not the same value on all ranks.
 
     Symptom:
@@ -55,10 +57,6 @@ def different_settings(view: Checked) -> Iterable[Problem]:
     Cannot see:
         /etc/nccl.conf, and what was changed after the check.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     for name, groups in differing_settings(view).items():
         yield Problem(ranks=groups.deviating, text=f"{name} is {spread(groups)}")
 

@@ -1,6 +1,6 @@
 """The cause different-versions: ranks run different versions of what has to work together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
 from lightning_ncclsafe.rules.kit import Checked, Groups, Severity, spread
@@ -8,14 +8,16 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Between major versions of these the wire format or the order of collectives changes.
 _TOGETHER = ("torch", "nccl")
-_REMEDY = (
-    "Start all ranks in the same environment: one container image or one shared virtual environment, the same module "
-    "loads, and the same driver on all hosts."
+
+
+@check(
+    after="memory-short",
+    remedy=(
+        "Start all ranks in the same environment: one container image or one shared virtual environment, the same "
+        "module loads, and the same driver on all hosts."
+    ),
 )
-
-
-@check(after="memory-short", remedy=_REMEDY)
-def different_versions(view: Checked) -> Iterable[Problem]:
+def different_versions(view: Checked) -> Iterator[Problem]:
     """Versions of torch, NCCL, CUDA, the driver, Lightning or Python, or the models of the GPUs, differ between ranks.
 
     Symptom:
@@ -30,10 +32,6 @@ def different_versions(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Different code of the user's own.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     for name, groups in versions_of(view).items():
         if groups.differ:
             severity = Severity.ERROR if _incompatible(name, groups) else Severity.WARNING

@@ -12,10 +12,13 @@ _LEAST_FILES = 1_000
 _CHECKPOINTS = 2
 # The others make their inodes as they need them and may say that there is none.
 _COUNTS_INODES = ("ext", "xfs", "tmpfs", "overlay")
-_REMEDY = "Free space there, raise the quota, or write elsewhere (default_root_dir, dirpath); keep fewer checkpoints."
 
 
-@check(after="cores-mismatch", remedy=_REMEDY, source="storage")
+@check(
+    after="cores-mismatch",
+    remedy="Free space there, raise the quota, or write elsewhere (default_root_dir, dirpath); keep fewer checkpoints.",
+    source="storage",
+)
 def full_directory(view: Checked) -> Iterable[Problem]:
     """A directory for logs or checkpoints has less room than the run is about to need.
 

@@ -9,13 +9,15 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).
 _OUTLIER = 0.1
-_REMEDY = (
-    "Find what takes this GPU's memory (nvidia-smi) and end it. Where all GPUs lack memory, shard the model (FSDP), "
-    "use a lower precision, or larger GPUs."
+
+
+@check(
+    after="unusable-directory",
+    remedy=(
+        "Find what takes this GPU's memory (nvidia-smi) and end it. Where all GPUs lack memory, shard the model "
+        "(FSDP), use a lower precision, or larger GPUs."
+    ),
 )
-
-
-@check(after="unusable-directory", remedy=_REMEDY)
 def gpu_memory_short(view: Checked) -> Iterable[Problem]:
     """What the model needs is not free on a GPU, or one GPU has much less free memory than its peers.
 

@@ -6,13 +6,15 @@ from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LISTED = 3
-_REMEDY = (
-    "Give every rank a GPU of its own (devices and num_nodes of the Trainer, CUDA_VISIBLE_DEVICES, --gpus-per-node), "
-    "and end the other processes, which may be left over from an earlier run, or take other GPUs."
+
+
+@check(
+    after="gpu-unhealthy",
+    remedy=(
+        "Give every rank a GPU of its own (devices and num_nodes of the Trainer, CUDA_VISIBLE_DEVICES, "
+        "--gpus-per-node), and end the other processes, which may be left over from an earlier run, or take other GPUs."
+    ),
 )
-
-
-@check(after="gpu-unhealthy", remedy=_REMEDY)
 def gpu_shared(view: Checked) -> Iterable[Problem]:
     """Two ranks use one GPU, or processes that are no ranks of this job are on it.
 

@@ -1,20 +1,22 @@
 """The cause gpu-unhealthy: a GPU reports errors, is slowed down, or waits for a repair."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import GpuFacts
 from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _LISTED = 3
-_REMEDY = (
-    "Take this host out of the job and have the GPU reset (nvidia-smi --gpu-reset) or the host rebooted; where it is "
-    "slowed down, look at cooling and power (nvidia-smi -q -d PERFORMANCE)."
+
+
+@check(
+    after="swap-in-use",
+    remedy=(
+        "Take this host out of the job and have the GPU reset (nvidia-smi --gpu-reset) or the host rebooted; where it "
+        "is slowed down, look at cooling and power (nvidia-smi -q -d PERFORMANCE)."
+    ),
 )
-
-
-@check(after="swap-in-use", remedy=_REMEDY)
-def gpu_unhealthy(view: Checked) -> Iterable[Problem]:
+def gpu_unhealthy(view: Checked) -> Iterator[Problem]:
     """The driver reports memory errors, a repair that is due, held-down clocks, Xid errors or a recovery action.
 
     Symptom:
@@ -29,10 +31,6 @@ def gpu_unhealthy(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Errors that the driver does not count; Xid errors where the kernel's log cannot be read.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         words = list(_words(facts.gpu)) if facts.gpu is not None else []
         if words and facts.gpu is not None:

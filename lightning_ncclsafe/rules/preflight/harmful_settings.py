@@ -1,6 +1,6 @@
 """The cause harmful-settings: settings for hunting an error that slow or break a run when they are left in place."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
 from lightning_ncclsafe.rules.kit import Checked, Host, core_shares
@@ -19,14 +19,17 @@ _SLOW_BETWEEN_GPUS = {
 }
 _FEW_RANKS = 8
 _LOOPBACK = {"lo", "=lo"}
-_REMEDY = (
-    "Remove what is no longer needed: NCCL's guide says of its debugging variables that a run may be slow, crash or "
-    "hang where they are left set. For thread pools, set OMP_NUM_THREADS to the cores of a rank less its workers."
+
+
+@check(
+    after="host-under-pressure",
+    remedy=(
+        "Remove what is no longer needed: NCCL's guide says of its debugging variables that a run may be slow, crash "
+        "or hang where they are left set. For thread pools, set OMP_NUM_THREADS to the cores of a rank less its "
+        "workers."
+    ),
 )
-
-
-@check(after="host-under-pressure", remedy=_REMEDY)
-def harmful_settings(view: Checked) -> Iterable[Problem]:
+def harmful_settings(view: Checked) -> Iterator[Problem]:
     """Variables are set that switch off fast paths, write much, or check every call.
 
     Symptom:
@@ -41,10 +44,6 @@ def harmful_settings(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Whether this machine needs one of them to work at all, as some do NCCL_P2P_DISABLE.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     verbose = [rank for rank, facts in view.facts.items() if value_of(facts, "NCCL_DEBUG") == "INFO"]
     for host in view.hosts:
         shares = core_shares(host)

@@ -1,6 +1,6 @@
 """The cause ignored-settings: a variable that nothing reads, or that has another name by now."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
@@ -59,11 +59,10 @@ _IGNORED = {
     "PL_RECONCILE_PROCESS": "is no longer read",
     "PL_INTER_BATCH_PARALLELISM": "is no longer read",
 }
-_REMEDY = "Remove the variable, or use what the sentence names instead."
 
 
-@check(after="harmful-settings", remedy=_REMEDY)
-def ignored_settings(view: Checked) -> Iterable[Problem]:
+@check(after="harmful-settings", remedy="Remove the variable, or use what the sentence names instead.")
+def ignored_settings(view: Checked) -> Iterator[Problem]:
     """A variable is set that has no effect, or is only read under an old name.
 
     Symptom:
@@ -78,10 +77,6 @@ def ignored_settings(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Misspellings nobody has thought of.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         for name, value in facts.settings.items():
             why = _why(name)

@@ -8,13 +8,15 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # As in rules.memory: less than this share left is short, whatever is asked for.
 _SCARCE = 0.05
-_REMEDY = (
-    "Lower num_workers or prefetch_factor of the loaders, or the batch size; keep the dataset out of the processes "
-    "(memory-mapped files); or raise the memory limit (--mem, resources.limits.memory)."
+
+
+@check(
+    after="shm-too-small",
+    remedy=(
+        "Lower num_workers or prefetch_factor of the loaders, or the batch size; keep the dataset out of the processes "
+        "(memory-mapped files); or raise the memory limit (--mem, resources.limits.memory)."
+    ),
 )
-
-
-@check(after="shm-too-small", remedy=_REMEDY)
 def memory_short(view: Checked) -> Iterable[Problem]:
     """The batches that workers hold ready, and a model on the CPU, need more memory than is left.
 

@@ -7,14 +7,16 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 DOCKER_DEFAULT_BYTES = 64 * 2**20
 """What a container gets unless it is told otherwise (docker run --shm-size)."""
-_REMEDY = (
-    "Give the container more shared memory: docker run --shm-size=16g or --ipc=host, 'ipc: host' or shm_size in a "
-    "compose file, an emptyDir with medium: Memory at /dev/shm in Kubernetes; or lower num_workers and "
-    "prefetch_factor of the loaders."
+
+
+@check(
+    after="gpu-memory-short",
+    remedy=(
+        "Give the container more shared memory: docker run --shm-size=16g or --ipc=host, 'ipc: host' or shm_size in a "
+        "compose file, an emptyDir with medium: Memory at /dev/shm in Kubernetes; or lower num_workers and "
+        "prefetch_factor of the loaders."
+    ),
 )
-
-
-@check(after="gpu-memory-short", remedy=_REMEDY)
 def shm_too_small(view: Checked) -> Iterable[Problem]:
     """/dev/shm, through which workers and NCCL hand over data, has less room than the batches in flight need.
 

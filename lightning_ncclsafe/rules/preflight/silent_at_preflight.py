@@ -7,13 +7,16 @@ from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
-_REMEDY = (
-    "Look at this rank's own output: it failed, was never started, or is held up before the check, by imports from a "
-    "slow file system, swapping, or loading the dataset. Compare the launcher's number of ranks with those that run."
+
+@check(
+    after="too-many-workers",
+    remedy=(
+        "Look at this rank's own output: it failed, was never started, or is held up before the check, by imports from "
+        "a slow file system, swapping, or loading the dataset. Compare the launcher's number of ranks with those that "
+        "run."
+    ),
+    source="process",
 )
-
-
-@check(after="too-many-workers", remedy=_REMEDY, source="process")
 def silent_at_preflight(view: Checked) -> Iterable[Problem]:
     """Some ranks did not take part in the check of the hosts.
 

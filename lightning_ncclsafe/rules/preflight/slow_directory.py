@@ -11,13 +11,16 @@ _APPEND_S = 0.010
 _WORST_S = 0.200
 _FSYNC_S = 0.500
 _READ_S = 0.050
-_REMEDY = (
-    "Write logs to a local disk and copy them afterwards, or take them off the training thread (LoggerOffload); copy "
-    "data to a local disk, or read it in larger pieces with more workers; write checkpoints asynchronously."
+
+
+@check(
+    after="ignored-settings",
+    remedy=(
+        "Write logs to a local disk and copy them afterwards, or take them off the training thread (LoggerOffload); "
+        "copy data to a local disk, or read it in larger pieces with more workers; write checkpoints asynchronously."
+    ),
+    source="storage",
 )
-
-
-@check(after="ignored-settings", remedy=_REMEDY, source="storage")
 def slow_directory(view: Checked) -> Iterable[Problem]:
     """Appending to or syncing a directory, or reading from one, takes longer than a training step should wait for it.
 

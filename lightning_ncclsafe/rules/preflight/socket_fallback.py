@@ -6,13 +6,14 @@ from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on
 
-_REMEDY = (
-    "Let NCCL use InfiniBand on every host: devices under /dev/infiniband and libibverbs in the container, all ports "
-    "active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank tells what it takes."
+
+@check(
+    after="different-settings",
+    remedy=(
+        "Let NCCL use InfiniBand on every host: devices under /dev/infiniband and libibverbs in the container, all "
+        "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank tells what it takes."
+    ),
 )
-
-
-@check(after="different-settings", remedy=_REMEDY)
 def socket_fallback(view: Checked) -> Iterable[Problem]:
     """Active InfiniBand ports are not used, or hosts have different numbers of them.
 

@@ -1,15 +1,18 @@
 """The cause swap-on-network: the host swaps to a disk behind a network."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.rules.kit import Checked, Host, most, size_words
+from lightning_ncclsafe.rules.kit import Checked, most, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
-_REMEDY = "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."
 
-
-@check(after="unreachable-interface", remedy=_REMEDY)
-def swap_on_network(view: Checked) -> Iterable[Problem]:
+@check(
+    after="unreachable-interface",
+    remedy=(
+        "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."
+    ),
+)
+def swap_on_network(view: Checked) -> Iterator[Problem]:
     """Swap space lies on a network file system or device.
 
     Symptom:
@@ -25,13 +28,9 @@ def swap_on_network(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Network disks that the host sees as local ones, as in some virtual machines.
     """
-    problems = (problem for host in view.hosts for problem in _problems(host))
-    return problems
-
-
-def _problems(host: Host) -> Iterator[Problem]:
-    devices = sorted({device for one in host.facts.values() for device in one.swap.on_network})
-    if devices:
-        used = most((one.swap.used_bytes for one in host.facts.values()), 0)
-        text = f"swap is on a network ({', '.join(devices)}), {size_words(used)} of it in use"
-        yield Problem(ranks=host.ranks, text=text, badness=float(used))
+    for host in view.hosts:
+        devices = sorted({device for one in host.facts.values() for device in one.swap.on_network})
+        if devices:
+            used = most((one.swap.used_bytes for one in host.facts.values()), 0)
+            text = f"swap is on a network ({', '.join(devices)}), {size_words(used)} of it in use"
+            yield Problem(ranks=host.ranks, text=text, badness=float(used))

@@ -1,6 +1,6 @@
 """The cause too-few-open-files: the limit of open files does not suffice for the loaders' workers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import Checked
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
@@ -11,14 +11,16 @@ _PER_WORKER = 5
 _PER_BATCH = 2
 _ENOUGH = 4_096
 _MANY_WORKERS = 8
-_REMEDY = (
-    "Raise the soft limit before the run (ulimit -n 65536, LimitNOFILE= of a service, --ulimit nofile= of a "
-    "container), or call torch.multiprocessing.set_sharing_strategy('file_system')."
+
+
+@check(
+    after="full-directory",
+    remedy=(
+        "Raise the soft limit before the run (ulimit -n 65536, LimitNOFILE= of a service, --ulimit nofile= of a "
+        "container), or call torch.multiprocessing.set_sharing_strategy('file_system')."
+    ),
 )
-
-
-@check(after="full-directory", remedy=_REMEDY)
-def too_few_open_files(view: Checked) -> Iterable[Problem]:
+def too_few_open_files(view: Checked) -> Iterator[Problem]:
     """The soft limit of open files is below what workers and their batches need, or below 4,096 with many workers.
 
     Symptom:
@@ -33,10 +35,6 @@ def too_few_open_files(view: Checked) -> Iterable[Problem]:
     Cannot see:
         How many tensors a batch has, and files that the dataset keeps open.
     """
-    return _problems(view)
-
-
-def _problems(view: Checked) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         limit, workers = facts.open_files_limit, facts.load.loader_workers or 0
         need = (facts.open_files or 0) + workers * _PER_WORKER + (facts.load.batches_in_flight or 0) * _PER_BATCH

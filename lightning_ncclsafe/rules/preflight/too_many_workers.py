@@ -1,20 +1,22 @@
 """The cause too-many-workers: loader workers and threads have fewer cores than they keep busy."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.rules.kit import Checked, Host, Severity, core_pools, core_shares, threads, total
+from lightning_ncclsafe.rules.kit import Checked, Severity, core_pools, core_shares, threads, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0
 _ROUNDING = 1e-6  # shares are sums of fractions
-_REMEDY = (
-    "Lower num_workers of the loaders (validation loaders with persistent workers count too), or give each rank more "
-    "cores (--cpus-per-task); LoaderTuner leaves four for each core at most."
+
+
+@check(
+    after="different-versions",
+    remedy=(
+        "Lower num_workers of the loaders (validation loaders with persistent workers count too), or give each rank "
+        "more cores (--cpus-per-task); LoaderTuner leaves four for each core at most."
+    ),
 )
-
-
-@check(after="different-versions", remedy=_REMEDY)
-def too_many_workers(view: Checked) -> Iterable[Problem]:
+def too_many_workers(view: Checked) -> Iterator[Problem]:
     """The workers and threads of all ranks on a host are more than the cores that they may run on.
 
     Symptom:
@@ -30,19 +32,15 @@ def too_many_workers(view: Checked) -> Iterable[Problem]:
     Cannot see:
         Other jobs on the host, and workers that mostly wait for storage and need less than a core.
     """
-    problems = (problem for host in view.hosts for problem in _problems(host))
-    return problems
-
-
-def _problems(host: Host) -> Iterator[Problem]:
-    shares = core_shares(host)
-    for pool in core_pools(host):
-        ranks = tuple(rank for rank in pool if rank in shares)
-        cores = sum(shares[rank] for rank in ranks)
-        workers = total(host.facts[rank].load.loader_workers for rank in ranks)
-        busy = sum(threads(host.facts[rank], shares[rank]) for rank in ranks)
-        if workers > 0 and workers + busy > cores + _ROUNDING:
-            yield _problem(ranks, workers, busy, cores)
+    for host in view.hosts:
+        shares = core_shares(host)
+        for pool in core_pools(host):
+            ranks = tuple(rank for rank in pool if rank in shares)
+            cores = sum(shares[rank] for rank in ranks)
+            workers = total(host.facts[rank].load.loader_workers for rank in ranks)
+            busy = sum(threads(host.facts[rank], shares[rank]) for rank in ranks)
+            if workers > 0 and workers + busy > cores + _ROUNDING:
+                yield _problem(ranks, workers, busy, cores)
 
 
 def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> Problem:

@@ -12,13 +12,15 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 _IPV4_PREFIX = 16
 _IPV6_PREFIX = 48
 _LOOPBACK = ("lo", "lo0")
-_REMEDY = (
-    "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
-    "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+
+
+@check(
+    after="silent-at-preflight",
+    remedy=(
+        "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
+        "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+    ),
 )
-
-
-@check(after="silent-at-preflight", remedy=_REMEDY)
 def unreachable_interface(view: Checked) -> Iterable[Problem]:
     """A named interface is not there; hosts have none, the same address, different networks or other speeds.
 

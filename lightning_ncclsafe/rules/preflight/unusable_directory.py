@@ -9,13 +9,15 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 # How the probe puts it where it ran out of time, so that the directory may answer yet, and where there is no directory.
 _UNANSWERED = ("no answer", "without an answer")
 _NOT_TRIED = "not tried"
-_REMEDY = (
-    "Mount the directory on every host and let the job's user write there (ls -ld, df; -v of docker run), or choose "
-    "another one (default_root_dir, the logger's save_dir, dirpath)."
+
+
+@check(
+    remedy=(
+        "Mount the directory on every host and let the job's user write there (ls -ld, df; -v of docker run), or "
+        "choose another one (default_root_dir, the logger's save_dir, dirpath)."
+    ),
+    source="storage",
 )
-
-
-@check(remedy=_REMEDY, source="storage")
 def unusable_directory(view: Checked) -> Iterable[Problem]:
     """Trying out a directory for logs, checkpoints or data failed.
 

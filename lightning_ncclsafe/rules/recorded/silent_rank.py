@@ -31,14 +31,17 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-_REMEDY = (
-    "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own output "
-    "and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), waits for data, "
-    "has had one batch less, or is dead. If it has only been ended before it could speak, read the logs of all ranks. "
-) + LOOK_THERE
 
-
-@recorded_rule(after="network-cut", remedy=_REMEDY)
+@recorded_rule(
+    after="network-cut",
+    remedy=(
+        "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own "
+        "output and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "waits for data, has had one batch less, or is dead. If it has only been ended before it could speak, read the "
+        "logs of all ranks. "
+    )
+    + LOOK_THERE,
+)
 def silent_rank(view: Timeline) -> Iterator[Finding]:
     """Ranks that time out name a collective; a member of that group never says a word about it.
 

@@ -8,15 +8,18 @@ from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
-_REMEDY = (
-    "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
-    "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one another "
-    "in a circle, pair each send with its receive in dist.batch_isend_irecv. "
-) + LOOK_THERE
 _LISTED = 6
 
 
-@recorded_rule(after="host-stuck", remedy=_REMEDY)
+@recorded_rule(
+    after="host-stuck",
+    remedy=(
+        "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
+        "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one "
+        "another in a circle, pair each send with its receive in dist.batch_isend_irecv. "
+    )
+    + LOOK_THERE,
+)
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in sends and receives of which the other side is not called, because it waits for them in turn.
 
