@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
 

@@ -15,9 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.absent import idle_behind
-from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
+from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
+from lightning_ncclsafe.rules.recorded.questions import gone, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, recorded
 
 SET_UP = "the set-up of the NCCL communicator"

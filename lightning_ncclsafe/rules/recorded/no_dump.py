@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (

@@ -13,11 +13,9 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.absent import idle_behind
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind, lines_of, stated
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
 from lightning_ncclsafe.rules.recorded.standstill import has_dumps
-from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,

@@ -16,10 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.absent import Absence, absences
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import Absence, absences, compared, gone, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
-from lightning_ncclsafe.rules.recorded.stated import compared, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
