@@ -106,7 +106,7 @@ class Findings:
 Superseded = Callable[[Finding, Findings], bool]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rule(Generic[V]):
     """A rule and what it declares.
 
@@ -134,6 +134,9 @@ class Rule(Generic[V]):
     superseded: Superseded | None = None
     reads_exceptions: bool = False
     is_of_machine: bool = False
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name!r})"
 
     def __call__(self, view: V) -> tuple[Finding, ...]:
         """What it finds in a job; worked out once."""
