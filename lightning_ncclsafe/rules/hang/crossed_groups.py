@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     group_words,
     hang_rule,
+    is_in,
     ranks_words,
     verb,
     wait_words,
@@ -68,14 +69,10 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, circle)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Who makes one waits for the others; who is at work may merely be late for it.
-    making = tuple(rank for rank in view.waiting if _makes_group(view.facts[rank]))
+    making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
     if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _made_apart(view, making, made)
-
-
-def _makes_group(facts: RankFacts) -> bool:
-    return any(GROUP_CREATION.has(frame.file, frame.function) for frame in facts.stack)
 
 
 def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:

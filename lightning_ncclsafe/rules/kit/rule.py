@@ -208,7 +208,11 @@ class Rules(Generic[V]):
         reads_exceptions: bool = False,
         is_of_machine: bool = False,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
-        """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`."""
+        """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`.
+
+        Raises:
+            ValueError: If another module declares a rule of that name.
+        """
 
         def register(ask: Callable[[V], Iterable[Finding]]) -> Rule[V]:
             rule = Rule(
@@ -223,6 +227,9 @@ class Rules(Generic[V]):
                 reads_exceptions=reads_exceptions,
                 is_of_machine=is_of_machine,
             )
+            known = self._by_name.setdefault(rule.name, rule)
+            if known.ask.__module__ != ask.__module__:
+                raise ValueError(f"the rule {rule.name} is declared in {known.ask.__module__} and in {ask.__module__}")
             self._by_name[rule.name] = rule
             return rule
 
