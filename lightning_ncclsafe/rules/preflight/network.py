@@ -1,4 +1,4 @@
-"""The cause unreachable-interface: the interfaces that ranks would take do not lead to each other."""
+"""Interfaces by which hosts do not reach each other, or not as fast as they could."""
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator
@@ -7,18 +7,21 @@ from dataclasses import replace
 from lightning_ncclsafe.facts import PreflightFacts
 from lightning_ncclsafe.rules.kit import Checked, Confidence, Severity, spread
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
+from lightning_ncclsafe.rules.preflight.settings import switched_on
 
 # How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.
 _IPV4_PREFIX = 16
 _IPV6_PREFIX = 48
 _LOOPBACK = ("lo", "lo0")
-_REMEDY = (
-    "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
-    "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+
+
+@check(
+    after="silent-at-preflight",
+    remedy=(
+        "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
+        "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+    ),
 )
-
-
-@check(after="silent-at-preflight", remedy=_REMEDY)
 def unreachable_interface(view: Checked) -> Iterable[Problem]:
     """A named interface is not there; hosts have none, the same address, different networks or other speeds.
 
@@ -123,3 +126,49 @@ def _network(address: str | None) -> str | None:
 def _speed(facts: PreflightFacts) -> str | None:
     words = _words(facts)
     return " ".join(words[1:3]) if len(words) > 2 and words[2].endswith("/s") else None
+
+
+@check(
+    after="different-settings",
+    remedy=(
+        "Let NCCL use InfiniBand on every host: devices under /dev/infiniband and libibverbs in the container, all "
+        "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank tells what it takes."
+    ),
+)
+def socket_fallback(view: Checked) -> Iterable[Problem]:
+    """Active InfiniBand ports are not used, or hosts have different numbers of them.
+
+    Symptom:
+        Collectives are many times slower than they should be; or the first one hangs, as some ranks wait on
+        InfiniBand and others on sockets.
+
+    Cause:
+        A container without the devices or libraries of InfiniBand, a port that is down, a host of another kind.
+
+    Remedy:
+        The same working ports on all hosts.
+
+    Cannot see:
+        Whether the ports reach each other; other fast networks than InfiniBand and RoCE.
+    """
+    return (*_unused(view), *_unequal(view)) if view.several else ()
+
+
+def _unused(view: Checked) -> Iterator[Problem]:
+    for rank, facts in view.facts.items():
+        network = facts.network
+        # Where the variable says so, it is told of as what it is: a harmful setting.
+        if network.infiniband_active > 0 and network.infiniband_off and not switched_on(facts, "NCCL_IB_DISABLE"):
+            text = f"NCCL would not use {_ports(network.infiniband_active)}: {network.infiniband_off.rstrip('.')}"
+            yield Problem(ranks=(rank,), text=text, badness=1.0)
+
+
+def _unequal(view: Checked) -> Iterator[Problem]:
+    groups = view.by(lambda facts: facts.network.infiniband_active)
+    usual = groups.parts[0][0] if groups.parts else 0
+    for count, ranks in groups.parts[1:]:
+        yield Problem(ranks=ranks, text=f"{_ports(count)}, other hosts have {usual:,}", badness=float(count == 0))
+
+
+def _ports(count: int) -> str:
+    return f"{count or 'no':} active InfiniBand {'port' if count == 1 else 'ports'}"
