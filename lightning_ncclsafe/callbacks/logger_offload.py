@@ -87,7 +87,7 @@ class LoggerOffloadHooks:
             if goes_to_storage(logger):
                 self._start(logger, parts.offloads)
             else:
-                parts.trials.append(CallTimer(logger, partial(self._start, logger, parts.slow)))
+                parts.timers.append(CallTimer(logger, partial(self._start, logger, parts.slow)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Comes first from now on, once there is something to catch up with."""
@@ -132,8 +132,8 @@ class LoggerOffloadHooks:
 
     def _end(self, trainer: Trainer, *, for_good: bool = False) -> None:
         parts = self._parts.pop(id(trainer), _Parts())
-        for trial in parts.trials:
-            trial.end()
+        for timer in parts.timers:
+            timer.end()
         for logger, offload in [*parts.offloads, *parts.slow]:
             offload.ending = True
             # The Trainer has others by now, and finalizes only those.
@@ -148,6 +148,6 @@ class _Parts:
     """What was put between the loggers of one Trainer and their callers."""
 
     offloads: list[tuple[Logger, Offload]] = field(default_factory=list)
-    trials: list[CallTimer] = field(default_factory=list)
+    timers: list[CallTimer] = field(default_factory=list)
     # Offloads of those that have proved slow: they may be read from memory.
     slow: list[tuple[Logger, Offload]] = field(default_factory=list)

@@ -130,7 +130,7 @@ class LocalDestination:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:
             if _device_of(path.parent) != self._device:
-                raise OSError(f"the file system that {self.path} was on is not mounted any more") from None
+                raise OSError(f"the file system that {self.path} was on is no longer mounted") from None
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o666)
 

@@ -61,7 +61,7 @@ class Ledger:
         kind = f"{name} {type(error).__name__}"
         if kind not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(kind)
-            self._say(f"{self.last_failure}; it is left out, training goes on")
+            self._say(f"{self.last_failure}; it is left out, and training goes on")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """The same of something that the storage or server was given, and has refused for good."""
@@ -73,16 +73,16 @@ class Ledger:
         """The storage or server does not take what it is given; said once."""
         self._say_once(
             "storage",
-            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, it is tried"
-            f" again, what is logged waits in {staging}",
+            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, the write is"
+            f" retried, and what is logged waits in {staging}",
         )
 
     def say_staging_fault(self, error: OSError) -> None:
         """Local staging cannot be written to; said once."""
         self._say_once(
             "staging",
-            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, what is logged waits in memory,"
-            " and until staging works again does not survive the end of this process by force",
+            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, and what is logged waits in"
+            " memory; until staging works again, it is lost if this process is killed",
         )
 
     def _say_once(self, kind: str, text: str) -> None:
@@ -114,13 +114,13 @@ def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     text = (
         f"{facts.logger} wrote {facts.points} point{'s' * (facts.points != 1)}{media}{to}"
         f" ({facts.thinned} thinned, {facts.dropped} dropped); longest write {facts.longest_write_s:.3g} s;"
-        f" training waited {facts.waited_s:.3g} s for it, its end {facts.finalize_s:.3g} s"
+        f" training waited {facts.waited_s:.3g} s for it, and the end of the run {facts.finalize_s:.3g} s"
     )
     if facts.faults:
         text += f"\n{facts.faults} failure{'s' * (facts.faults != 1)}, the last: {facts.last_fault}"
     if not is_done:
         text += f"\nnot everything could be written in time: {size_words(facts.staged_bytes)} wait in {facts.staging};"
-        text += f" if this process ends before they are written: ncclsafe logs recover {facts.staging}"
+        text += f" if this process ends before they are written, run: ncclsafe logs recover {facts.staging}"
         if facts.memory_bytes:
-            text += f"\n{size_words(facts.memory_bytes)} are still in memory, and are lost with this process"
+            text += f"\n{size_words(facts.memory_bytes)} are still in memory and are lost when this process ends"
     return text

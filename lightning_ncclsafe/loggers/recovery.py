@@ -180,7 +180,7 @@ def _written_down(frame: StagedFrame, name: str) -> StagedFrame:
         row = {**values, "step": said.get("step"), "time": said.get("created")}
         return replace(frame, kind="rows", file=f"{name}.csv", body=json.dumps(row).encode())
     if not frame.body:
-        said = {"lost": "what it was called with was in the memory of the process only"}
+        said = {"lost": "its arguments were only in the memory of the process"}
     line = json.dumps({**said, "call": frame.file}).encode()
     return replace(frame, kind="append", file=f"{name}.jsonl", body=line + b"\n")
 
@@ -195,8 +195,8 @@ def _file_name(manifest: Manifest) -> str:
 
 def _who_is_at_it(folder: Path, manifest: Manifest) -> str:
     if not folder.exists():
-        return "it is gone: another recovery has just brought it to storage, or somebody has removed it"
-    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is at it"
+        return "it is gone: another recovery has just delivered it, or somebody has removed it"
+    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is working on it"
 
 
 def _check_staging(folder: Path) -> None:
@@ -214,7 +214,9 @@ def _check_staging(folder: Path) -> None:
 def _check_is_there(to: str, root: str) -> None:
     """What is written below the mount point of a file system that is not mounted would never be seen again."""
     if "://" not in to and not any(map(os.path.isdir, (to, root))):
-        raise StagingError(f"{root or to} is not there; if it is to be mounted, mount it, else make it again: mkdir -p")
+        raise StagingError(
+            f"{root or to} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p"
+        )
 
 
 @contextmanager

@@ -98,14 +98,14 @@ def read_manifest(folder: Path) -> Manifest:
         _check_owner(folder)
         said = _manifest_text(folder)
     except (OSError, ValueError, RecursionError) as error:
-        raise StagingError(f"{folder} is no local staging of ncclsafe, or damaged: {error}") from error
+        raise StagingError(f"{folder} is not a staging folder of ncclsafe, or is damaged: {error}") from error
     schema = said.pop("schema", None) if isinstance(said, dict) else None
     if schema != SCHEMA:
         raise StagingError(f"{folder} has schema {schema!r:.50}; this version of ncclsafe reads schema {SCHEMA}.")
     expected = {field.name: int if field.name in ("pid", "created_ns") else str for field in fields(Manifest)}
     is_typed = {name: type(value) for name, value in said.items()} == expected
     if not is_typed or not _makes_sense(**said):
-        raise StagingError(f"{folder / MANIFEST} is damaged: it says {repr(said)[:200]}")
+        raise StagingError(f"{folder / MANIFEST} is damaged: it contains {repr(said)[:200]}")
     return Manifest(**said)
 
 
@@ -160,7 +160,7 @@ def _is_absolute(path: str) -> bool:
 def _check_owner(folder: Path) -> None:
     """What is read there is written to where its manifest says, with all rights of this user."""
     if stat.S_IMODE(folder.stat().st_mode) & 0o022:
-        raise PermissionError(f"others may write to it; if what is in it is yours: chmod go-w {folder}")
+        raise PermissionError(f"others can write to it; if what is in it is yours, run: chmod go-w {folder}")
     for path in (folder, *folder.iterdir()):
         # Another process may be at work there.
         with suppress(FileNotFoundError):
@@ -408,12 +408,12 @@ def _make_one_private(folder: Path, *, with_parents: bool) -> None:
     found = folder.lstat()
     instead = "set LoggerOffload(staging_dir=...)"
     if not stat.S_ISDIR(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"
-        raise PermissionError(f"{folder} is {what}; {instead}, to where it leads for instance")
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
+        raise PermissionError(f"{folder} is {what}; {instead}, for instance to its target")
     if found.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to user {found.st_uid}; {instead}")
     default = default_staging_dir()
     if folder in (default, default.parent) and stat.S_IMODE(found.st_mode) & 0o077:
         folder.chmod(0o700)
     elif stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"others may write to {folder}: chmod go-w {folder}, or {instead}")
+        raise PermissionError(f"others can write to {folder}: run chmod go-w {folder}, or {instead}")

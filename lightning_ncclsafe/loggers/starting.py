@@ -240,4 +240,4 @@ def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) 
                     f" {found.logger} had staged: they are in {done.to}"
                 )
             if done.problem and not done.is_busy:
-                say_on_stderr(f"what an earlier run of {found.logger} has left in {folder} stays there: {done.problem}")
+                say_on_stderr(f"what an earlier run of {found.logger} left in {folder} stays there: {done.problem}")

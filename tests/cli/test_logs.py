@@ -182,7 +182,7 @@ def test_a_directory_that_is_gone_is_still_found_in_staging(default: Path, logs:
     code, _, err = recover(logs)
     assert code == 1
     assert err == (
-        f"error: {logs} is not there; if it is to be mounted, mount it, else make it again: mkdir -p;"
+        f"error: {logs} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p;"
         f" what is not on storage is still in {folder}\n"
     )
 

@@ -391,7 +391,7 @@ def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[
 @pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
 def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callable[..., None]) -> None:
     destination = LocalDestination(str(logs), device=logs.parent.stat().st_dev + 1)
-    with pytest.raises(OSError, match=f"the file system that {logs} was on is not mounted any more"):
+    with pytest.raises(OSError, match=f"the file system that {logs} was on is no longer mounted"):
         write(destination, "f", b"data")
     assert not logs.exists()
 

@@ -190,7 +190,7 @@ def test_what_was_not_encoded_in_time_is_said_and_still_written(
     for step in range(3):
         logger.experiment.add_image("image", torch.rand(3, 128, 128), step)
     end(logger, offload)
-    assert "still in memory, and are lost with this process" in said[-1]
+    assert "still in memory and are lost when this process ends" in said[-1]
     assert not offload.ended.is_set()
     goes_on.set()
     assert offload.ended.wait(LONG_S)

@@ -424,7 +424,7 @@ def test_nothing_is_written_below_a_mount_point_without_its_mount(tmp_path: Path
     made = manifest(tmp_path, root=f"{tmp_path}/mnt/logs", destination=f"{tmp_path}/mnt/logs/version_0")
     (tmp_path / "mnt").mkdir()
     folder = left(tmp_path / "staging", made, append("1"))
-    assert recover(folder).problem.startswith(f"{tmp_path}/mnt/logs is not there")
+    assert recover(folder).problem.startswith(f"{tmp_path}/mnt/logs does not exist")
     assert list((tmp_path / "mnt").iterdir()) == []
     (tmp_path / "mnt" / "logs").mkdir()
     assert recover(folder).points == 1
@@ -497,7 +497,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, logs: Path, s
 def test_staging_that_others_may_write_to_is_refused(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     folder.chmod(0o770)
-    with pytest.raises(StagingError, match="others may write to it"):
+    with pytest.raises(StagingError, match="others can write to it"):
         recover(folder)
     folder.chmod(0o750)
     assert recover(folder).points == 1
@@ -568,13 +568,13 @@ def test_a_directory_of_the_users_that_is_open_to_others_is_refused_and_left_so(
     staging = tmp_path / "staging"
     staging.mkdir()
     staging.chmod(0o775)
-    with pytest.raises(PermissionError, match="others may write to"):
+    with pytest.raises(PermissionError, match="others can write to"):
         make_staging(staging, manifest(tmp_path))
     assert staging.stat().st_mode & 0o777 == 0o775
     staging.chmod(0o755)
     make_staging(staging, manifest(tmp_path))
     (tmp_path / "file").write_text("")
-    with pytest.raises(PermissionError, match="is no directory"):
+    with pytest.raises(PermissionError, match="is not a directory"):
         make_staging(tmp_path / "file", manifest(tmp_path))
 
 
