@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ncclsafe.facts import LoggerFacts
-from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
+from lightning_ncclsafe.loggers.ledger import is_worth_saying, summary
 
 FACTS = LoggerFacts(
     logger="CSVLogger",

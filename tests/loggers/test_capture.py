@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ncclsafe.loggers.copies import Copied
+from lightning_ncclsafe.loggers.capture import Copied
 
 Pair = namedtuple("Pair", "left right")
 
