@@ -4,6 +4,7 @@
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
+# make upstream let Lightning's own tests run with its classes and with ours in their place (an hour and a half)
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo hangs test suite lint matrix bench soak faults clients gpu install clean
+.PHONY: demo hangs test suite lint matrix bench soak faults clients upstream gpu install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -72,6 +73,10 @@ faults: $(INSTALLED)
 # CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
 clients: $(INSTALLED)
 	$(BIN)/python tests/programs/clients/run.py $(CLIENTS)
+
+# UPSTREAM takes options: make upstream UPSTREAM="--only strategies trainer/test_trainer.py --checkout ../pytorch-lightning"
+upstream: $(INSTALLED)
+	$(BIN)/python tests/programs/upstream/compare.py $(UPSTREAM)
 
 # See tests/programs/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)
