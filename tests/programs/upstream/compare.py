@@ -7,7 +7,6 @@ with both. Where ours then pass less often, it is a difference, which is expecte
 """
 
 import argparse
-import fnmatch
 import importlib.metadata
 import itertools
 import json
@@ -32,6 +31,7 @@ from outcomes import END, Outcome, noted, outcomes  # noqa: E402
 ROOT = PROGRAM.parents[2]
 RUNS = ROOT / "runs" / "upstream"
 REPOSITORY = "https://github.com/Lightning-AI/pytorch-lightning"
+TESTS = "tests/tests_pytorch"
 REQUIREMENTS = (
     "pytest<9.1",
     "pytest-timeout",
@@ -83,7 +83,7 @@ VERDICTS = ("same pass", "skipped", "both failed", "stock failed", "fails now an
 
 def reason_of(test: str) -> str:
     """Why a test is expected to fail with ours."""
-    return next((reason for pattern, reason in KNOWN.items() if fnmatch.fnmatchcase(test, pattern)), "")
+    return KNOWN.get(test.removeprefix(f"{TESTS}/").partition("[")[0], "")
 
 
 class Tests:
@@ -91,8 +91,7 @@ class Tests:
 
     def __init__(self, python: Path, checkout: Path) -> None:
         self._python = python
-        self._prefix = "tests/tests_pytorch"
-        self._folder = checkout / self._prefix
+        self._folder = checkout / TESTS
 
     def together(self, arm: str, path: str, notes: Path) -> dict[str, Outcome]:
         """Those of a file or folder that may share a process; past one that has ended it, it is started again."""
@@ -121,7 +120,7 @@ class Tests:
     def alone(self, arm: str, test: str, notes: Path) -> dict[str, Outcome]:
         """One test in a process of its own."""
         notes.unlink(missing_ok=True)
-        path = test.removeprefix(f"{self._prefix}/")
+        path = test.removeprefix(f"{TESTS}/")
         self._run(arm, [path], notes, PL_RUN_STANDALONE_TESTS="1")
         if not outcomes(notes):
             # It is not marked as standalone, and with that variable all others are left out.
@@ -189,12 +188,16 @@ def compared(tests: Tests, paths: Sequence[str], again: int) -> list[Compared]:
     return told
 
 
+def folder_of(test: str) -> str:
+    return test.removeprefix(f"{TESTS}/").partition("/")[0]
+
+
 def table(told: Sequence[Compared]) -> str:
     """As it stands in the documentation."""
     rows = [f"| | tests | with ours in place | {' | '.join(VERDICTS)} |", f"|---|{'---|' * (2 + len(VERDICTS))}"]
-    folders = sorted({one.test.split("/")[2] for one in told})
+    folders = sorted({folder_of(one.test) for one in told})
     for folder in [*folders, ""]:
-        its = [one for one in told if not folder or one.test.split("/")[2] == folder]
+        its = [one for one in told if not folder or folder_of(one.test) == folder]
         counts = Counter(one.verdict for one in its)
         used = sum(one.ours.used_ours for one in its)
         cells = [folder or "all", len(its), used, *(counts[verdict] for verdict in VERDICTS)]

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 
 from compare import OURS, STOCK, Compared, table  # noqa: E402
+from known import KNOWN  # noqa: E402
 from outcomes import Outcome, outcomes  # noqa: E402
 
 TEST = "tests/tests_pytorch/strategies/test_ddp.py::test_it"
@@ -83,6 +84,12 @@ def test_a_test_that_passes_with_stock_only_is_a_difference(
     one = Compared(TEST, stock, ours, again)
     assert one.verdict == verdict
     assert "| strategies | 1 | 0 |" in table([one])
+
+
+def test_a_difference_with_a_reason_is_known() -> None:
+    for test in KNOWN:
+        assert Compared(f"tests/tests_pytorch/{test}[cpu-1]", PASSED, FAILED).verdict == "known"
+        assert Compared(f"tests/tests_pytorch/{test}[cpu-1]", PASSED, PASSED).verdict == "same pass"
 
 
 @pytest.mark.timeout(180)
