@@ -170,8 +170,10 @@ def compared(tests: Tests, paths: Sequence[str], again: int) -> list[Compared]:
     of_arms: dict[str, dict[str, Outcome]] = {arm: {} for arm in ARMS}
     for path, arm in itertools.product(paths, ARMS):
         notes, began = RUNS / f"{path.replace('/', '-')}.{arm}.jsonl", time.monotonic()
-        of_arms[arm] |= tests.together(arm, path, notes)
-        of_arms[arm] |= tests.standalone(arm, path, notes.with_suffix(".standalone.jsonl"))
+        found = tests.together(arm, path, notes)
+        if not found:
+            sys.exit(f"There are no tests in {path}, or they cannot be run; see {notes.with_suffix('.log')}.")
+        of_arms[arm] |= found | tests.standalone(arm, path, notes.with_suffix(".standalone.jsonl"))
         print(f"{path}: {arm}, {time.monotonic() - began:.0f} s", flush=True)
     nothing = Outcome("not run")
     told = [
