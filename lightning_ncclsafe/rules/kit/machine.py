@@ -29,11 +29,14 @@ _CHANNELS = (
     (Wait.DRIVER, r"_?nv(?!me)|uvm_|os_acquire|amdgpu|kfd_|rm_"),
     (
         Wait.NETWORK_STORAGE,
-        "nfs|__nfs|rpc_|ll_|cl_sync|cl_lock|ptlrpc|osc_|ldlm|ceph|cifs|smb|wait_for_response|gpfs|mmfs|cxi|fhgfs|beegfs|p9_|v9fs|fuse|__fuse|request_wait_answer|afs_|orangefs",
+        r"nfs|__nfs|rpc_|ll_|cl_sync|cl_lock|ptlrpc|osc_|ldlm|ceph|cifs|smb|wait_for_response|gpfs|mmfs|cxi|fhgfs|beegfs"
+        r"|p9_|v9fs|fuse|__fuse|request_wait_answer|afs_|orangefs",
     ),
     (
         Wait.STORAGE,
-        "io_schedule|folio_wait|folio_lock|__folio|wait_on_page|__lock_page|wait_on_bit|__wait_on_b|bit_wait_io|jbd2|ext4|xfs|btrfs|f2fs|zfs|txg_|cv_wait|blk_|blkdev|submit_bio|bio_|balance_dirty|wb_wait|filemap|sync_|vfs_|do_fsync|percpu_rwsem_wait|sb_start|rq_qos|wbt_|dm_|md_|raid|nvme|scsi|dio_|__blockdev|iomap|do_get_write|read_extent",
+        r"io_schedule|folio_wait|folio_lock|__folio|wait_on_page|__lock_page|wait_on_bit|__wait_on_b|bit_wait_io|jbd2|ext4"
+        r"|xfs|btrfs|f2fs|zfs|txg_|cv_wait|blk_|blkdev|submit_bio|bio_|balance_dirty|wb_wait|filemap|sync_|vfs_|do_fsync"
+        r"|percpu_rwsem_wait|sb_start|rq_qos|wbt_|dm_|md_|raid|nvme|scsi|dio_|__blockdev|iomap|do_get_write|read_extent",
     ),
     (Wait.PIPE, r"pipe_|anon_pipe|wait_for_partner|fifo_open"),
 )
