@@ -157,7 +157,7 @@ def test_the_answer_comes_first() -> None:
     text = Page(html_of(MANY)).text
     first = text[: text.index("Where ranks stand")]
     for part in (
-        "rank-zero-only-work Rank 0 certain warning Rank 0 works alone under",
+        "rank-zero-only-work Rank 0 certain warning Rank 0 is working alone under",
         "Line /home/me/project/model.py:93 in evaluate score = self.score(image)",
         "What to do Share this work among all ranks",
         "Who waits Ranks 1-1023",
