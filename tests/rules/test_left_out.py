@@ -130,7 +130,7 @@ def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:
     past = replace(GLOO.finished(1, seq=60, batch=19), steps=steps)
     finding = first(job(*(past if n == 1 else in_backward(GLOO, n) for n in range(4))))
     assert (finding.rule, finding.ranks, finding.location) == ("unused-parameters", (1,), RETURN)
-    assert "its loss was computed from nothing that has parameters" in finding.summary
+    assert "its loss depends on no parameters" in finding.summary
 
 
 def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 3, **changed: str) -> RankFacts:
@@ -155,7 +155,7 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
     finding = first(job(others[0], ended, *others[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
-    assert "max_epochs is 2 there since it trains, and was 6" in finding.summary
+    assert "max_epochs is 2 there since training began, and was 6" in finding.summary
     assert finding.location == RETURN
     alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))

@@ -109,7 +109,7 @@ def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, 
     facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
     finding = first(facts)
     assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
-    assert ("has left out all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
+    assert ("skipped all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
 
 
 def test_two_lines_of_the_users_say_nothing_of_who_is_wrong() -> None:
@@ -167,8 +167,8 @@ def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:
 def test_what_gloo_has_said_last_is_told_with_its_sizes() -> None:
     finding = first(_aborted(57, said=WHAT))
     assert rules(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
-    assert "as gloo has ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
-    assert f"The last that was said there: {WHAT}" in [item.text for item in finding.evidence]
+    assert "as gloo ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
+    assert f"Last output on stderr: {WHAT}" in [item.text for item in finding.evidence]
 
 
 def test_gloos_own_word_is_enough() -> None:
@@ -184,12 +184,12 @@ def test_lines_that_differ_are_different_collectives() -> None:
     facts = _aborted(30)
     finding = first(facts)
     assert rules(facts) == {"diverged-collectives": LIKELY}
-    assert "rank 1 has ended itself (SIGABRT) at train.py:30 in export, as gloo ends one" in finding.summary
+    assert "rank 1 aborted itself (SIGABRT) at train.py:30 in export, as gloo ends a process" in finding.summary
     assert "while rank 0 was at train.py:57 in training_step: these are different collectives." in finding.summary
     assert finding.ranks == (0, 1)
     alone = first(_aborted(30, ZERO))
     assert (alone.ranks, alone.location.rpartition("/")[2]) == ((1,), "train.py:30 in export")
-    assert "Rank 1 stood under `if rank == 0:` (line 30)." in alone.summary
+    assert "Rank 1 was under `if rank == 0:` (line 30)." in alone.summary
 
 
 def test_who_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:

@@ -220,7 +220,7 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
-    stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
+    where = f"{capitalised(ranks_words(ranks[:1]))} {_is_at(view, ranks[0])}"
     # That they differ is seen; which of two is out of step is concluded, unless the source says it, and so is the line
     # where what these ranks have called is not the user's.
     called = [call for rank, call in split.calls.items() if rank in ranks]
@@ -235,7 +235,7 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
             (
                 f"{capitalised(text)}: these can never complete together.",
                 gone,
-                f"{stands}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+                f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
                 skipped,
             )
         ),
@@ -267,10 +267,10 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     )
 
 
-def _stands(view: Timeline, rank: int) -> str:
+def _is_at(view: Timeline, rank: int) -> str:
     """Where a rank is, or was until the connections broke."""
     is_there = rank in view.facts and view.facts[rank].exception is None
-    return f"stands {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
+    return f"is {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
 
 
 def _remedy(view: Timeline) -> str:
@@ -284,9 +284,9 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     every = (*ended, *others)
     decided = out_of_step(view, every)
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
-    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
+    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     text = (
-        f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
+        f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
         f"{_was_at(view, others[0])}: these are different collectives."
     )
@@ -327,9 +327,9 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     ended = aborted(view)
     own = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
-        f"{clause(ranks, 'has|have gone on after an exception, past a collective that')} "
-        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo has ended "
-        f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
+        f"{clause(ranks, 'continued after an exception and skipped a collective that')} "
+        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo ended "
+        f"{verb(ended, 'its process', 'their processes')}, as it does when more is sent than there is room for."
     )
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
     return finding(
@@ -357,7 +357,7 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     why = out_of_step(view, view.waiting).get(ranks[0], "")
-    text = f"{clause(ranks, 'waits|wait elsewhere than the others')}{f', {why}' if why else ''}"
+    text = f"{clause(ranks, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
     return finding(
         view,
         ranks,
@@ -372,11 +372,11 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
     stack = view.facts[ranks[0]].stack
     called = deepest_user_frame(stack[: trainer_start(stack) or None])
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    stands = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
+    away = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
-        f"{others_wait(view, ()) or standing(view, ranks[0])}.{stands}{_silent_words(view)}"
+        f"{others_wait(view, ()) or standing(view, ranks[0])}.{away}{_silent_words(view)}"
     )
     return finding(
         view, ranks, text, location=location_of(called), evidence=where_evidence(view, view.facts), remedy=_REMEDY_ALONE
@@ -413,7 +413,7 @@ def _sole(view: Timeline, rank: int) -> bool:
 
 
 def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = f"{ranks_words(ranks)} joined the same collective from another place than the other ranks"
+    text = f"{ranks_words(ranks)} joined the same collective from a different place than the other ranks"
     return finding(
         view,
         ranks,

@@ -32,7 +32,6 @@ from lightning_ncclsafe.rules.kit.wording import (
     location_of,
     ranks_words,
     short_location,
-    verb,
 )
 
 # A rank makes a few collectives more or fewer, say for one metric or one save; with more, any loop fits any other.
@@ -79,10 +78,10 @@ class Shift:
         since = f": since then they are {apart} apart" if self.count else ""
         callers, others = ranks_words(self.callers), ranks_words(self.others)
         if self.ranks == self.others:
-            left_out = f"{others} {verb(self.others, 'has', 'have')} left out {call_words(self.call)}{at}"
-            return f"{left_out}, which {callers} {verb(self.callers, 'has', 'have')} called{under}{since}"
-        called = f"{callers} {verb(self.callers, 'has', 'have')} called {call_words(self.call)}{at}{under}"
-        return f"{called}, which {others} {verb(self.others, 'has', 'have')} not{since}"
+            left_out = f"{others} skipped {call_words(self.call)}{at}"
+            return f"{left_out}, which {callers} called{under}{since}"
+        called = f"{callers} called {call_words(self.call)}{at}{under}"
+        return f"{called}, which {others} did not{since}"
 
 
 @once
@@ -314,7 +313,7 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
         return own
     if left_out.keys() != {*others} or any(steps < _FEW_STEPS for _, steps in left_out.values()):
         return {}
-    words = "and has left out {}, called in every step before"
+    words = "and skipped {}, which it called in every step before"
     return {rank: words.format(call_words(call)) for rank, (call, _) in left_out.items()}
 
 
