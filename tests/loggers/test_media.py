@@ -60,7 +60,7 @@ def test_when_it_is_killed_the_next_call_has_a_new_one(process: MediaProcess) ->
     killed = process._process
     assert killed is not None
     os.kill(killed.pid, signal.SIGKILL)
-    with pytest.raises(MediaProcessError, match="has ended"):
+    with pytest.raises(MediaProcessError, match="has exited"):
         process.make("add_text", ("t", "x"), {}, 0.0)
     assert killed.returncode == -signal.SIGKILL
     assert process.make("add_text", ("t", "x"), {}, 0.0)
