@@ -245,8 +245,8 @@ class Observer:
     ) -> None:
         self.interval = Interval(epochs)
         self.size: BatchSize | None = None
-        self._on_stretch = on_measured
-        self._stretch_s = interval_s
+        self._on_measured = on_measured
+        self._interval_s = interval_s
         self._process = psutil.Process()
         self._has_failed = False
         self._sums: _Sums | None = None
@@ -301,7 +301,7 @@ class Observer:
             self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
         # The time from here on, including what this method takes, belongs to the step.
         self._given_at, self._own_s = given_at, own_s
-        return given_at - sums.began_at >= self._stretch_s
+        return given_at - sums.began_at >= self._interval_s
 
     def goes_on(self, workers: int) -> None:
         """Ends a part of the epoch and begins the next."""
@@ -331,7 +331,7 @@ class Observer:
             return
         try:
             step, size = self._steps.mean(), self.size or BatchSize()
-            self._on_stretch(
+            self._on_measured(
                 Measurement(
                     epoch=self.interval.epoch,
                     part=self.interval.part,
