@@ -200,11 +200,11 @@ class CallsBackend:
     def _make_from_text(self, frame: StagedFrame) -> None:
         if not frame.body or frame.file not in self._methods:
             return
-        said = json.loads(frame.body)
-        if "values" in said:
-            self._methods[LOG_METRICS](metrics=said["values"], step=said["step"])
+        call = json.loads(frame.body)
+        if "values" in call:
+            self._methods[LOG_METRICS](metrics=call["values"], step=call["step"])
         else:
-            self._methods[frame.file](*said["args"], **said["kwargs"])
+            self._methods[frame.file](*call["args"], **call["kwargs"])
 
     def _hold(self, number: int, call: Call, is_written: bool) -> None:
         with self._lock:
@@ -296,9 +296,13 @@ def is_permanent(error: Exception) -> bool:
 
 def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:
     """What a call of ``log_metrics`` logs, if it is only numbers."""
-    said = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
-    metrics, step = said.get("metrics"), _plain(said.get("step"))
-    if len(args) + len(kwargs) > len(said) or said.keys() - {"metrics", "step"} or not isinstance(metrics, Mapping):
+    arguments = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
+    metrics, step = arguments.get("metrics"), _plain(arguments.get("step"))
+    if (
+        len(args) + len(kwargs) > len(arguments)
+        or arguments.keys() - {"metrics", "step"}
+        or not isinstance(metrics, Mapping)
+    ):
         return None
     values = {tag: _plain(value) for tag, value in metrics.items()}
     if not all(type(tag) is str and type(value) in _NUMBERS for tag, value in values.items()):
@@ -362,13 +366,13 @@ class MLFlowBackend(CallsBackend):
                 self._make_from_text(frame)
             finally:
                 caught, self._caught = self._caught, None
-            for metric, said in caught:
-                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), said))
+            for metric, options in caught:
+                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), options))
         # All for the same run, unless the logger's class is the user's.
-        for said, group in groupby(metrics, key=lambda one: one[1]):
+        for options, group in groupby(metrics, key=lambda one: one[1]):
             same = [metric for metric, _ in group]
             for first in range(0, len(same), _MOST_METRICS):
-                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **said)
+                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **options)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         if self._offload.is_own_thread and name == _LOG_BATCH and self._caught is not None and not args:
@@ -425,10 +429,10 @@ class WandbBackend(CallsBackend):
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         if name != _LOG:
             return super()._queue(name, keep, *args, **kwargs)
-        said = {**dict(zip(("data", "step", "commit"), args, strict=False)), **kwargs}
-        data = said.get("data")
+        arguments = {**dict(zip(("data", "step", "commit"), args, strict=False)), **kwargs}
+        data = arguments.get("data")
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             # Raises.
             return self._methods[name](*args, **kwargs)
         created = self._created if self._created is not None and self._offload.is_own_thread else time.time()
-        return super()._queue(name, keep, **{**said, "data": {"_timestamp": created, **data}})
+        return super()._queue(name, keep, **{**arguments, "data": {"_timestamp": created, **data}})

@@ -6,7 +6,7 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 # How many different failures of single calls are printed.
-_MOST_SAID = 5
+_MOST_REPORTED = 5
 # A write that takes longer is late, as there is one about every second.
 _LATE_WRITE_S = 2.0
 # Nobody waits this long for healthy storage.
@@ -42,7 +42,7 @@ class Ledger:
         self.last_failure = ""
         self._logger = logger
         self._say = say
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """Counts what cannot be written, whatever its storage.
@@ -59,8 +59,8 @@ class Ledger:
         self.last_failure = f"{self._logger}: {name} failed: {error!r:.500}"
         # Errors of one kind may differ in a step or a value from call to call.
         kind = f"{name} {type(error).__name__}"
-        if kind not in self._said and len(self._said) < _MOST_SAID:
-            self._said.add(kind)
+        if kind not in self._reported and len(self._reported) < _MOST_REPORTED:
+            self._reported.add(kind)
             self._say(f"{self.last_failure}; it is left out, and training goes on")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
@@ -69,29 +69,29 @@ class Ledger:
         self.refused_records += records
         self.lose(name, error, points=points, records=records)
 
-    def say_storage_fault(self, error: Exception, path: str, staging: str) -> None:
+    def report_storage_fault(self, error: Exception, path: str, staging: str) -> None:
         """Reports once that the storage or server refuses what it is given."""
-        self._say_once(
+        self._report_once(
             "storage",
             f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, the write is"
             f" retried, and what is logged waits in {staging}",
         )
 
-    def say_staging_fault(self, error: OSError) -> None:
+    def report_staging_fault(self, error: OSError) -> None:
         """Reports once that local staging cannot be written to."""
-        self._say_once(
+        self._report_once(
             "staging",
             f"{self._logger}: local staging failed: {error!r:.500}; training goes on, and what is logged waits in"
             " memory; until staging works again, it is lost if this process is killed",
         )
 
-    def _say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+    def _report_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._say(text)
 
 
-def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
+def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
     """Whether anything was thinned, dropped or late: nothing is printed if all went well.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import readers
 from lightning_ncclsafe.loggers.delivery import Delivery, Sink
 from lightning_ncclsafe.loggers.intake import Entry, Intake
-from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_saying, summary
+from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_printing, summary
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.stager import Encoder, Stager
 from lightning_ncclsafe.loggers.store import Store
@@ -111,7 +111,7 @@ class Offload:
             backend.sink,
             name=name,
             after=_unfinished_at(self._destination),
-            on_fault=partial(ledger.say_storage_fault, path=backend.path, staging=str(store.folder)),
+            on_fault=partial(ledger.report_storage_fault, path=backend.path, staging=str(store.folder)),
             on_lost=partial(ledger.lose, "a write", records=1),
         )
         self._stager = Stager(
@@ -263,7 +263,7 @@ class Offload:
             if status is not None:
                 self._finalize(status)
         facts = self.facts()
-        if is_worth_saying(facts, is_done=is_done):
+        if is_worth_printing(facts, is_done=is_done):
             self._say(summary(facts, is_done=is_done))
         if is_done:
             self._end()

@@ -170,18 +170,18 @@ class _Recovery:
 
 def _written_down(frame: StagedFrame, name: str) -> StagedFrame:
     """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as staged."""
-    said: Any = None
+    call: Any = None
     with suppress(ValueError, RecursionError):
-        said = json.loads(frame.body)
-    said = said if isinstance(said, dict) else {"text": frame.body.decode(errors="replace")}
-    values = said.get("values")
+        call = json.loads(frame.body)
+    call = call if isinstance(call, dict) else {"text": frame.body.decode(errors="replace")}
+    values = call.get("values")
     # A metric with the name of one of our columns would take its place.
     if isinstance(values, dict) and not values.keys() & {"step", "time"}:
-        row = {**values, "step": said.get("step"), "time": said.get("created")}
+        row = {**values, "step": call.get("step"), "time": call.get("created")}
         return replace(frame, kind="rows", file=f"{name}.csv", body=json.dumps(row).encode())
     if not frame.body:
-        said = {"lost": "its arguments were only in the memory of the process"}
-    line = json.dumps({**said, "call": frame.file}).encode()
+        call = {"lost": "its arguments were only in the memory of the process"}
+    line = json.dumps({**call, "call": frame.file}).encode()
     return replace(frame, kind="append", file=f"{name}.jsonl", body=line + b"\n")
 
 

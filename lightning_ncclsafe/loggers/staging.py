@@ -96,17 +96,17 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         _check_owner(folder)
-        said = _manifest_text(folder)
+        found = _manifest_text(folder)
     except (OSError, ValueError, RecursionError) as error:
         raise StagingError(f"{folder} is not a staging folder of ncclsafe, or is damaged: {error}") from error
-    schema = said.pop("schema", None) if isinstance(said, dict) else None
+    schema = found.pop("schema", None) if isinstance(found, dict) else None
     if schema != SCHEMA:
         raise StagingError(f"{folder} has schema {schema!r:.50}; this version of ncclsafe reads schema {SCHEMA}.")
     expected = {field.name: int if field.name in ("pid", "created_ns") else str for field in fields(Manifest)}
-    is_typed = {name: type(value) for name, value in said.items()} == expected
-    if not is_typed or not _makes_sense(**said):
-        raise StagingError(f"{folder / MANIFEST} is damaged: it contains {repr(said)[:200]}")
-    return Manifest(**said)
+    is_typed = {name: type(value) for name, value in found.items()} == expected
+    if not is_typed or not _makes_sense(**found):
+        raise StagingError(f"{folder / MANIFEST} is damaged: it contains {repr(found)[:200]}")
+    return Manifest(**found)
 
 
 def staging_folders(directory: Path) -> list[Path]:
@@ -123,10 +123,10 @@ def is_staging(folder: Path) -> bool:
     if not os.path.isfile(folder / MANIFEST):
         return False
     try:
-        said = _manifest_text(folder)
+        found = _manifest_text(folder)
     except (OSError, ValueError, RecursionError):
         return True
-    return isinstance(said, dict) and "schema" in said
+    return isinstance(found, dict) and "schema" in found
 
 
 def open_regular(path: str, flags: int) -> int:

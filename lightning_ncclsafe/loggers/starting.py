@@ -141,7 +141,7 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     )
     ledger = Ledger(name, say_on_stderr)
     folder, claim = make_staging(settings.staging_dir, manifest)
-    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.say_staging_fault)
+    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.report_staging_fault)
     with ExitStack() as undo:
         undo.callback(store.close)
         backend = _backend(logger, store, settings)

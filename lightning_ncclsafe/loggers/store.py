@@ -68,7 +68,7 @@ class Store:
         self._on_fault = on_fault
         self._is_faulty = False
         # An error to report once the lock is free.
-        self._unsaid: OSError | None = None
+        self._unreported: OSError | None = None
         self._pid = os.getpid()
         self._closed = False
         self._spilled: deque[tuple[StagedFrame, int]] = deque()
@@ -196,14 +196,14 @@ class Store:
                 try:
                     yield
                 finally:
-                    fault, self._unsaid = self._unsaid, None
+                    fault, self._unreported = self._unreported, None
         finally:
             if fault is not None and self._on_fault is not None:
                 self._on_fault(fault)
 
     def _failed(self, error: OSError) -> None:
         if not self._is_faulty:
-            self._is_faulty, self._unsaid = True, error
+            self._is_faulty, self._unreported = True, error
 
     def _give_up_claim(self) -> None:
         if self._claim is not None:
