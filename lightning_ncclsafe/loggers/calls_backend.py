@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import ArgumentCopier, Replacements
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 
@@ -72,7 +72,7 @@ class CallsBackend:
         self._delivered = 0
         self._attempts = 0
         # Calls whose arguments cannot be staged as they are, by number, and whether an approximation was.
-        self._objects: dict[int, tuple[Call, bool]] = {}
+        self._objects: dict[int, tuple[LoggedCall, bool]] = {}
         self._lock = threading.Lock()
         self._of_logger = Replacements()
         self._of_experiment = Replacements()
@@ -119,7 +119,7 @@ class CallsBackend:
         if not self._offload.is_closed:
             self._of_experiment.undo()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One call for each, staged in full."""
         return [
             StagedFrame(
@@ -132,7 +132,7 @@ class CallsBackend:
             for one in scalars
         ]
 
-    def call(self, call: Call) -> list[StagedFrame]:
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
         """A call, staged if possible and held in memory otherwise."""
         number = next(self._numbers)
         body = b""
@@ -206,7 +206,7 @@ class CallsBackend:
         else:
             self._methods[frame.file](*call["args"], **call["kwargs"])
 
-    def _hold(self, number: int, call: Call, is_written: bool) -> None:
+    def _hold(self, number: int, call: LoggedCall, is_written: bool) -> None:
         with self._lock:
             self._objects[number] = call, is_written
             held = sum(one.data_bytes for one, _ in self._objects.values())
@@ -249,7 +249,7 @@ class CallsBackend:
         if is_not_ours or kwargs.get("synchronous") is False:
             return self._methods[name](*args, **kwargs)
         copied = ArgumentCopier()
-        call = Call(
+        call = LoggedCall(
             name=name,
             args=copied.copy(args),
             kwargs=copied.copy(kwargs),
@@ -294,7 +294,7 @@ def is_permanent(error: Exception) -> bool:
     return not code.startswith(("INTERNAL", "TEMPORARILY", "RESOURCE_EXHAUSTED"))
 
 
-def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:
+def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoggedScalars | None:
     """What a call of ``log_metrics`` logs, if it is only numbers."""
     arguments = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
     metrics, step = arguments.get("metrics"), _plain(arguments.get("step"))
@@ -307,7 +307,7 @@ def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:
     values = {tag: _plain(value) for tag, value in metrics.items()}
     if not all(type(tag) is str and type(value) in _NUMBERS for tag, value in values.items()):
         return None
-    return Scalars(step=step, values=values, created=time.time()) if type(step) in (int, type(None)) else None
+    return LoggedScalars(step=step, values=values, created=time.time()) if type(step) in (int, type(None)) else None
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.loggers.intake import Scalars
+from lightning_ncclsafe.loggers.intake import LoggedScalars
 
 FIRST_S = 0.5
 """How long the first log waits for its file, so that whoever looks for one finds it, as without an offload."""
@@ -47,7 +47,7 @@ class ScalarCollector(threading.local):
     """Collects the scalars of one call of ``log_metrics``, on each thread for itself."""
 
     def __init__(self) -> None:
-        self._found: list[Scalars] | None = None
+        self._found: list[LoggedScalars] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -55,7 +55,7 @@ class ScalarCollector(threading.local):
         return self._found is not None
 
     @contextmanager
-    def scalars(self) -> Iterator[list[Scalars]]:
+    def scalars(self) -> Iterator[list[LoggedScalars]]:
         """What is collected within it, in order. A nested call leaves everything to the outer one."""
         if self._found is not None:
             yield []
@@ -66,7 +66,9 @@ class ScalarCollector(threading.local):
         finally:
             self._found = None
 
-    def call(self, put: Callable[[Scalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, put: Callable[[LoggedScalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls a logger's ``log_metrics`` and passes on the scalars that it logs, even if it raises."""
         with self.scalars() as collected:
             try:
@@ -80,7 +82,7 @@ class ScalarCollector(threading.local):
         assert self._found is not None
         last = self._found[-1] if self._found else None
         if last is None or last.step != step or tag in last.values:
-            self._found.append(Scalars(step=step, values={tag: value}, created=created))
+            self._found.append(LoggedScalars(step=step, values={tag: value}, created=created))
         else:
             last.values[tag] = value
 

@@ -14,7 +14,7 @@ import torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import FIRST_S, Replacements, ScalarCollector
 from lightning_ncclsafe.loggers.files import FilesSink, open_destination
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
@@ -75,13 +75,13 @@ class CSVBackend:
         if header:
             self._writer.metrics_keys = list(header)
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One row for each call."""
         rows = [_json({**one.values, "step": one.step}) for one in scalars]
         points = sum(len(one.values) for one in scalars)
         return [StagedFrame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
 
-    def call(self, call: Call) -> list[StagedFrame]:
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
         """A row that must not be thinned, or hyperparameters."""
         if call.name == _HPARAMS:
             return [StagedFrame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
@@ -104,7 +104,7 @@ class CSVBackend:
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
         else:
-            self._offload.put(Call(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
+            self._offload.put(LoggedCall(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
 
     def _forget_rows(self) -> None:
         """Drops the rows that Lightning counts where no step is given, and keeps their columns, which a copy needs."""
@@ -118,7 +118,7 @@ class CSVBackend:
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)
         hparams = dict(self._writer.hparams)
-        self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+        self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
         if self.folders:
             self._offload.catch_up(FIRST_S)
 

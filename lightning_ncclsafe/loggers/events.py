@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams, scalar
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from lightning_ncclsafe.loggers.intake import Scalars
+from lightning_ncclsafe.loggers.intake import LoggedScalars
 
 # TensorFlow's constant for checksums of data that holds checksums (tensorflow/core/lib/hash/crc32c.h).
 _MASK = 0xA282EAD8
@@ -130,7 +130,7 @@ class EventMaker(SummaryWriter):
         return CaughtFile(logdir, lambda there, event: self._made.append((there, event)), lambda: self._created)
 
 
-def scalar_event(scalars: Scalars) -> bytes:
+def scalar_event(scalars: LoggedScalars) -> bytes:
     """One event for all scalars of a call."""
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.values.items()]
     event = Event(wall_time=scalars.created, summary=Summary(value=values))

@@ -352,7 +352,7 @@ class FilesSink:
             "size": size,
         }
 
-    def _add_to_table(self, file: str, table: "_Table", header: list[str], rows: list[dict[str, Any]]) -> int:
+    def _add_to_table(self, file: str, table: "_CsvTable", header: list[str], rows: list[dict[str, Any]]) -> int:
         """Adds rows to a file; returns by how much it has grown."""
         fits = table.is_whole and header == table.header
         if fits and not rows:
@@ -386,7 +386,7 @@ class _Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _CsvTable:
     """A CSV file.
 
     Attributes:
@@ -402,7 +402,7 @@ class _Table:
     bytes: int
 
 
-def _read_table(data: bytes) -> _Table:
+def _read_table(data: bytes) -> _CsvTable:
     whole, newline, rest = data.rpartition(b"\n")
     # A row does not end within quotes.
     while whole.count(b'"') % 2:
@@ -410,7 +410,7 @@ def _read_table(data: bytes) -> _Table:
     reader = csv.DictReader(io.StringIO((whole + newline).decode(errors="replace"), newline=""))
     with _fields_of_any_size():
         rows: list[dict[str, Any]] = list(reader)
-        return _Table(list(reader.fieldnames or ()), rows, not rest, len(data))
+        return _CsvTable(list(reader.fieldnames or ()), rows, not rest, len(data))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ _MOST_COARSE = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scalars:
+class LoggedScalars:
     """What one call logs.
 
     Attributes:
@@ -36,13 +36,13 @@ class Scalars:
 
 
 @dataclass(slots=True)
-class _Window:
+class _TagWindow:
     opened: float
     seen: int = 0
     # Those that stand for the window, each with its place in the order of arrival.
-    smallest: tuple[int, Scalars] | None = None
-    largest: tuple[int, Scalars] | None = None
-    last: tuple[int, Scalars] | None = None
+    smallest: tuple[int, LoggedScalars] | None = None
+    largest: tuple[int, LoggedScalars] | None = None
+    last: tuple[int, LoggedScalars] | None = None
 
 
 class Thinner:
@@ -62,7 +62,7 @@ class Thinner:
 
     def __init__(self, max_points_per_s: float | None = None) -> None:
         self._window_s = _LEFT / max_points_per_s if max_points_per_s else 0.0
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, _TagWindow] = {}
         self._arrived = 0
         self.coarseness = 0
         self.thinned = 0
@@ -72,7 +72,7 @@ class Thinner:
         """Whether no point waits for the end of its window."""
         return not self._windows
 
-    def offer(self, scalars: Scalars, now: float) -> list[Scalars]:
+    def offer(self, scalars: LoggedScalars, now: float) -> list[LoggedScalars]:
         """Takes what was logged and returns what may pass, in the order of arrival.
 
         Args:
@@ -82,26 +82,26 @@ class Thinner:
         if not self.coarseness and not self._window_s and not self._windows:
             return [scalars]
         self._arrived += 1
-        closed: list[tuple[str, _Window]] = []
+        closed: list[tuple[str, _TagWindow]] = []
         for tag, value in scalars.values.items():
-            window = self._windows.setdefault(tag, _Window(opened=now))
+            window = self._windows.setdefault(tag, _TagWindow(opened=now))
             self._put(window, tag, value, scalars)
             if self._is_over(window, now):
                 closed.append((tag, self._windows.pop(tag)))
         return list(self._left_of(closed))
 
-    def due(self, now: float) -> list[Scalars]:
+    def due(self, now: float) -> list[LoggedScalars]:
         """The points of windows that have been open for as long as they may."""
         longest_s = max(self._window_s, _LONGEST_S * 2**self.coarseness)
         over = [tag for tag, window in self._windows.items() if now - window.opened >= longest_s]
         return list(self._left_of([(tag, self._windows.pop(tag)) for tag in over]))
 
-    def rest(self) -> list[Scalars]:
+    def rest(self) -> list[LoggedScalars]:
         """The points of all open windows."""
         windows, self._windows = self._windows, {}
         return list(self._left_of(list(windows.items())))
 
-    def _put(self, window: _Window, tag: str, value: float, scalars: Scalars) -> None:
+    def _put(self, window: _TagWindow, tag: str, value: float, scalars: LoggedScalars) -> None:
         place = (self._arrived, scalars)
         window.seen += 1
         window.last = place
@@ -110,20 +110,20 @@ class Thinner:
         if window.largest is None or _below(window.largest[1].values[tag], value):
             window.largest = place
 
-    def _is_over(self, window: _Window, now: float) -> bool:
+    def _is_over(self, window: _TagWindow, now: float) -> bool:
         enough = window.seen >= _LEFT * 2**self.coarseness if self.coarseness else True
         return enough and now - window.opened >= self._window_s
 
-    def _left_of(self, windows: list[tuple[str, _Window]]) -> Iterator[Scalars]:
+    def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
         """The points that stand for these windows, with those of one call together again."""
-        chosen: dict[int, tuple[Scalars, dict[str, float]]] = {}
+        chosen: dict[int, tuple[LoggedScalars, dict[str, float]]] = {}
         for tag, window in windows:
             places = {place[0]: place[1] for place in (window.smallest, window.largest, window.last) if place}
             self.thinned += window.seen - len(places)
             for number, scalars in places.items():
                 chosen.setdefault(number, (scalars, {}))[1][tag] = scalars.values[tag]
         for _, (scalars, values) in sorted(chosen.items(), key=lambda item: item[0]):
-            yield Scalars(step=scalars.step, values=values, created=scalars.created)
+            yield LoggedScalars(step=scalars.step, values=values, created=scalars.created)
 
 
 def _below(one: float, other: float) -> bool:
@@ -132,7 +132,7 @@ def _below(one: float, other: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class LoggedCall:
     """A call to make later, with its arguments as they were.
 
     Attributes:
@@ -161,10 +161,10 @@ class Call:
         return not self.name
 
 
-Entry = Scalars | Call
+Entry = LoggedScalars | LoggedCall
 
 
-MARKER = Call(name="", kwargs={}, created=0.0, keep=True)
+MARKER = LoggedCall(name="", kwargs={}, created=0.0, keep=True)
 """A mark in the queue: points before it no longer wait for the end of their window."""
 
 
@@ -190,7 +190,7 @@ class Intake:
         self._overflow = overflow
         self._block_s = block_s
         self._entries: deque[Entry] = deque()
-        self._media: deque[Call] = deque()
+        self._media: deque[LoggedCall] = deque()
         self._bytes = 0
         # Taken out, but not done yet.
         self._held_bytes = 0
@@ -219,7 +219,7 @@ class Intake:
             if not self._has_room(size) and not entry_is_kept(entry):
                 self._count_dropped(entry)
                 return
-            line: deque[Any] = self._media if isinstance(entry, Call) and entry.is_media else self._entries
+            line: deque[Any] = self._media if isinstance(entry, LoggedCall) and entry.is_media else self._entries
             line.append(entry)
             self._bytes += size
             # Whoever waits for the first entry takes those behind it, too.
@@ -241,7 +241,7 @@ class Intake:
             self._hold(taken)
             return taken
 
-    def take_media(self) -> Call | None:
+    def take_media(self) -> LoggedCall | None:
         """Waits for the next of the media and takes it; None once the intake is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._media or self._closed)
@@ -298,8 +298,8 @@ class Intake:
 
     def _thin(self, goal: int) -> None:
         for coarseness in range(1, _MOST_COARSE):
-            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, Scalars))
-            # Scalars are not thinned if it is not they that fill the queue.
+            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, LoggedScalars))
+            # LoggedScalars are not thinned if it is not they that fill the queue.
             if self._bytes <= goal or scalars <= goal // 2:
                 return
             thinner = Thinner()
@@ -320,7 +320,7 @@ class Intake:
         line.extendleft(reversed(kept))
 
     def _count_dropped(self, entry: Entry) -> None:
-        if isinstance(entry, Scalars):
+        if isinstance(entry, LoggedScalars):
             self.dropped_points += len(entry.values)
         else:
             self.dropped_records += 1
@@ -328,21 +328,21 @@ class Intake:
 
 def size_of(entry: Entry) -> int:
     """About how much memory an entry takes."""
-    if isinstance(entry, Scalars):
+    if isinstance(entry, LoggedScalars):
         return _ENTRY_BYTES + _SCALAR_BYTES * len(entry.values)
     return _ENTRY_BYTES + entry.data_bytes
 
 
 def entry_is_kept(entry: Entry) -> bool:
     """Whether an entry must never be dropped."""
-    return isinstance(entry, Call) and entry.keep
+    return isinstance(entry, LoggedCall) and entry.keep
 
 
 def _thinned(thinner: Thinner, entries: deque[Entry]) -> list[Entry]:
     """The same entries in the same order, with fewer points."""
-    left: list[Scalars] = []
+    left: list[LoggedScalars] = []
     for place, entry in enumerate(entries):
-        if isinstance(entry, Scalars):
+        if isinstance(entry, LoggedScalars):
             # Its place identifies it: windows do not end in the order in which they began.
             left += thinner.offer(replace(entry, step=place), 0.0)
     tags: dict[int | None, set[str]] = {}
@@ -350,8 +350,8 @@ def _thinned(thinner: Thinner, entries: deque[Entry]) -> list[Entry]:
         tags.setdefault(scalars.step, set()).update(scalars.values)
     return [
         replace(entry, values={tag: value for tag, value in entry.values.items() if tag in tags[place]})
-        if isinstance(entry, Scalars)
+        if isinstance(entry, LoggedScalars)
         else entry
         for place, entry in enumerate(entries)
-        if place in tags or not isinstance(entry, Scalars)
+        if place in tags or not isinstance(entry, LoggedScalars)
     ]

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from lightning_ncclsafe.loggers.staging import open_regular
 
-Kind = Literal["append", "rows", "whole", "call"]
+FrameKind = Literal["append", "rows", "whole", "call"]
 """How a frame's bytes are delivered: appended to a file, added to a CSV file as rows (one JSON object per line),
 written as a whole file, or passed to the logger as a call."""
 # Length of header, length of body, checksum of both.
@@ -43,7 +43,7 @@ class StagedFrame:
         details: What else this kind needs, in JSON's types.
     """
 
-    kind: Kind
+    kind: FrameKind
     file: str
     body: bytes
     points: int = 0
@@ -83,7 +83,7 @@ def decode(data: bytes) -> Iterator[tuple[StagedFrame, int]]:
 def _frame(header: bytes, body: bytes) -> StagedFrame | None:
     try:
         head = json.loads(header)
-        if head["kind"] not in get_args(Kind) or not _is_below(head["file"]):
+        if head["kind"] not in get_args(FrameKind) or not _is_below(head["file"]):
             return None
         return StagedFrame(
             kind=head["kind"],

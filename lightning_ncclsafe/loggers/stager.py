@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.intake import Call, Entry, Intake, Scalars, Thinner
+from lightning_ncclsafe.loggers.intake import Entry, Intake, LoggedCall, LoggedScalars, Thinner
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
@@ -25,10 +25,10 @@ _MEDIA_SHARE = 0.75
 class Encoder(Protocol):
     """Turns entries into frames."""
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """The frames of points; on the staging thread."""
 
-    def call(self, call: Call) -> list[StagedFrame]:
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
         """The frames of a call; on the staging thread or that of media."""
 
 
@@ -126,9 +126,9 @@ class Stager:
         now = time.monotonic()
         self._thinner.coarseness = self._coarseness()
         frames: list[StagedFrame] = []
-        points: list[Scalars] = []
+        points: list[LoggedScalars] = []
         for entry in entries:
-            if isinstance(entry, Scalars):
+            if isinstance(entry, LoggedScalars):
                 points += self._thinner.offer(entry, now)
                 continue
             frames += self._frames_of_points(points + (self._thinner.rest() if entry.is_marker else []))
@@ -136,7 +136,7 @@ class Stager:
             frames += [] if entry.is_marker else self._frames_of_call(entry)
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
-    def _frames_of_points(self, points: Sequence[Scalars]) -> list[StagedFrame]:
+    def _frames_of_points(self, points: Sequence[LoggedScalars]) -> list[StagedFrame]:
         try:
             with OwnWork():
                 return self._encoder.scalars(points)
@@ -147,7 +147,7 @@ class Stager:
         # One of them is wrong and must not cost the others.
         return [frame for one in points for frame in self._frames_of_points([one])]
 
-    def _frames_of_call(self, call: Call) -> list[StagedFrame]:
+    def _frames_of_call(self, call: LoggedCall) -> list[StagedFrame]:
         try:
             for event in call.events:
                 event.synchronize()

@@ -18,7 +18,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
 from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination, open_destination
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
@@ -117,14 +117,14 @@ class TensorBoardBackend:
         """Ends the process that encodes media."""
         self._process.close()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One record for each call."""
         if not scalars:
             return []
         body = b"".join(record(scalar_event(one)) for one in scalars)
         return self._frames(self.path, body, points=sum(len(one.values) for one in scalars))
 
-    def call(self, call: Call) -> list[StagedFrame]:
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
         """The records of one call."""
         if call.name == _HPARAMS:
             body = self._to_yaml(*call.args)
@@ -181,7 +181,7 @@ class TensorBoardBackend:
 
     def _queue(self, name: str, *args: Any, **kwargs: Any) -> None:
         copied = ArgumentCopier()
-        call = Call(
+        call = LoggedCall(
             name=name,
             args=copied.copy(args),
             kwargs=copied.copy(kwargs),
@@ -225,7 +225,9 @@ class TensorBoardBackend:
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
             keep = getattr(self._keeps, "is_on", False)
-            call = Call(name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep)
+            call = LoggedCall(
+                name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep
+            )
             self._offload.put(call)
 
         return CaughtFile(self.path, take)
@@ -236,11 +238,11 @@ class TensorBoardBackend:
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
             hparams = copy.copy(self._logger.hparams)
-            self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+            self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
             if self.folders:
                 self._offload.catch_up(FIRST_S)
 
-    def _events(self, call: Call) -> list[tuple[str, bytes]]:
+    def _events(self, call: LoggedCall) -> list[tuple[str, bytes]]:
         if not call.is_media:
             return self._in_line.make(call.name, call.args, call.kwargs, call.created)
         if call.data_bytes >= LARGE_BYTES:
