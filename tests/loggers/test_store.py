@@ -119,6 +119,18 @@ def test_about_as_much_is_read_as_was_asked_for(folder: Path) -> None:
     assert deliver(store, most_bytes=1) == [0, 1, 2, 3, 4]
 
 
+def test_a_frame_is_read_whole_however_little_is_asked_for(folder: Path) -> None:
+    store = Store(folder)
+    sizes = [10, 100_000, 10, 300_000]
+    store.append([StagedFrame(kind="append", file="f", body=bytes(size), points=1) for size in sizes])
+    read = []
+    while (portion := store.read(most_bytes=1)) is not None:
+        read.append([len(one.body) for one in portion.frames])
+        store.release(portion)
+    assert read == [[size] for size in sizes]
+    assert store.dropped_points == 0
+
+
 def test_nothing_is_nothing(folder: Path) -> None:
     store = Store(folder)
     store.append([])
