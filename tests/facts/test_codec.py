@@ -425,6 +425,7 @@ RANK = RankFacts(
         end=LoopEnd.SHOULD_STOP,
         ended_at=("train.py:70 in training_step",),
         batches_begun=4,
+        validated=3,
         batches=40,
     ),
     record=RecordFacts(

@@ -60,6 +60,20 @@ def collective_skipped_after_an_exception(here: Here) -> None:
     here.fit(average)
 
 
+@fault("diverged-collectives", has_ranks=False, at={Moment.VALIDATION: (2,)})
+def searched_for_longer_in_each_batch(here: Here) -> None:
+    """A search that takes rank 0 twice as many collectives: rank 1 has validated, and trains on."""
+
+    class Searching(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            best = self.loss(batch).detach()
+            for _ in range(4 if self.global_rank == 0 else 2):
+                here.begins()
+                best = self.all_gather(best).min()  # <- here
+
+    here.fit(net=Searching(here))
+
+
 @fault("diverged-collectives", ranks=(0,), at={Moment.EPOCH_END: (2, 3)})
 def metric_computed_on_rank_zero(here: Here) -> None:
     class Measured(Net):
