@@ -84,8 +84,8 @@ _REMEDY_PASSES = (
 )
 _REMEDY_THREADS = (
     "Call collectives in one thread only, the one that trains: let the other thread leave its numbers to a hook, which "
-    "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its own "
-    "(torch.distributed.new_group, on all ranks), and call there the same collectives on all ranks."
+    "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
+    "own (torch.distributed.new_group, on all ranks), and call there the same collectives on all ranks."
 )
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
