@@ -127,6 +127,6 @@ def parse(text: str) -> LastWord:
 
 
 def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
-    """Outermost frame first; that of the main thread is the last, whichever the signal has struck, and is given apart."""
+    """Outermost frame first; the main thread's, which is the last whichever the signal has struck, and the others."""
     main, *others = traceback_signal.parse_threads(threads.replace("Current thread", "Thread"))
     return main, others
