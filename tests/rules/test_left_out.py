@@ -77,6 +77,18 @@ def test_a_pass_that_was_left_out_is_blamed_on_the_only_line_that_leads_around_i
     assert any("train.py:61" in evidence.text for evidence in finding.evidence)
 
 
+def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches() -> None:
+    """An optimizer has its turn by each rank's own values, now and then; places are kept of the last batches only."""
+    whole, short = (GENERATOR, CRITIC), (GENERATOR,)
+    ways = {GENERATOR: (), CRITIC: (RETURN,)}
+    many = replace(batches((2,), (1,), (2,), (1,), (2,), called=((), (), (), short, whole)), led_around=ways)
+    few = replace(batches((1,), (1,), (2,), (1,), (2,), called=(short, short, whole, short, whole)), led_around=ways)
+    finding = first(stepping(many, few))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), RETURN)
+    other = replace(many, passes_from=((), (), (HALVES, CRITIC), short, whole))
+    assert first(stepping(other, few)).location == ""
+
+
 def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one() -> None:
     """All are in the first batch; only rank 1 has made the optimizer's step."""
     call = CRITIC

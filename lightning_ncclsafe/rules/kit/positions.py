@@ -329,4 +329,13 @@ def _made_before(steps: StepFacts, batch: tuple[int, ...]) -> Made | None:
 
 
 def _called(steps: StepFacts, index: int) -> tuple[str, ...]:
-    return steps.passes_from[index] if index < len(steps.passes_from) else ()
+    """From where the passes of a run were called; of long ago, from where all later ones with the same numbers were."""
+    known = steps.passes_from[index] if index < len(steps.passes_from) else ()
+    if known or index >= len(steps.passes):
+        return known
+    alike = {
+        places
+        for run, places in zip(steps.passes, steps.passes_from, strict=False)
+        if places and run[2:] == steps.passes[index][2:]
+    }
+    return alike.pop() if len(alike) == 1 else ()
