@@ -1,7 +1,12 @@
 """What ranks need to share facts: a few keys that all of them see. Never a collective of the training's groups."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Protocol
+
+AT_ONCE = 64
+"""Keys in one question, so that none misses the exchange's deadline: of facts some megabytes, of small values some
+milliseconds."""
 
 
 class ExchangeError(RuntimeError):
@@ -41,13 +46,25 @@ class Exchange(Protocol):
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""
 
 
-def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
-    """Whether this rank is the first to come to this point: it says for all what each of them would say.
+def in_parts(keys: Iterable[str]) -> Iterator[list[str]]:
+    """The keys, :data:`AT_ONCE` at a time."""
+    rest = iter(keys)
+    while part := list(islice(rest, AT_ONCE)):
+        yield part
 
-    Where nobody can be asked, each is taken for the first.
+
+def first_rank(exchange: Exchange, key: str, rank: int) -> int:
+    """The rank that came to this point first: it does for all what each of them would do.
+
+    Raises:
+        ExchangeError: If nobody can be asked.
     """
-    mine = str(rank).encode()
+    return int(exchange.set_if_absent(key, str(rank).encode()))
+
+
+def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
+    """Whether this rank is the first to come to this point. Where nobody can be asked, each is taken for the first."""
     try:
-        return exchange.set_if_absent(key, mine) == mine
+        return first_rank(exchange, key, rank) == rank
     except ExchangeError:
         return True

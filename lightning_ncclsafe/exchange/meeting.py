@@ -1,17 +1,14 @@
-"""How all ranks come to one verdict: each presents its facts, rank 0 judges, and all go by what it says.
+"""How all ranks reach one verdict: each presents its facts, rank 0 judges, and all ranks follow the verdict.
 
-Nobody waits for ever. A rank that cannot take part says so once, and is not waited for again; one that does not come is
-given up after a deadline, and whoever gives up first decides for all that there is no verdict.
+No rank waits for ever. A rank that cannot take part announces it once and is not waited for again; one that does not
+come is given up after a deadline, and the first rank to give up decides for all that there is no verdict.
 """
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
+from lightning_ncclsafe.exchange import Exchange, comes_first, keep_trying, wait_for
 from lightning_ncclsafe.facts import EpochEnd, RankFacts, codec
 from lightning_ncclsafe.facts.findings import Finding
 
@@ -138,13 +135,8 @@ class Meeting:
 
     def _settle(self, agreed: Agreed) -> Agreed:
         """What all ranks go by: this, unless another one has been faster."""
-        stands = [codec.encode(agreed)]
-
-        def settle() -> None:
-            stands[0] = self._exchange.set_if_absent(self._verdict_key(self.number), stands[0])
-
-        self._keep_trying(settle)
-        return codec.decode(Agreed, stands[0])
+        key, own = self._verdict_key(self.number), codec.encode(agreed)
+        return codec.decode(Agreed, self._keep_trying(lambda: self._exchange.set_if_absent(key, own)))
 
     def _gather(self) -> tuple[RankFacts, ...]:
         found = dict(self._withdrawn)
@@ -201,36 +193,16 @@ class Meeting:
     def _verdict_key(self, number: int) -> str:
         return f"{self._name}/verdict/{number}"
 
-    @marked(Mark.STORE)
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Asks again and again, ever more rarely."""
-        give_up, poll_s = time.monotonic() + limit_s, _SHORTEST_POLL_S
-        while True:
-            with suppress(_Busy):
-                if self._once(is_done):
-                    return True
-            if time.monotonic() > give_up:
-                return False
-            time.sleep(poll_s)
-            poll_s = min(poll_s * 1.5, _LONGEST_POLL_S)
+        """Asks ever more rarely."""
+        done = wait_for(
+            is_done,
+            deadline_s=limit_s,
+            poll_s=_SHORTEST_POLL_S,
+            longest_poll_s=_LONGEST_POLL_S,
+            forgive=self._exchange,
+        )
+        return bool(done)
 
-    def _keep_trying(self, call: Callable[[], None]) -> None:
-        def done() -> bool:
-            call()
-            return True
-
-        if not self._wait_until(done, self._deadline_s):
-            call()
-
-    def _once(self, call: Callable[[], T]) -> T:
-        """An exchange that has missed one deadline may answer the next time."""
-        try:
-            return call()
-        except ExchangeError as error:
-            if self._exchange.lost:
-                raise
-            raise _Busy from error
-
-
-class _Busy(Exception):
-    """The exchange has not answered this time."""
+    def _keep_trying(self, call: Callable[[], T]) -> T:
+        return keep_trying(self._exchange, call, deadline_s=self._deadline_s)

@@ -9,8 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.exchange.interface import ExchangeError
-from lightning_ncclsafe.exchange.parts import in_parts
+from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ import psutil
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.rank import Card
 
 EXIT_CODE = 124
@@ -45,10 +45,6 @@ _OTHERS_LEAVE_S = 3.0
 _LOGS_S = 5.0
 # What is asked of storage or of other processes in the end, and may never return.
 _LAST_STEP_S = 1.0
-_POLL_S = 0.02
-_FINISH_POLL_S = 0.01
-# The store serves about so many questions a second, from all ranks that wait for the last one.
-_POLLS_PER_S = 5000.0
 
 
 class Ending:
@@ -354,10 +350,7 @@ def _flush() -> None:
 
 def _close(exchange: Exchange, may_others_come: Callable[[], bool]) -> None:
     # A rank that has just been killed takes a moment to be gone.
-    give_up = time.monotonic() + _LAST_STEP_S / 2
-    while may_others_come() and time.monotonic() < give_up:
-        time.sleep(_POLL_S)
-    if not may_others_come():
+    if wait_for(lambda: not may_others_come(), deadline_s=_LAST_STEP_S / 2):
         exchange.close()
 
 
@@ -370,34 +363,7 @@ def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int
     with suppress(ExchangeError):
         if rank in logging_ranks:
             exchange.set(f"logs/{rank}", b"")
-        while keys and time.monotonic() < deadline and len(exchange.get_many(keys)) < len(keys):
-            time.sleep(_POLL_S)
-
-
-@marked(Mark.STORE)
-def stay_until_all_finished(
-    exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool], leave_behind: Callable[[], None]
-) -> None:
-    """Waits until all ranks have come this far, or this one may leave without them.
-
-    Rank 0 counts and tells, so that the store is not asked for every rank by every rank.
-
-    Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
-        may_leave: Whether this rank has stayed for long enough.
-        leave_behind: Called before it leaves without others.
-    """
-    exchange.set(f"finished/{rank}", b"")
-    keys = {"finished/all"} if rank else {f"finished/{other}" for other in range(world_size)}
-    while keys := keys - exchange.get_many(keys).keys():
-        if may_leave():
-            leave_behind()
-            break
-        time.sleep(max(_FINISH_POLL_S, world_size / _POLLS_PER_S))
-    if rank == 0:
-        exchange.set("finished/all", b"")
+        wait_for_keys(exchange, keys, deadline_s=deadline - time.monotonic())
 
 
 def say_goodbye(exchange: Exchange, rank: int) -> None:
@@ -409,8 +375,6 @@ def say_goodbye(exchange: Exchange, rank: int) -> None:
 @marked(Mark.STORE)
 def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks have said that they need the store no more."""
-    others = {f"left/{other}" for other in range(world_size) if other != rank}
-    deadline = time.monotonic() + _OTHERS_LEAVE_S
+    others = [f"left/{other}" for other in range(world_size) if other != rank]
     with suppress(ExchangeError):
-        while time.monotonic() < deadline and (others := others - exchange.get_many(others).keys()):
-            time.sleep(_POLL_S)
+        wait_for_keys(exchange, others, deadline_s=_OTHERS_LEAVE_S)

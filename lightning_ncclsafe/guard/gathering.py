@@ -4,12 +4,22 @@ The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every
 does not answer is looked at from outside by a rank of its host.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
+from lightning_ncclsafe.exchange import (
+    Exchange,
+    ExchangeError,
+    first_rank,
+    in_parts,
+    keep_trying,
+    poll_interval_s,
+    wait_for,
+    wait_for_keys,
+)
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.host.resources import look_at
@@ -25,9 +35,6 @@ PATIENCE_S = 3.0
 REPORT_S = 6.0
 # How long the reporter waits for the others to have read the verdict.
 SEEN_S = 1.0
-_POLL_S = 0.02
-# The store serves about so many questions a second, from all ranks that wait for the verdict.
-_POLLS_PER_S = 2000.0
 # Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
@@ -112,7 +119,7 @@ class Gathering:
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
         self._report_s = report_deadline_s(world_size)
-        self._poll_s = max(_POLL_S, world_size / _POLLS_PER_S)
+        self._poll_s = poll_interval_s(world_size)
         self._lower_has_answered = False
         self._gone: set[int] = set()
         self._unread: dict[int, str] = {}
@@ -149,16 +156,13 @@ class Gathering:
             The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
         """
         # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
-        while (waited_s := self._waited_s()) < self._second_term_s + self._report_s / 2 and not self._is_dropped():
-            try:
-                if (verdict := self._read_verdict()) or (verdict := self._take_turn(waited_s, incident, report)):
-                    return verdict
-            except ExchangeError:
-                # One that has only missed a deadline may answer the next time; on a busy host some do.
-                if self._exchange.lost:
-                    raise
-            time.sleep(self._poll_s)
-        return None
+        return wait_for(
+            lambda: None if self._is_dropped() else self._read_verdict() or self._take_turn(incident, report),
+            deadline_s=self._second_term_s + self._report_s / 2 - self._waited_s(),
+            poll_s=self._poll_s,
+            give_up=self._is_dropped,
+            forgive=self._exchange,
+        )
 
     def _read_verdict(self) -> Verdict | None:
         verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
@@ -167,7 +171,8 @@ class Gathering:
         self._leave(seen=True)
         return codec.decode(Verdict, verdict)
 
-    def _take_turn(self, waited_s: float, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+    def _take_turn(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        waited_s = self._waited_s()
         if waited_s > self._answer_s:
             self._look_at_silent_peers()
         if not self._is_my_turn(waited_s) or not self._claim(waited_s):
@@ -181,14 +186,7 @@ class Gathering:
         return verdict
 
     def _set(self, key: str, value: bytes) -> None:
-        give_up = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return self._exchange.set(key, value)
-            except ExchangeError:
-                if self._exchange.lost or time.monotonic() > give_up:
-                    raise
-            time.sleep(_POLL_S)
+        keep_trying(self._exchange, lambda: self._exchange.set(key, value), deadline_s=PATIENCE_S)
 
     def _leave(self, *, seen: bool = False) -> None:
         """The verdict stands: what is left to do is for the others, and for the store."""
@@ -201,10 +199,8 @@ class Gathering:
 
     def _wait_until_seen(self) -> None:
         """The reporter may be about to leave, and the store with it; the others must have heard by then."""
-        others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
-        give_up = time.monotonic() + SEEN_S + 2 * self._poll_s
-        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
-            time.sleep(_POLL_S)
+        others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
+        wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
 
     def _forget(self) -> None:
         """Takes back what this rank has said, which was judged: the store's memory is that of rank 0.
@@ -252,12 +248,10 @@ class Gathering:
 
     def _claim(self, waited_s: float) -> bool:
         term = int(waited_s > self._second_term_s)
-        mine = str(self._rank).encode()
-        return self._exchange.set_if_absent(f"{self._key}/reporter/{term}", mine) == mine
+        return first_rank(self._exchange, f"{self._key}/reporter/{term}", self._rank) == self._rank
 
     def _collect(self, incident: Incident) -> JobFacts:
-        while not self._is_complete():
-            time.sleep(_POLL_S)
+        wait_for(self._is_complete, deadline_s=math.inf)
         self._read_answers(_last_key)
         self._look_again()
         off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())

@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import HostPreflightError
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
@@ -141,8 +140,9 @@ class Preflight:
             return found
         with suppress(ExchangeError):
             exchange.set(ready[rank], b"")
-            wait_s = max(_CLOCK_POLL_S, self._world_size / _CLOCK_POLLS_PER_S)
-            seen = _wait_for(exchange, ready if rank == 0 else [_CLOCK], wait_s)
+            poll_s = poll_interval_s(self._world_size, least_s=_CLOCK_POLL_S, polls_per_s=_CLOCK_POLLS_PER_S)
+            keys = ready if rank == 0 else [_CLOCK]
+            seen = wait_for_keys(exchange, keys, deadline_s=_CLOCK_S, poll_s=poll_s)
             now_ns = time.time_ns()
             if rank == 0:
                 exchange.set(_CLOCK, str(now_ns).encode())
@@ -150,7 +150,7 @@ class Preflight:
             if _CLOCK in seen:
                 # It was written at some time since the poll before.
                 ahead_s = (now_ns - int(seen[_CLOCK])) / 1e9
-                return replace(found, clock_offset_s=ahead_s - wait_s / 2, clock_error_s=wait_s)
+                return replace(found, clock_offset_s=ahead_s - poll_s / 2, clock_error_s=poll_s)
         return found
 
     def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
@@ -188,13 +188,3 @@ class Preflight:
 def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:
     found = {name: value for name in LoadFacts.__slots__ if (value := getattr(new, name)) is not None}
     return replace(known, **found)
-
-
-@marked(Mark.STORE)
-def _wait_for(exchange: Exchange, keys: list[str], wait_s: float) -> dict[str, bytes]:
-    give_up, found = time.monotonic() + _CLOCK_S, dict[str, bytes]()
-    while len(found) < len(keys) and time.monotonic() < give_up:
-        found |= exchange.get_many([key for key in keys if key not in found])
-        if len(found) < len(keys):
-            time.sleep(wait_s)
-    return found

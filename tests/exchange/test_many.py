@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, TcpStoreExchange, in_parts
-from lightning_ncclsafe.exchange.parts import AT_ONCE
+from lightning_ncclsafe.exchange.interface import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.strategies import guarded_call

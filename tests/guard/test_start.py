@@ -15,8 +15,7 @@ import pytest
 from lightning_ncclsafe.exchange import DirectoryExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, codec
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.guard import gathering, local_ranks
-from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard import ended_run, gathering, local_ranks
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import Place
@@ -48,7 +47,7 @@ class Waiting:
         self.said: list[str] = []
         self.ended = threading.Event()
         self.ended_with: dict[str, Any] = {}
-        monkeypatch.setattr(guard_module, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
+        monkeypatch.setattr(ended_run, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
         tracker = ActionTracker()
         trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=None)))
         self.action = tracker.action("init_process_group")
