@@ -16,12 +16,12 @@ class ExchangeError(RuntimeError):
 class Exchange(Protocol):
     """Keys and values shared by all ranks of a job. Every call ends within the exchange's own deadline.
 
-    A question for many keys is asked in parts, of which each has that deadline.
+    A question for many keys is asked in parts, each with that deadline.
 
     All methods raise :class:`ExchangeError` when the exchange cannot be reached; nothing else.
 
     Attributes:
-        lost: What made ranks go over to another way of sharing; empty as long as nothing did.
+        lost: Why ranks share in another way by now; empty as long as they do not.
     """
 
     lost: str
@@ -33,14 +33,14 @@ class Exchange(Protocol):
         """Publishes a value unless the key has one, as one step among all ranks.
 
         Returns:
-            The value that stands: the given one, or that of the rank that came first.
+            The value that the key has then: the given one, or that of the rank that came first.
         """
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away, whoever has published them; those that have no value are passed over."""
+        """Deletes keys, whoever has published them; those that have no value are ignored."""
 
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""

@@ -6,7 +6,7 @@ from lightning_ncclsafe.exchange import wait_for
 from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ending import Ending, end_frozen, end_run
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.reporter import print_no_told_errors
+from lightning_ncclsafe.guard.reporter import hide_reported_errors
 from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.probes.process.last_words import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
@@ -59,7 +59,7 @@ class EndedRun:
         if self._state.limit_is_reported:
             # The watchdog's thread ends the process.
             self._ending.stay()
-        print_no_told_errors()
+        hide_reported_errors()
         self._let_the_failed_leave()
 
     def end(self) -> None:

@@ -48,7 +48,7 @@ _LAST_STEP_S = 1.0
 
 
 class Ending:
-    """Whether a run is being ended, and the gate that whatever saves or trains on has to pass: closed for good then.
+    """Whether a run is being ended, and the gate that everything that saves or trains has to pass: it closes for good.
 
     A copy, in another process for instance, belongs to another run.
     """
@@ -88,7 +88,7 @@ class Ending:
             self._make_error = self._make_error or make_error
 
     def check(self) -> None:
-        """Called before whatever saves or trains on.
+        """Called before everything that saves or trains.
 
         Raises:
             CollectiveTimeoutError: The run is being ended.
@@ -126,12 +126,12 @@ class Ending:
             self._partial.discard(beside)
 
     def exit_within(self, seconds: float) -> None:
-        """Ends this process after so many seconds, whatever it does then; before, if that has been said before."""
+        """Ends this process after so many seconds, whatever it does then; an earlier deadline stays."""
         if self._thread is not None:
             self._deadline.set(seconds)
 
     def go_on(self) -> None:
-        """The run is not ended, after all."""
+        """The run goes on, after all."""
         self._deadline.lift()
 
     def exit_after_main_thread(self) -> None:
@@ -153,7 +153,7 @@ class Ending:
         _in_background(watch)
 
     def hold(self) -> None:
-        """The Trainer's thread runs no further: it waits for the process to exit wherever it is next in Python."""
+        """Stops the Trainer's thread: it waits for the process to exit wherever it is next in Python."""
         if self._thread is None:
             return
         if self._thread == threading.main_thread().ident:
@@ -167,7 +167,7 @@ class Ending:
             _stay()
 
     def clear_partial(self) -> None:
-        """Removes what has been written and has not got its name: it never will."""
+        """Removes what has been written and was never given its name."""
         for path in [*self._partial]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -297,7 +297,7 @@ def end_frozen(cards: Iterable[Card], say: Callable[[str], None]) -> None:
             is_same = not card.started or abs(process.create_time() - card.started) < 1.0
             if is_same and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
-                say(f"rank {card.rank} cannot end itself: its process {card.pid} is killed")
+                say(f"rank {card.rank} cannot end itself; its process {card.pid} was killed")
 
 
 def end_run(
@@ -325,7 +325,7 @@ def end_run(
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; not before logs are written, as launchers end all with one.
         before_exit: What is left to do for this process before it exits; its failure is ignored.
-        may_others_come: Whether there are ranks that have not come so far, and are to find what the others have said.
+        may_others_come: Whether ranks are still on their way, and have to find that the others have given up.
     """
     ending.exit_within(_LEAVES_S)
     ending.close(make_error)
@@ -355,7 +355,7 @@ def _close(exchange: Exchange, may_others_come: Callable[[], bool]) -> None:
 
 
 def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int, logging_ranks: Sequence[int]) -> None:
-    """Nobody leaves before all have written: launchers end the others with the first."""
+    """No rank leaves before all have written: launchers end the others with the first."""
     deadline = time.monotonic() + _LOGS_S
     # The thread that is held may hold a lock of theirs.
     _try_for(_LOGS_S, lambda: write(_LOGS_S))
@@ -367,14 +367,14 @@ def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int
 
 
 def say_goodbye(exchange: Exchange, rank: int) -> None:
-    """This rank needs the exchange no more."""
+    """Announces that this rank no longer needs the exchange."""
     with suppress(ExchangeError):
         exchange.set(f"left/{rank}", b"")
 
 
 @marked(Mark.STORE)
 def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
-    """Waits, at most 3 s, until the other ranks have said that they need the store no more."""
+    """Waits, at most 3 s, until the other ranks no longer need the store."""
     others = [f"left/{other}" for other in range(world_size) if other != rank]
     with suppress(ExchangeError):
         wait_for_keys(exchange, others, deadline_s=_OTHERS_LEAVE_S)

@@ -1,7 +1,7 @@
-"""How the facts of all ranks meet: every rank publishes its own, one of them judges and reports.
+"""How the facts of all ranks are gathered: every rank publishes its own, one of them judges and reports.
 
-The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and a rank that
-does not answer is looked at from outside by a rank of its host.
+The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and another rank
+of its host looks from outside at the process of a rank that does not answer.
 """
 
 import math
@@ -27,9 +27,9 @@ from lightning_ncclsafe.probes.process.witnessing import ANSWERING
 from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 
-# Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
+# Ranks that only wait answer within some 50 ms; one that is still silent then is looked at from outside.
 ANSWER_S = 0.6
-# A process that can be seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
+# A process that is seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
 PATIENCE_S = 3.0
 # How long the others wait for the reporter.
 REPORT_S = 6.0
@@ -43,15 +43,15 @@ _CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:
-    """How long the others wait for the reporter, which reads and judges a hundred ranks a second or more."""
+    """How long the others wait for the reporter, which reads and judges at least a hundred ranks a second."""
     return REPORT_S + world_size / 100
 
 
 def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     """What matters most: where a rank stands, and the end of what it has called."""
     left_out = (
-        f"Its facts were too long to be shared ({size_words(size_bytes)}): source lines, older collectives, loaders "
-        "and what it sees of other processes are left out."
+        f"Its facts were too large to share ({size_words(size_bytes)}): source lines, older collectives, loaders and "
+        "its view of other processes are left out."
     )
     return replace(
         facts,
@@ -67,11 +67,11 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     )
 
 
-def leave_word(exchange: Exchange, facts: RankFacts) -> None:
-    """A rank leaves with an exception: what it says is an answer in all rounds to come.
+def share_last_facts(exchange: Exchange, facts: RankFacts) -> None:
+    """Shares the facts of a rank that leaves with an exception: they are its answer in all rounds to come.
 
     Raises:
-        ExchangeError: The others cannot be told.
+        ExchangeError: They could not be shared.
     """
     exchange.set(_last_key(facts.rank), codec.encode(facts))
 
@@ -128,7 +128,7 @@ class Gathering:
         self._watched: dict[int, Card] = {}
 
     def publish(self, facts: RankFacts) -> None:
-        """Answers for this rank; if it leaves with an exception, for later rounds as well."""
+        """Answers for this rank; if it leaves with an exception, in later rounds as well."""
         self._answers[self._rank] = facts
         # Nobody waits for those: their launcher may end all others within a second.
         self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
@@ -150,7 +150,7 @@ class Gathering:
 
         Args:
             incident: What the round is about.
-            report: Judges and tells; called on one rank.
+            report: Judges and reports; called on one rank.
 
         Returns:
             The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
@@ -189,7 +189,7 @@ class Gathering:
         keep_trying(self._exchange, lambda: self._exchange.set(key, value), deadline_s=PATIENCE_S)
 
     def _leave(self, *, seen: bool = False) -> None:
-        """The verdict stands: what is left to do is for the others, and for the store."""
+        """There is a verdict: what is left to do is for the other ranks, and for the store."""
         with suppress(ExchangeError):
             if seen:
                 self._exchange.set(self._seen_key(self._rank), b"")
@@ -198,17 +198,17 @@ class Gathering:
             self._forget()
 
     def _wait_until_seen(self) -> None:
-        """The reporter may be about to leave, and the store with it; the others must have heard by then."""
+        """The reporter may be about to leave, and the store with it; the others must have read the verdict by then."""
         others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
         wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
 
     def _forget(self) -> None:
-        """Takes back what this rank has said, which was judged: the store's memory is that of rank 0.
+        """Deletes what this rank has published, once it is judged: the store's memory is that of rank 0.
 
-        The reporter may still look for the word that this rank has seen the verdict, but not for that of a round ago.
+        The reporter may still look whether this rank has seen the verdict, but no longer for that of the round before.
         """
-        said = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
-        self._exchange.delete(said)
+        published = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
+        self._exchange.delete(published)
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"
@@ -226,7 +226,7 @@ class Gathering:
         return f"{self._key}/verdict"
 
     def _here_key(self, rank: int) -> str:
-        """That a rank has answered: its facts are many times as long."""
+        """Whether a rank has answered: to read its facts takes many times as long."""
         return f"{self._key}/here/{rank}"
 
     def _facts_key(self, rank: int) -> str:
@@ -256,7 +256,7 @@ class Gathering:
         self._look_again()
         off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
         missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
-        missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
+        missing += [f"The answer of rank {rank} could not be read: {why}" for rank, why in sorted(self._unread.items())]
         return JobFacts(
             incident=incident,
             world_size=self._world_size,
@@ -298,7 +298,7 @@ class Gathering:
                     self._read_answer(int(name.rpartition("/")[2]), data)
 
     def _read_answer(self, rank: int, data: bytes) -> None:
-        """One that cannot be read, of another version say, is no reason to go without those of the others."""
+        """An answer that cannot be read, of another version say, is no reason to do without the others."""
         try:
             self._answers[rank] = codec.decode(RankFacts, data)
             self._unread.pop(rank, None)
@@ -311,7 +311,7 @@ class Gathering:
             self._witnessed.setdefault(seen.rank, seen)
 
     def _look_at_silent_peers(self) -> None:
-        """The lowest rank of a host that answered looks at those that did not, once."""
+        """The lowest rank of a host that answered looks once at those that did not."""
         peers, self._peers = self._peers, {}
         if not peers:
             return

@@ -155,7 +155,9 @@ class Guard:
         self._connection.connect(exchange)
         with suppress(ExchangeError):  # what only helps its peers when this rank cannot answer
             exchange.set(card_key(self._place.rank), codec.encode(self._probe.card))
-            self._rank_hosts.tell(exchange, own_address_towards(self._place.master_address, self._place.master_port))
+            self._rank_hosts.announce(
+                exchange, own_address_towards(self._place.master_address, self._place.master_port)
+            )
         self._watchdog.wake()
 
     def set_up(self) -> None:

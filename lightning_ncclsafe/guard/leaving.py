@@ -17,7 +17,7 @@ from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import Ending, say_goodbye, wait_for_others
-from lightning_ncclsafe.guard.gathering import leave_word, report_deadline_s
+from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.probes.process import stacks
@@ -87,7 +87,7 @@ class Leaving:
             self.finish()
             return None
         if isinstance(error, KeyboardInterrupt):
-            self._leave_word(error)
+            self._share_last_facts(error)
         nobody_to_ask = state.is_off or self._place.world_size == 1 or _is_orderly(error)
         if not nobody_to_ask and not self._is_explained(is_consequence):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
@@ -150,11 +150,11 @@ class Leaving:
         elif verdict is not None and not verdict.ends_run:
             self.finish()
 
-    def _leave_word(self, error: BaseException) -> None:
+    def _share_last_facts(self, error: BaseException) -> None:
         """No rank is asked, as most of them are interrupted, too; one that is not can report why this rank left."""
         exception = stacks.exception_facts(error, is_consequence=False)
         with suppress(ExchangeError):
-            leave_word(self._connection.newest, replace(self._probe.glance(0.0), exception=exception))
+            share_last_facts(self._connection.newest, replace(self._probe.glance(0.0), exception=exception))
 
     def _is_explained(self, is_consequence: bool) -> bool:
         """Whether what ends the run has been reported already, and an exception only follows from it."""

@@ -95,7 +95,7 @@ class Participation:
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
             self._ending.go_on()
-        self._incidents.note(incident.number if verdict is not None and verdict.is_told else 0)
+        self._incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
         if entry.is_leaving:
             # No rank waits, and what ranks that work on are asked about is no incident of theirs.
             state.open_incident = before
@@ -124,9 +124,9 @@ class Participation:
     def _say_on_other_hosts(self, verdict: Verdict | None) -> None:
         """The report is printed on one host; on each of the others nobody would know why its ranks end."""
         is_first, here = self._place.local_rank == 0, self._probe.card.host
-        if verdict is not None and verdict.ends_run and is_first and verdict.told_on not in ("", here):
-            where = f"; report on {verdict.told_on}: {verdict.folder}" if verdict.folder else ""
-            self._say(f"rank {self._place.rank}: the run is ended: {verdict.answer}{where}")
+        if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
+            where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
+            self._say(f"rank {self._place.rank}: the run is being ended: {verdict.answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         state, connection = self._state, self._connection
@@ -168,5 +168,5 @@ class Participation:
         job = replace(job, tried=try_addresses(job, self._probe.card.host))
         known = self._state.verdict
         is_same = known is not None and known.incident.number == job.incident.number
-        verdict = self._reporter.report(self._rank_hosts.complete(job), told=known if is_same else None)
-        return replace(verdict, told_on=self._probe.card.host)
+        verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)
+        return replace(verdict, reported_on=self._probe.card.host)

@@ -1,4 +1,4 @@
-"""Starts of one job: told apart on a store that outlives them, and what the one before has left.
+"""The starts of one job: how they differ on a store that outlives them, and what the previous one has left.
 
 torchrun's agent keeps one store for all its starts of the ranks, with all keys of those before (torch 2.13), and its
 count of restarts may differ between hosts. So the ranks of a start give it a name of its own.
@@ -22,7 +22,7 @@ from lightning_ncclsafe.rules.kit.wording import ranks_words
 def agree_on_start(
     exchange: Exchange, *, rank: int, world_size: int, deadline_s: float, clear: Callable[[], None]
 ) -> str:
-    """A name that all ranks of this start have, and no earlier start. All ranks must call it; rank 0 waits for all.
+    """Returns a name that all ranks of this start share, and no earlier start had. All ranks call it; rank 0 waits.
 
     Args:
         exchange: What the ranks share, which may hold what earlier starts have left.
@@ -96,7 +96,7 @@ def launch_words(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """With what the start of this job before this one has ended, in words; empty if it is the first, or left nothing.
+    """How the previous start of this job ended, in words; empty if this is the first one, or it left nothing.
 
     Args:
         report_dir: The folder of all incidents.
@@ -113,7 +113,7 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
         with (folder / "report.txt").open(encoding="utf-8") as report:
             answer = report.readline().strip()
         if job["launch"] == launch_words(environ):
-            return f"the start before ended with incident {job['incident']['number']}: {folder}: {answer}"
+            return f"the previous start ended with incident {job['incident']['number']}: {folder}: {answer}"
     return ""
 
 

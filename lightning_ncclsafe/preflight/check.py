@@ -1,4 +1,4 @@
-"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all go by what it says."""
+"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all follow its verdict."""
 
 import threading
 import time
@@ -21,9 +21,9 @@ from lightning_ncclsafe.settings import OnProblem
 LOOK_S = 3.0
 """How long a rank may look at its host."""
 
-# How long ranks that look a little longer, or started a little later, are waited for.
+# How long ranks wait for those that look a little longer, or started a little later.
 _MEET_S = 10.0
-# How long rank 0's clock is asked for, and how often: of 1,024 ranks a thousand times a second in all.
+# How long ranks ask for rank 0's clock, and how often: 1,024 ranks a thousand times a second in all.
 _CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
 _CLOCK = "preflight/clock"
 
@@ -40,7 +40,7 @@ class Preflight:
         say: Prints one or more lines to the user.
         incidents: Numbers of the incidents of this process; None where there are no others.
         render: Makes the text for the user of what was found.
-        says_nothing: Whether nothing is said where nothing is wrong.
+        says_nothing: Whether nothing is printed if nothing is wrong.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Preflight:
         self._thread = threading.Thread(target=self._run, name="ncclsafe-preflight", daemon=True)
 
     def begin(self) -> None:
-        """Starts to look, while ranks have yet to find each other."""
+        """Starts to look at the host, while ranks have yet to find each other."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until this rank has looked, or has had its time."""
+        """Waits until this rank has looked, or its time is over."""
         self._thread.join(LOOK_S + 1)
 
     def compare(self, exchange: Exchange) -> Agreed:
-        """Waits until this rank has looked, and for what the others have found.
+        """Waits until all ranks have looked, and compares what they have found.
 
         Args:
             exchange: What the ranks share.
@@ -104,7 +104,7 @@ class Preflight:
         return self._meet(self._meeting, self._found)
 
     def compare_load(self, load: LoadFacts) -> None:
-        """The loaders are known now: compares again, and says what was not said before.
+        """The loaders are known now: compares again, and prints what is new.
 
         Args:
             load: What the run is about to ask of this rank's host.
@@ -127,14 +127,14 @@ class Preflight:
     def _run(self) -> None:
         try:
             self._found = self._look()
-        except Exception as error:  # what is missing is said; the run goes on
+        except Exception as error:  # what is missing is reported; the run goes on
             self._error = error
 
     def _why(self) -> str:
         return f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
-        """Rank 0 writes its time once all are there, and the others compare theirs when they see it."""
+        """Rank 0 publishes its time once all are there, and the others compare theirs when they see it."""
         rank, ready = self._identity.rank, [f"preflight/ready/{rank}" for rank in range(self._world_size)]
         if self._world_size == 1:
             return found

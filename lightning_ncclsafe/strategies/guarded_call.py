@@ -35,18 +35,18 @@ from lightning_ncclsafe.strategies.features import Features, settings_of
 
 T = TypeVar("T")
 
-# What this process has said last of its watch: a program with many calls and Trainers says it once.
+# What this process has last announced: a program with many calls and Trainers does so once.
 _said_watch = ""
-# Of all calls of this process; the same on all ranks.
+# For all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
-# Likewise: what ended one call, and was caught, may be why this rank stands elsewhere in the next.
+# Likewise: what ended one call, and was caught, may be why this rank is somewhere else in the next.
 _caught = CaughtExceptions(_torch.is_communication_error)
 
 
 class GuardedCall:
-    """One guarded call: the guard, if it could be made, and what it listens to.
+    """One guarded call: the guard, if it could be made, and what it observes.
 
-    The guard must never hurt the run it guards: whatever fails in here is said once, and the guard is off.
+    The guard must never hurt the run it guards: whatever fails in here is printed once, and the guard is off.
 
     Args:
         trainer: The ``Trainer``.
@@ -109,19 +109,19 @@ class GuardedCall:
         self._unharmed(lambda: self._begin(strategy))
 
     def recorder(self) -> AbstractContextManager[None]:
-        """Around the creation of the process group, which looks for the Flight Recorder's size, too."""
+        """Around the creation of the process group, which reads the Flight Recorder's size, too."""
         self._unharmed(self._name_start)
         return _torch.recorder_of_size(self._recorder_size())
 
     def connect(self, strategy: Any) -> None:
-        """Goes over to the job's store, which exists now, and says that the guard is on."""
+        """Changes over to the job's store, which exists now, and announces that the guard is on."""
         self._group_timeouts.start()
         if self._limits.phases_s:
             self.tracker.listeners += (self._group_timeouts.listen,)
         self._unharmed(lambda: self._connect(strategy))
 
     def set_up(self) -> None:
-        """Lightning has set everything up, and with it made the process groups that it had not made before."""
+        """Lightning has set everything up, and has made the last of its process groups."""
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
         self._group_timeouts.start()
@@ -144,7 +144,7 @@ class GuardedCall:
         self._features.before_evaluation_batch()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
-        """Tells the other ranks; returns the error to raise instead, if there is a better one."""
+        """Reports it to the other ranks; returns the error to raise instead, if there is a better one."""
         # If it is caught, and there is another call, those who were ended because of it will be missed there.
         self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
@@ -155,7 +155,7 @@ class GuardedCall:
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
-        """Leaves nothing behind, but for the gate of a run that has been ended: Lightning's handlers save, too."""
+        """Leaves nothing behind but the gate of a run that has been ended: Lightning's handlers save, too."""
         self._features.detach(self._unharmed)
         self._unharmed(self.tracker.detach)
         if self._listens:
@@ -226,7 +226,7 @@ class GuardedCall:
             self._say_watch(place.world_size)
 
     def _say_watch(self, world_size: int) -> None:
-        """Once, and again where it has changed; with what the start before has ended, the first time only."""
+        """Announces the watch once, and again if it has changed; the first time with how the previous start ended."""
         global _said_watch
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         text = f"watching {ranks}: {limits_words(self._limits)}; reports go to {self._report_dir}"

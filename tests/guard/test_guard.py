@@ -433,7 +433,7 @@ def test_an_exit_of_one_rank_while_others_train_is_no_success(make_job: Callable
     error = leave(job.guards[2], in_a_stage(SystemExit(0)))
     assert isinstance(error, SystemExit) and error.code == 1
     assert "Rank 2 left the others by SystemExit with status 0" in job.said[0]
-    assert "the run cannot go on" in job.said[0]
+    assert "the run cannot continue" in job.said[0]
 
 
 def test_an_exit_of_all_ranks_is_what_it_says(make_job: Callable[..., Job]) -> None:
@@ -544,5 +544,5 @@ def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Cal
     participation._place = replace(participation._place, local_rank=0)
     job.guards[0].failed(ValueError("the batch is broken"))
     job.wait_for(lambda: len(job.said) == 2)
-    assert job.said[1].startswith("rank 1: the run is ended: Rank 0 raised ValueError")
+    assert job.said[1].startswith("rank 1: the run is being ended: Rank 0 raised ValueError")
     assert "; report on node-a: " in job.said[1]

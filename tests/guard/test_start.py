@@ -152,7 +152,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
     assert not waiting.leaves_files()
     finding = waiting.report().findings[0]
     assert (finding.rule, finding.ranks) == ("dead-rank", (0,))
-    assert waiting.said[-1].endswith("the run cannot go on, it is ended")
+    assert waiting.said[-1].endswith("the run cannot continue and is being ended")
 
 
 def _then(call: object, act: object) -> object:
@@ -173,4 +173,4 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
     waiting.wait()
     assert not waiting.leaves_files(), "nobody else is to come"
     waiting.guard.close()
-    assert waiting.said == ["rank 1 has come too late, the others gave up: Rank 1 has not joined."]
+    assert waiting.said == ["rank 1 started too late; the other ranks gave up: Rank 1 has not joined."]
