@@ -36,10 +36,9 @@ from lightning_ncclsafe.guard.reporter import Reporter, Verdict, print_no_told_e
 from lightning_ncclsafe.guard.restarts import launch_words
 from lightning_ncclsafe.guard.thresholds import Thresholds
 from lightning_ncclsafe.guard.watchdog import Watchdog
-from lightning_ncclsafe.probes.network.data_paths import try_addresses
-from lightning_ncclsafe.probes.network.reach import own_address_towards
+from lightning_ncclsafe.probes.network.reach import own_address_towards, try_addresses
 from lightning_ncclsafe.probes.process import stacks
-from lightning_ncclsafe.probes.process.last_words import ENDED
+from lightning_ncclsafe.probes.process.traceback_signal import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe, card_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
