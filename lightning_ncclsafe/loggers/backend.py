@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.loggers.delivery import Sink
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.thinning import Scalars
 
@@ -43,10 +43,10 @@ class Backend(Protocol):
         In the first case the offload is closed by now, and what was accepted is delivered after this.
         """
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[LogFrame]:
         """What points become; on the staging thread."""
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[LogFrame]:
         """What a call becomes; on the staging thread, or that of media."""
 
     def finalize(self, status: str) -> None:

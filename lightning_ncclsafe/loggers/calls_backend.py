@@ -15,7 +15,7 @@ import numpy as np
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.backend import Replacements
 from lightning_ncclsafe.loggers.copies import Copied
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.thinning import Scalars
@@ -113,10 +113,10 @@ class CallsBackend:
         if not self._offload.is_closed:
             self._of_experiment.undo()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[LogFrame]:
         """One call each, written down in full."""
         return [
-            Frame(
+            LogFrame(
                 kind="call",
                 file=LOG_METRICS,
                 body=json.dumps({"step": one.step, "values": one.values, "created": one.created}).encode(),
@@ -126,7 +126,7 @@ class CallsBackend:
             for one in scalars
         ]
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[LogFrame]:
         """A call, written down if that can be done, and held in memory otherwise."""
         number = next(self._numbers)
         body = b""
@@ -135,9 +135,9 @@ class CallsBackend:
         if not body or not _is_plain([list(call.args), call.kwargs]):
             self._hold(number, call, bool(body))
         details = {"number": number}
-        return [Frame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
+        return [LogFrame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[LogFrame]) -> None:
         """Makes the calls, in order, each once.
 
         Raises:
@@ -149,7 +149,7 @@ class CallsBackend:
                 self._done([frame])
         self._save()
 
-    def replay(self, frames: Sequence[Frame]) -> None:
+    def replay(self, frames: Sequence[LogFrame]) -> None:
         """Makes the calls that an earlier process has written down.
 
         Raises:
@@ -167,13 +167,13 @@ class CallsBackend:
         """The methods of its experiment are its own again."""
         self._of_experiment.undo()
 
-    def _done(self, frames: Sequence[Frame]) -> None:
+    def _done(self, frames: Sequence[LogFrame]) -> None:
         self._delivered = _number(frames[-1])
         with self._lock:
             for frame in frames:
                 self._objects.pop(_number(frame), None)
 
-    def _attempt(self, act: Callable[[], None], frame: Frame) -> None:
+    def _attempt(self, act: Callable[[], None], frame: LogFrame) -> None:
         try:
             act()
         except Exception as error:
@@ -183,7 +183,7 @@ class CallsBackend:
             self._offload.refuse(frame.file, error, points=frame.points, records=frame.records)
         self._attempts = 0
 
-    def _make(self, frame: Frame) -> None:
+    def _make(self, frame: LogFrame) -> None:
         held = self._objects.get(_number(frame))
         if held is None:
             self._make_from_text(frame)
@@ -191,7 +191,7 @@ class CallsBackend:
             call, _ = held
             self._methods[call.name](*call.args, **call.kwargs)
 
-    def _make_from_text(self, frame: Frame) -> None:
+    def _make_from_text(self, frame: LogFrame) -> None:
         if not frame.body or frame.file not in self._methods:
             return
         said = json.loads(frame.body)
@@ -265,7 +265,7 @@ def _is_lightnings(method: Any) -> bool:
     return str(getattr(method, "__module__", "")).partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def _number(frame: Frame) -> int:
+def _number(frame: LogFrame) -> int:
     return int(frame.details.get("number", 0))
 
 

@@ -16,7 +16,7 @@ from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
 from lightning_ncclsafe.loggers.collecting import Collecting
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.intake import Call
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.store import Store
@@ -78,18 +78,18 @@ class CSVBackend:
         if header:
             self._writer.metrics_keys = list(header)
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[LogFrame]:
         """One row for each call."""
         rows = [_json({**one.values, "step": one.step}) for one in scalars]
         points = sum(len(one.values) for one in scalars)
-        return [Frame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
+        return [LogFrame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[LogFrame]:
         """A row that is not to be thinned, or hyperparameters."""
         if call.name == _HPARAMS:
-            return [Frame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
+            return [LogFrame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
         (row,) = call.args
-        return [Frame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
+        return [LogFrame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
 
     def finalize(self, status: str) -> None:
         """The logger's own."""

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from lightning_ncclsafe.loggers.destination import Destination
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 
 Anchors = dict[str, dict[str, Any]]
 
@@ -45,7 +45,7 @@ class FilesSink:
         destination: Destination,
         anchors: Anchors,
         note: Callable[[], None] = lambda: None,
-        reject: Callable[[Sequence[Frame], Exception], None] | None = None,
+        reject: Callable[[Sequence[LogFrame], Exception], None] | None = None,
     ) -> None:
         self.destination = destination
         self.pace_s = destination.pace_s
@@ -57,7 +57,7 @@ class FilesSink:
         # Files that are known to be as their anchor says.
         self._sure: set[str] = set()
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[LogFrame]) -> None:
         """Delivers frames in order, coalesced into one write for each file. What one file refuses keeps no other.
 
         Raises:
@@ -80,7 +80,7 @@ class FilesSink:
         self._anchors.update(after)
         self._sure = (sure | set(after)) - {refused.key[1] for refused in failed}
 
-    def _write(self, frames: Sequence[Frame], sure: bool) -> Anchors:
+    def _write(self, frames: Sequence[LogFrame], sure: bool) -> Anchors:
         """Writes the frames of one kind and one file; returns what that leaves."""
         kind, file = frames[0].kind, frames[0].file
         if kind == "append":
@@ -166,7 +166,7 @@ class FilesSink:
         self.destination.replace(file, data)
         return len(data) - table.bytes
 
-    def _replace(self, file: str, frames: Sequence[Frame]) -> None:
+    def _replace(self, file: str, frames: Sequence[LogFrame]) -> None:
         certain = [frame for frame in frames if not frame.details.get("if_absent")]
         if certain or self.destination.size(file) is None:
             self.destination.replace(file, (certain[-1:] or frames)[0].body)
@@ -182,7 +182,7 @@ class _Refused:
     """Frames of one kind and file that could not be written, and why."""
 
     key: tuple[str, str]
-    frames: Sequence[Frame]
+    frames: Sequence[LogFrame]
     error: Exception
 
 

@@ -23,7 +23,7 @@ _LARGEST_BYTES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class LogFrame:
     """A piece of what a logger has to write.
 
     Attributes:
@@ -45,7 +45,7 @@ class Frame:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: LogFrame) -> bytes:
     """A frame's bytes."""
     head = {name: getattr(frame, name) for name in ("kind", "file", "points", "records", "keep", "details")}
     header = json.dumps(head, separators=(",", ":")).encode()
@@ -53,7 +53,7 @@ def encode(frame: Frame) -> bytes:
     return b"".join((_PREFIX.pack(len(header), len(frame.body), checksum), header, frame.body))
 
 
-def decode(data: bytes) -> Iterator[tuple[Frame, int]]:
+def decode(data: bytes) -> Iterator[tuple[LogFrame, int]]:
     """The frames at the beginning of ``data``, each with the offset of its end.
 
     Stops where a frame is not whole, or where the bytes are no frame.
@@ -73,12 +73,12 @@ def decode(data: bytes) -> Iterator[tuple[Frame, int]]:
         start = end
 
 
-def _frame(header: bytes, body: bytes) -> Frame | None:
+def _frame(header: bytes, body: bytes) -> LogFrame | None:
     try:
         head = json.loads(header)
         if head["kind"] not in get_args(Kind) or not _is_below(head["file"]):
             return None
-        return Frame(
+        return LogFrame(
             kind=head["kind"],
             file=head["file"],
             body=body,

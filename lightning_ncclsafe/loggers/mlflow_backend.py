@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.calls_backend import LOG_METRICS, CallsBackend, is_permanent
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 
 # What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
 _MOST_METRICS = 1000
@@ -24,7 +24,7 @@ class MLFlowBackend(CallsBackend):
 
     _caught: list[tuple[Any, dict[str, Any]]] | None = None
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[LogFrame]) -> None:
         """Makes the calls, in order; points that follow each other in one request for every thousand.
 
         Raises:
@@ -38,7 +38,7 @@ class MLFlowBackend(CallsBackend):
             for some in _in_parts(same):
                 self._send_all(some)
 
-    def _send_all(self, frames: Sequence[Frame]) -> None:
+    def _send_all(self, frames: Sequence[LogFrame]) -> None:
         try:
             self._send(frames)
             self._done(frames)
@@ -50,7 +50,7 @@ class MLFlowBackend(CallsBackend):
                 self._attempt(partial(self._send, [frame]), frame)
                 self._done([frame])
 
-    def _send(self, frames: Sequence[Frame]) -> None:
+    def _send(self, frames: Sequence[LogFrame]) -> None:
         metrics: list[tuple[Any, dict[str, Any]]] = []
         for frame in frames:
             created = json.loads(frame.body)["created"]
@@ -82,9 +82,9 @@ class MLFlowBackend(CallsBackend):
         return (args[2] if len(args) > 2 else kwargs.get("value")) if (name, answer) == (_LOG_PARAM, None) else answer
 
 
-def _in_parts(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
+def _in_parts(frames: Sequence[LogFrame]) -> Iterator[list[LogFrame]]:
     """Frames whose points go into one request, so that none is sent again because of a later one."""
-    part: list[Frame] = []
+    part: list[LogFrame] = []
     points = 0
     for frame in frames:
         if part and points + frame.points > _MOST_METRICS:

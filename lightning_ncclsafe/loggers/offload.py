@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import live, readers
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.intake import Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Stager
@@ -152,7 +152,7 @@ class Offload:
         """The storage or server, to which it was given, has refused something for good."""
         self._ledger.refuse(name, error, points=points, records=records)
 
-    def reject(self, frames: Sequence[Frame], error: Exception) -> None:
+    def reject(self, frames: Sequence[LogFrame], error: Exception) -> None:
         """The same of frames of one file."""
         points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
         self.refuse(frames[0].file, error, points=points, records=records)

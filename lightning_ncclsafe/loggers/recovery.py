@@ -13,13 +13,13 @@ from typing import Any
 
 from lightning_ncclsafe.loggers.destination import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, open_regular, read_manifest
 from lightning_ncclsafe.loggers.segments import Portion
 from lightning_ncclsafe.loggers.staging import Claim, is_alive
 from lightning_ncclsafe.loggers.store import Store
 
-Replay = Callable[[Sequence[Frame]], None]
+Replay = Callable[[Sequence[LogFrame]], None]
 """Makes calls of the logger they were meant for."""
 
 # What a note of what has been delivered may need, and more.
@@ -125,13 +125,13 @@ class _Recovery:
         self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
         return portion
 
-    def _check_frames(self, frames: Sequence[Frame]) -> None:
+    def _check_frames(self, frames: Sequence[LogFrame]) -> None:
         kinds = KINDS[self.done.manifest.kind]
         for frame in frames:
             if frame.kind not in kinds:
                 raise StagingError(f"{self.done.folder} is damaged: a frame is of kind {frame.kind!r:.50}")
 
-    def _count(self, frames: Sequence[Frame]) -> None:
+    def _count(self, frames: Sequence[LogFrame]) -> None:
         lost = [frame for frame in frames if frame.kind == "call" and not frame.body]
         self.done = replace(
             self.done,
@@ -148,7 +148,7 @@ class _Recovery:
             return sink.deliver
         name = _file_name(manifest)
 
-        def write_down(frames: Sequence[Frame]) -> None:
+        def write_down(frames: Sequence[LogFrame]) -> None:
             written = [_written_down(frame, name) for frame in frames]
             self._written.update(frame.file for frame in written)
             sink.deliver(written)
@@ -162,7 +162,7 @@ class _Recovery:
         return " and ".join(f"{self.to.rstrip('/')}/{file}" for file in sorted(self._written)) or self.to
 
 
-def _written_down(frame: Frame, name: str) -> Frame:
+def _written_down(frame: LogFrame, name: str) -> LogFrame:
     """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as it was staged."""
     said: Any = None
     with suppress(ValueError, RecursionError):

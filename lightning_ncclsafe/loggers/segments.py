@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.frames import Frame, decode
+from lightning_ncclsafe.loggers.frames import LogFrame, decode
 from lightning_ncclsafe.loggers.manifest import open_regular
 
 _DELIVERED = "delivered.json"
@@ -27,7 +27,7 @@ class Portion:
         end: Offset of their end in the segment; for those that could not be written down, their number.
     """
 
-    frames: tuple[Frame, ...]
+    frames: tuple[LogFrame, ...]
     segment: int
     end: int
 
@@ -62,7 +62,7 @@ class Segment:
         """How much of it has not been delivered."""
         return self.size_bytes - self.released_bytes
 
-    def count(self, frames: Sequence[Frame], times: int = 1) -> None:
+    def count(self, frames: Sequence[LogFrame], times: int = 1) -> None:
         """Counts frames that have been added, or with ``times=-1`` taken away."""
         # Never below nothing: what an earlier process has left was not counted.
         self.points = max(self.points + times * sum(frame.points for frame in frames), 0)
@@ -96,7 +96,7 @@ class Segment:
         Raises:
             OSError: If it cannot be read.
         """
-        frames: list[Frame] = []
+        frames: list[LogFrame] = []
         end = 0
         # A recovery may ask for one call after the other: not for each is the whole file read.
         chunk_bytes = max(2 * most_bytes, _CHUNK_BYTES)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.store import Store
@@ -112,11 +112,11 @@ class Stager:
             finally:
                 self._intake.done([call])
 
-    def _frames(self, entries: Sequence[Entry]) -> list[Frame]:
+    def _frames(self, entries: Sequence[Entry]) -> list[LogFrame]:
         """What these entries become, in order."""
         now = time.monotonic()
         self._thinner.coarseness = self._coarseness()
-        frames: list[Frame] = []
+        frames: list[LogFrame] = []
         points: list[Scalars] = []
         for entry in entries:
             if isinstance(entry, Scalars):
@@ -127,7 +127,7 @@ class Stager:
             frames += [] if entry.is_marker else self._frames_of_call(entry)
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
-    def _frames_of_points(self, points: Sequence[Scalars]) -> list[Frame]:
+    def _frames_of_points(self, points: Sequence[Scalars]) -> list[LogFrame]:
         try:
             with OwnWork():
                 return self._backend.scalars(points)
@@ -138,7 +138,7 @@ class Stager:
         # One of them is wrong, and must not take the others with it.
         return [frame for one in points for frame in self._frames_of_points([one])]
 
-    def _frames_of_call(self, call: Call) -> list[Frame]:
+    def _frames_of_call(self, call: Call) -> list[LogFrame]:
         try:
             for event in call.events:
                 event.synchronize()
@@ -147,7 +147,7 @@ class Stager:
             self._ledger.lose(call.name, error, records=1)
             return []
 
-    def _append(self, frames: list[Frame], limit_bytes: int) -> None:
+    def _append(self, frames: list[LogFrame], limit_bytes: int) -> None:
         if not frames:
             return
         size = sum(len(frame.body) for frame in frames)
@@ -162,7 +162,7 @@ class Stager:
     def _has_room(self, size: int, limit_bytes: int) -> bool:
         return self._store.pending_bytes + size <= limit_bytes
 
-    def _kept(self, frames: list[Frame]) -> list[Frame]:
+    def _kept(self, frames: list[LogFrame]) -> list[LogFrame]:
         for frame in frames:
             if not frame.keep:
                 self._store.count_dropped(frame)

@@ -21,7 +21,7 @@ _METHODS = ("log_metrics", "save")
 
 
 @marked(Mark.LOGGER)
-class Trial:
+class LoggerTrial:
     """Times what a logger is asked to do for each log.
 
     What a logger of any class keeps in memory may be read by anybody at any time, and nobody can know of it: as long

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.calls_backend import CallsBackend
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.frames import LogFrame
 
 _LOG = "experiment._log"
 
@@ -20,12 +20,12 @@ class WandbBackend(CallsBackend):
     # When what is delivered just now was logged, seconds since the epoch.
     _created: float | None = None
 
-    def _make(self, frame: Frame) -> None:
+    def _make(self, frame: LogFrame) -> None:
         held = self._objects.get(int(frame.details["number"]))
         with self._at(held[0].created if held is not None else None):
             super()._make(frame)
 
-    def _make_from_text(self, frame: Frame) -> None:
+    def _make_from_text(self, frame: LogFrame) -> None:
         with self._at(json.loads(frame.body or "{}").get("created")):
             super()._make_from_text(frame)
 

@@ -8,18 +8,18 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_ncclsafe.loggers.frames import Frame, Kind, decode, encode
+from lightning_ncclsafe.loggers.frames import Kind, LogFrame, decode, encode
 
 FRAMES = [
-    Frame(kind="append", file="events.out.1", body=b"\x00\xffrecord", points=3),
-    Frame(kind="rows", file="metrics.csv", body=b'{"loss": NaN}\n{"loss": 1}', points=2),
-    Frame(kind="whole", file="sub/hparams.yaml", body=b"", records=1, keep=True, details={"if_absent": True}),
-    Frame(kind="call", file="log_metrics", body="größer".encode(), points=1, details={"number": 7}),
+    LogFrame(kind="append", file="events.out.1", body=b"\x00\xffrecord", points=3),
+    LogFrame(kind="rows", file="metrics.csv", body=b'{"loss": NaN}\n{"loss": 1}', points=2),
+    LogFrame(kind="whole", file="sub/hparams.yaml", body=b"", records=1, keep=True, details={"if_absent": True}),
+    LogFrame(kind="call", file="log_metrics", body="größer".encode(), points=1, details={"number": 7}),
 ]
 HEAD = {"kind": "append", "file": "f", "points": 1, "records": 0, "keep": False, "details": {}}
 
 
-def read(data: bytes) -> list[Frame]:
+def read(data: bytes) -> list[LogFrame]:
     return [frame for frame, _ in decode(data)]
 
 

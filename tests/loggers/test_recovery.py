@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_ncclsafe.loggers import recovery, staging
 from lightning_ncclsafe.loggers.destination import LocalDestination
-from lightning_ncclsafe.loggers.frames import Frame, encode
+from lightning_ncclsafe.loggers.frames import LogFrame, encode
 from lightning_ncclsafe.loggers.manifest import SCHEMA, Manifest, StagingError, read_manifest, staging_folders
 from lightning_ncclsafe.loggers.recovery import recover
 from lightning_ncclsafe.loggers.staging import Claim, default_staging_dir, leftovers, make_staging
@@ -36,7 +36,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     from lightning_ncclsafe.loggers.events import first_event, record, scalar_event
-    from lightning_ncclsafe.loggers.frames import Frame, encode
+    from lightning_ncclsafe.loggers.frames import LogFrame, encode
     from lightning_ncclsafe.loggers.manifest import Manifest
     from lightning_ncclsafe.loggers.staging import make_staging
     from lightning_ncclsafe.loggers.store import Store
@@ -48,7 +48,7 @@ KILLED = """
     store = Store(folder, claim=claim)
     def frame(step, begin=b""):
         body = begin + record(scalar_event(Scalars(step=step, values={"loss": step / 2}, created=1000.0 + step)))
-        return Frame(kind="append", file="events.out.tfevents.1", body=body, points=1)
+        return LogFrame(kind="append", file="events.out.tfevents.1", body=body, points=1)
     store.append([frame(0, record(first_event()))])
     store.append([frame(step) for step in range(1, 100)])
     with open(next(folder.glob("*.frames")), "ab") as file:
@@ -73,7 +73,7 @@ def manifest(logs: Path, kind: str = "files", **said: Any) -> Manifest:
     return replace(made, **{"host": "node", "pid": 42, "created_ns": BEGAN_NS, **said})
 
 
-def left(staging: Path, manifest: Manifest, *frames: Frame) -> Path:
+def left(staging: Path, manifest: Manifest, *frames: LogFrame) -> Path:
     """Staging that a process has left behind."""
     staging.mkdir(mode=0o700)
     (staging / "manifest.json").write_text(json.dumps({"schema": SCHEMA, **asdict(manifest)}))
@@ -81,22 +81,22 @@ def left(staging: Path, manifest: Manifest, *frames: Frame) -> Path:
     return staging
 
 
-def append(body: str, file: str = "log.txt") -> Frame:
-    return Frame(kind="append", file=file, body=body.encode(), points=1)
+def append(body: str, file: str = "log.txt") -> LogFrame:
+    return LogFrame(kind="append", file=file, body=body.encode(), points=1)
 
 
-def rows(*said: dict[str, Any]) -> Frame:
+def rows(*said: dict[str, Any]) -> LogFrame:
     body = b"\n".join(json.dumps(row).encode() for row in said)
-    return Frame(kind="rows", file="metrics.csv", body=body, points=len(said))
+    return LogFrame(kind="rows", file="metrics.csv", body=body, points=len(said))
 
 
-def points(step: int, /, **values: float) -> Frame:
+def points(step: int, /, **values: float) -> LogFrame:
     body = json.dumps({"step": step, "values": values, "created": 1000.5}).encode()
-    return Frame(kind="call", file="log_metrics", body=body, points=len(values))
+    return LogFrame(kind="call", file="log_metrics", body=body, points=len(values))
 
 
-def call(name: str, *args: Any) -> Frame:
-    return Frame(kind="call", file=name, body=json.dumps({"args": args, "kwargs": {}}).encode(), records=1)
+def call(name: str, *args: Any) -> LogFrame:
+    return LogFrame(kind="call", file=name, body=json.dumps({"args": args, "kwargs": {}}).encode(), records=1)
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -217,7 +217,7 @@ def test_a_call_is_made_again_only_if_it_was_not_known_to_be_made(
     folder = left(tmp_path / "staging", manifest(tmp_path, "calls"), *(points(step, loss=1.0) for step in range(9)))
     made: list[int] = []
 
-    def replay(frames: Sequence[Frame]) -> None:
+    def replay(frames: Sequence[LogFrame]) -> None:
         made.extend(json.loads(frame.body)["step"] for frame in frames)
         if made == [0, 1, 2, 3]:
             raise ConnectionError("the server is gone")
@@ -239,10 +239,10 @@ def test_calls_become_files_for_people(tmp_path: Path, logs: Path) -> None:
         points(3, loss=0.5, acc=1.0),
         points(4, loss=float("nan")),
         call("log_hyperparams", {"lr": 0.1}),
-        Frame(kind="call", file="log_image", body=b"", records=1),
+        LogFrame(kind="call", file="log_image", body=b"", records=1),
         points(5, step=7.0),
-        Frame(kind="call", file="log_text", body=b"\xff[", records=1),
-        Frame(kind="call", file="log_list", body=b"[1]", records=1),
+        LogFrame(kind="call", file="log_text", body=b"\xff[", records=1),
+        LogFrame(kind="call", file="log_list", body=b"[1]", records=1),
     )
     made = manifest(logs, "calls", logger="WandbLogger", identity="my project/../ab12")
     done = recover(left(tmp_path / "staging", made, *staged))

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.loggers.trial import Trial
+from lightning_ncclsafe.loggers.trial import LoggerTrial
 
 
 class Time:
@@ -48,7 +48,7 @@ class Tried:
         self.time = Time()
         self.log = Log(lambda: takes(self.time))
         self.slow: list[bool] = []
-        self.trial = Trial(self.log, self.found, clock=lambda: self.time.now, cpu_clock=lambda: self.time.cpu)
+        self.trial = LoggerTrial(self.log, self.found, clock=lambda: self.time.now, cpu_clock=lambda: self.time.cpu)
 
     def found(self) -> None:
         self.slow.append(any(isinstance(value, ReplacedMethod) for value in vars(self.log).values()))
@@ -92,7 +92,7 @@ def test_a_wait_for_a_core_where_a_clock_is_asked_is_not_the_loggers() -> None:
         return time.cpu
 
     log, slow = Log(), list[None]()
-    Trial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=asked)
+    LoggerTrial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=asked)
     for step in range(20):
         log.log_metrics({}, step)
     assert not slow
@@ -121,7 +121,7 @@ def test_what_a_method_calls_in_turn_is_a_part_of_it() -> None:
     time = Time()
     log = Saving(lambda: time.wait(0.03))
     slow: list[None] = []
-    Trial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=lambda: 0.0)
+    LoggerTrial(log, lambda: slow.append(None), clock=lambda: time.now, cpu_clock=lambda: 0.0)
     for step in range(3):
         log.log_metrics({}, step)
         log.save()
@@ -148,7 +148,7 @@ def test_what_is_not_a_plain_logger_is_left_as_it_is() -> None:
     given = Log()
     given.log_metrics = Mock()  # type: ignore[method-assign]
     for log in (Slotted(), Watching(), given, object()):
-        trial = Trial(log, lambda: None)
+        trial = LoggerTrial(log, lambda: None)
         assert not isinstance(getattr(log, "log_metrics", None), ReplacedMethod)
         trial.end()
     assert isinstance(given.log_metrics, Mock)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import Collective, RankFacts
 from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
 from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _REMEDY = (
@@ -34,7 +34,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         host-stuck.
     """
     if not gone(view):
-        yield from (_finding(view, root) for root in roots_of(view, Cause.UNMATCHED))
+        yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
 
 
 def pending_p2p(facts: RankFacts) -> Iterator[Collective]:
