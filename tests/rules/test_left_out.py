@@ -191,6 +191,14 @@ def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> No
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 
 
+def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
+    """A StopIteration has ended each of its epochs; the others are in the validation of their first."""
+    ended = trained(GLOO.finished(1, seq=60, batch=3), begun=4)
+    others = [trained(GLOO.waiting(n, seq=61, phase=Phase.VALIDATE, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
+    finding = first(job(others[0], ended, *others[1:]))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), RETURN)
+
+
 def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, max_epochs="2")
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
