@@ -144,17 +144,13 @@ def causes() -> dict[str, list[Cause]]:
 
 def on_config(config: MkDocsConfig) -> None:
     """Puts all causes into the navigation, by what they are about."""
-    listed = config.nav[_causes_entry(config.nav)][CAUSES]
+    listed = next(entry for entry in config.nav or () if CAUSES in entry)[CAUSES]
     seen: set[str] = set()
     for kind, rules in RULES.items():
         names = [name for rule in rules if (name := rule.name) not in seen]
         pages = [{name: f"causes/{name}.md"} for name in sorted(set(names))]
         seen.update(names)
         listed.append({kind: pages})
-
-
-def _causes_entry(nav: list[Any]) -> int:
-    return next(i for i, entry in enumerate(nav) if isinstance(entry, dict) and CAUSES in entry)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -193,9 +189,7 @@ def _page(name: str, told: list[Cause], leading: list[tuple[str, str]], names: C
     return "\n".join(_lines(name, told, leading, linked)) + "\n"
 
 
-def _lines(
-    name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]
-) -> Iterator[str]:
+def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]) -> Iterator[str]:
     first = told[0]
     yield from ("---", f"title: {name}", f"description: {json.dumps(first.summary)}", "hide: [toc]", "---", "")
     yield from (f"# {first.title}", "")

@@ -112,7 +112,8 @@ def from_scene(kind: str, name: str) -> Iterator[Recorded]:
         if scene.rule == name:
             job = scene.job if hasattr(scene, "job") else _built(scene)
             if first_finding(kind, job) == name:
-                yield {"made": CONSTRUCTED.format(f"the scene “{scene.name}” in tests/rules"), "job": without_defaults(job)}
+                made = CONSTRUCTED.format(f"the scene “{scene.name}” in tests/rules")
+                yield {"made": made, "job": without_defaults(job)}
 
 
 def _built(scene: Any) -> JobFacts:

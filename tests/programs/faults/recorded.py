@@ -69,9 +69,8 @@ def without_defaults(value: Any) -> Any:
         return [without_defaults(item) for item in value]
     if not is_dataclass(value):
         return to_plain(value)
-    return {
-        field.name: without_defaults(found) for field in fields(value) if (found := getattr(value, field.name)) != _default(field)
-    }
+    every = ((field, getattr(value, field.name)) for field in fields(value))
+    return {field.name: without_defaults(found) for field, found in every if found != _default(field)}
 
 
 def _default(field: Field[Any]) -> Any:
