@@ -39,7 +39,7 @@ from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.loggers.live import drain_all, live_facts
+from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.preflight.load import loaders_load, model_load
 from lightning_ncclsafe.preflight.probe import preflight_facts

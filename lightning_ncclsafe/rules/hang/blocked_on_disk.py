@@ -40,13 +40,16 @@ _ON_FILES = re.compile(
     r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
 _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
-_REMEDY = (
-    "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does not "
-    "answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
+
+
+@hang_rule(
+    after="data-stall",
+    remedy=(
+        "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
+        "not answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
+    ),
+    is_of_machine=True,
 )
-
-
-@hang_rule(after="data-stall", remedy=_REMEDY, is_of_machine=True)
 def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not come back.
 
@@ -159,5 +162,7 @@ def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
 def _evidence(rank: int, thread: MainThreadFacts) -> Evidence:
     channel = f" (kernel function {thread.wait_channel})" if thread.wait_channel else ""
     text = f"Its main thread is in state {thread.state or 'unknown'}{channel}"
-    text += f", in uninterruptible sleep in {thread.blocked_looks} of {thread.looks} looks over {thread.over_s:.0f} s."
+    text += (
+        f", in uninterruptible sleep in {thread.blocked_looks} of {thread.looks} samples over {thread.over_s:.0f} s."
+    )
     return Evidence(source="process", rank=rank, text=text)

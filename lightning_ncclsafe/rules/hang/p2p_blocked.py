@@ -20,15 +20,18 @@ from lightning_ncclsafe.rules.kit import (
 
 # Object broadcasts and barriers of the start; later on, other things break as well.
 _FIRST = 8
-_REMEDY = (
-    "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is blocked, "
-    "and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off PCIe ACS "
-    "(lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on bare metal, "
-    "and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver allows."
+
+
+@hang_rule(
+    after="gpu-stuck",
+    remedy=(
+        "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is "
+        "blocked, and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off "
+        "PCIe ACS (lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on "
+        "bare metal, and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver "
+        "allows."
+    ),
 )
-
-
-@hang_rule(after="gpu-stuck", remedy=_REMEDY)
 def p2p_blocked(view: Timeline) -> Iterator[Finding]:
     """The very first collective of a host's GPUs never ends, though every rank has called it.
 
@@ -76,7 +79,7 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
     facts = view.facts[ranks[0]]
     text = (
         f"The first collective, {collective_words(pending.first)}, was called by all of {ranks_words(ranks)} on "
-        f"{facts.host} and has ended on none of them for {duration_words(facts.progress.idle_s)}, "
+        f"{facts.host} and has not ended on any of them for {duration_words(facts.progress.idle_s)}, "
         f"{batch_words(facts.progress)}: peer-to-peer transfers between these GPUs are probably blocked."
     )
     started = all(call.started for call in pending.calls.values())
@@ -92,7 +95,7 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
 
 def _evidence(view: Timeline, pending: Pending, started: bool) -> Iterator[Evidence]:
     what = "It has started on every device" if started else "Whether it has started on the devices is not known"
-    yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever ended on NCCL in this run.")
+    yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever completed on NCCL in this run.")
     for rank in sorted(pending.calls)[:8]:
         facts = view.facts[rank]
         gpu = facts.machine.gpu.gpu if facts.machine.gpu else None

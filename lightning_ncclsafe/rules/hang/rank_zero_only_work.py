@@ -51,11 +51,6 @@ _STEP_HOOKS = (
     "_dataloader_next",
     "prepare_data",
 )
-_REMEDY = (
-    "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
-    "share of the data, do one-off preparation in prepare_data or before the job, and write results from a background "
-    "thread. A longer timeout only makes the others wait longer."
-)
 _REMEDY_SHARDED = (
     "A model that is spread over the ranks (FSDP, tensor parallelism) cannot be run, saved or read by one rank alone: "
     "each part of it is gathered from all. Let every rank go through this code, each with its share of the data, or "
@@ -64,7 +59,14 @@ _REMEDY_SHARDED = (
 )
 
 
-@hang_rule(after="compile-skew", remedy=_REMEDY)
+@hang_rule(
+    after="compile-skew",
+    remedy=(
+        "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
+        "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
+        "background thread. A longer timeout only makes the others wait longer."
+    ),
+)
 def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """One rank, or a few, do work that the others skip, and the others wait in the next collective.
 
@@ -129,7 +131,8 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
-    text = f"{clause(ranks, 'works|work alone')}{condition} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    who = f"{clause(ranks, 'is|are working alone')}{condition}"
+    text = f"{who} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )
@@ -166,7 +169,7 @@ def _broken_off(view: Timeline, told: BrokenOff) -> Finding:
     batch = f", {batch_words(view.facts[rank].progress)}" if rank in view.facts else ""
     text = (
         f"Rank {rank} ran the model alone under {condition} {place_words(told.frame)}{batch}, which needs all ranks: "
-        f"gloo has ended the process of {ranks_words(ended)}, to which something else was sent than it waited for"
+        f"gloo ended the process of {ranks_words(ended)}, which was sent something other than what it waited for"
         f"{while_others_wait(view, (rank,))}."
     )
     text_of_condition = f"{condition} encloses {location_of(told.condition_frame)}."

@@ -29,11 +29,6 @@ from lightning_ncclsafe.rules.kit import (
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
 _OTHERS = 3
-_REMEDY = (
-    "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
-    "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a bad "
-    "batch are 0."
-)
 _REMEDY_PASSES = (
     "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
     "its turn, or agree on it first; go through a pass whose loss is of no use with 0 times the loss. What was trained "
@@ -47,7 +42,11 @@ _REMEDY_STEPS = (
 
 @hang_rule(
     after="exception-during-save",
-    remedy=_REMEDY,
+    remedy=(
+        "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
+        "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a "
+        "bad batch are 0."
+    ),
     follows=("different-trainer-settings", "stopped-early"),
     reads_exceptions=True,
 )
@@ -85,9 +84,9 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
 def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
     ranks = found.ranks
     # Ranks need one another for what a step is made of, and not for the step.
-    so = "so that since then the gradients of different passes have been reduced together"
+    so = "so gradients of different passes have been reduced together since then"
     if not found.are_exchanged:
-        so = "so that their weights are not the same any more"
+        so = "so their weights are no longer the same"
     text = (
         f"Ranks have made different numbers of {found.what} in {found.at} ({found.words}), {so}; {ranks_words(ranks)} "
         f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
@@ -117,8 +116,8 @@ def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
 
 def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
     if left_out:
-        around = f"; what may have led around it: {', '.join(map(_line, ways))}" if ways else ""
-        yield Evidence(source="source code", text=f"The pass that was left out is called at {_line(left_out)}{around}.")
+        around = f"; these lines may have skipped it: {', '.join(map(_line, ways))}" if ways else ""
+        yield Evidence(source="source code", text=f"The skipped pass is called at {_line(left_out)}{around}.")
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -144,10 +143,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     steps = facts.steps
     batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
-    stands = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
+    now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
-        f"backward pass{_at(facts)}{raised}{stands}{while_others_wait(view, ranks)}."
+        f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."
     )
     return finding(
         view,

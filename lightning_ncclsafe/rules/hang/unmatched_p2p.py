@@ -21,14 +21,15 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 
-_REMEDY = (
-    "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "
-    "microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive in "
-    "dist.batch_isend_irecv."
+
+@hang_rule(
+    after="crossed-groups",
+    remedy=(
+        "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; "
+        "a microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive "
+        "in dist.batch_isend_irecv."
+    ),
 )
-
-
-@hang_rule(after="crossed-groups", remedy=_REMEDY)
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for what they have sent or are to receive, and nobody does anything else.
 
@@ -65,7 +66,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
         places[place_words(view.activities[rank].frame)].append(rank)
     parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
-    first = f"{', '.join(parts)}, {batch}, for sends or receives that do not end: none of the other side fits."
+    first = f"{', '.join(parts)}, {batch}, for sends or receives that never complete: none matches the other side."
     frames = {location_of(view.activities[rank].frame) for rank in sides}
     return finding(
         view,
@@ -83,5 +84,5 @@ def _others(view: Timeline, sides: tuple[int, ...]) -> str:
 
 def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:
     yield from stack_evidence(view, sides)
-    text = f"{capitalised(ranks_words(sides))}: no collective is outstanding that was called there."
+    text = f"{capitalised(ranks_words(sides))}: no collective called there is outstanding."
     yield Evidence(source="flight recorder", text=text)

@@ -69,8 +69,9 @@ def without_defaults(value: Any) -> Any:
         return [without_defaults(item) for item in value]
     if not is_dataclass(value):
         return to_plain(value)
-    every = ((field, getattr(value, field.name)) for field in fields(value))
-    return {field.name: without_defaults(found) for field, found in every if found != _default(field)}
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    defaults = {field.name: _default(field) for field in fields(value)}
+    return {name: without_defaults(one) for name, one in found.items() if one != defaults[name]}
 
 
 def _default(field: Field[Any]) -> Any:
