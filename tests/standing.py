@@ -9,7 +9,7 @@ from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, wait_for
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.guard.watchdog import Watchdog
@@ -72,7 +72,7 @@ def in_agreement() -> tuple[Frame, ...]:
     """A rank that waits for the verdict on its loaders."""
     exchange = MemoryExchange()
     one = meeting(exchange, rank=1)
-    return seen(lambda: one.meet(FACTS, lambda ranks: Agreed()), Meeting._wait_until, exchange.close)
+    return seen(lambda: one.meet(FACTS, lambda ranks: Agreed()), wait_for, exchange.close)
 
 
 @cache

@@ -40,10 +40,10 @@ IMPORTS_TORCH = {
     "loggers.events",
     "loggers.starting",
     "loggers.tensorboard_backend",
-    "probes.data.arrays",
-    "probes.data.dataset_chain",
+    "probes.data.loaders",
+    "probes.data.plain_values",
     "probes.data.random_state",
-    "probes.data.samplers",
+    "probes.data.reading",
 }
 # Of Lightning, each imports the package of its name; others ask which package something is of.
 IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}

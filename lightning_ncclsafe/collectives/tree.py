@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler, codec
-from lightning_ncclsafe.timing.limits import limited
-from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined
+from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined, limited
 
 FAN = 32
 """Ranks whose windows one leader puts together."""

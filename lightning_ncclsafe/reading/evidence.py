@@ -13,17 +13,23 @@ from typing import Any
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts, RecordFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, from_json, from_pickle, rank_of, read_dump
-from lightning_ncclsafe.reading.entries import is_dump
-from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.dumps import (
+    MOST_BYTES,
+    MOST_CONTAINERS,
+    from_json,
+    from_pickle,
+    is_dump,
+    rank_of,
+    read_dump,
+)
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
-from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
-from lightning_ncclsafe.reading.values import whole
+from lightning_ncclsafe.reading.values import ReadingError, whole
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
+from lightning_ncclsafe.report.json import ReportError, read_report
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 STANDARD_INPUT = "-"
@@ -34,6 +40,10 @@ _RANK_IN_NAME = re.compile(
 _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
+
+MOST_REPORT_BYTES = 1024 * 1024 * 1024
+"""Of a report, which is small but for jobs of thousands of ranks: one of 16,384 has about half of it."""
+MOST_REPORT_CONTAINERS = 20_000_000
 
 
 @dataclass(slots=True)
@@ -253,3 +263,20 @@ def _attempt_in_name(path: str) -> int:
 
 def _words(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def is_report(plain: object) -> bool:
+    """Whether plain data is one of our reports, of whatever schema."""
+    return isinstance(plain, dict) and "schema" in plain and "findings" in plain
+
+
+def from_report(data: bytes) -> Diagnosis:
+    """The diagnosis in a report.
+
+    Raises:
+        ReadingError: If it is damaged, or was written by another version.
+    """
+    try:
+        return read_report(data)
+    except ReportError as error:
+        raise ReadingError(str(error).rstrip(".")) from error

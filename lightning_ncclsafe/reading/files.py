@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO
 
-from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.values import ReadingError
 
 MOST_FILES = 200_000
 MOST_UNPACKED = 4 * 1024**3

@@ -10,7 +10,7 @@ from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives import recording, timer
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.tree import Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory

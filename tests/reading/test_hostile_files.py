@@ -18,12 +18,10 @@ from made_dumps import idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.reading import dumps, evidence, files, lines
-from lightning_ncclsafe.reading.dumps import from_json, from_pickle
-from lightning_ncclsafe.reading.entries import parsed
-from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.dumps import from_json, from_pickle, parsed, unpickled
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.reading.logs import Log
-from lightning_ncclsafe.reading.unpickling import unpickled
+from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES

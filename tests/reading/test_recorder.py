@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.reading.entries import parsed
+from lightning_ncclsafe.reading.dumps import parsed
 from lightning_ncclsafe.reading.evidence import Evidence
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Kind, Recorder, State
 

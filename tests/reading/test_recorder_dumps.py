@@ -9,10 +9,9 @@ from made_dumps import FRAMES, as_json, dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.reading.dumps import from_pickle, rank_of
-from lightning_ncclsafe.reading.entries import parsed
-from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.dumps import from_pickle, parsed, rank_of
 from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 

@@ -5,7 +5,6 @@ budget, before the first loader is used.
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, wait_for_keys
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
@@ -215,9 +214,7 @@ class Tuner:
         key = f"tuning/epoch/{name}/{epoch}"
         try:
             if self._deciding is None:
-                give_up = time.monotonic() + _EPOCH_S
-                while not (found := self._exchange.get_many([key])) and time.monotonic() < give_up:
-                    time.sleep(_EPOCH_POLL_S)
+                found = wait_for_keys(self._exchange, [key], deadline_s=_EPOCH_S, poll_s=_EPOCH_POLL_S)
                 if found:
                     return self._in_epoch(name, found[key])
             if self._deciding is not None:

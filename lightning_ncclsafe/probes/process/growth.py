@@ -3,8 +3,12 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 LEAST_S = 0.5
 """Seconds that two looks have to lie apart: a process that starts allocates by fits."""
@@ -15,6 +19,9 @@ _SPAN_S = 2.0
 _OLDEST_S = 60.0
 _LOOKS = 8
 _PROCESSES = 256
+
+ANSWERING = ("running", "sleeping", "idle")
+"""States in which a process can be asked for its stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +81,33 @@ def _growth(before: _Look | None, now: _Look) -> tuple[int | None, int | None]:
     known = now.swap_bytes is not None and before.swap_bytes is not None
     swapped = round(((now.swap_bytes or 0) - (before.swap_bytes or 0)) / span_s) if known else None
     return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
+
+
+def needs_time(seen: ProcessFacts) -> bool:
+    """Whether only what happens between two looks tells what keeps it from answering."""
+    return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
+
+
+def with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
+    """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
+    if span_s < LEAST_S:
+        return facts
+    now = look_at_main_thread(facts.pid)
+    ran, queued = _share(before.ran_s, now.ran_s, span_s), _share(before.queued_s, now.queued_s, span_s)
+    return replace(facts, ran_share=ran, queued_share=queued)
+
+
+def _share(before: float | None, now: float | None, span_s: float) -> float | None:
+    return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
+
+
+def guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
+    """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
+    below = [_below_watchdog(stack) for stack in threads]
+    guards = [functions for functions in below if functions is not None]
+    return bool(guards) and all({*functions} == {"wait"} for functions in guards)
+
+
+def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
+    depths = [depth for depth, frame in enumerate(stack) if frame.mark == Mark.WATCH]
+    return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None
