@@ -11,7 +11,7 @@ import numpy as np
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.own_work import take_own_work
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
-from lightning_ncclsafe.recorder.model import Kind, Recorder, size_bytes, told_once
+from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, told_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
@@ -265,7 +265,7 @@ def _as_they_count(entries: list[Entry]) -> list[Entry]:
     if not any(entry["profiling_name"].endswith("coalesced") for entry in entries):
         return entries
     works = Recorder(entries, {}).works
-    return [{**work.entry, "is_p2p": True} if work.kind is Kind.BATCH else work.entry for work in works]
+    return [{**work.entry, "is_p2p": True} if work.kind is WorkKind.BATCH else work.entry for work in works]
 
 
 def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:

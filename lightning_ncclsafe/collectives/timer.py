@@ -9,8 +9,8 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
-from lightning_ncclsafe.collectives.scalars import Scalars
-from lightning_ncclsafe.collectives.tree import Told, Tree
+from lightning_ncclsafe.collectives.scalars import TimingScalars
+from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
@@ -120,7 +120,7 @@ class Timer:
         self._recording = Recording(rank, phase_history, since_ns=time.time_ns())
         self._tree = Tree(exchange, rank=rank, world_size=world_size, most_calls=most_calls)
         self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
-        self._scalars = Scalars(world_size) if rank == 0 else None
+        self._scalars = TimingScalars(world_size) if rank == 0 else None
         self._pace = Pace(
             world_size=world_size,
             every_n_steps=settings.every_n_steps,
@@ -238,7 +238,7 @@ class Timer:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
         self._is_untold = True  # until the exchange has taken it
-        self._tree.tell(Told(stragglers=self.stragglers))
+        self._tree.tell(StragglerReport(stragglers=self.stragglers))
         self._is_untold = False
 
     def _await_others(self) -> None:

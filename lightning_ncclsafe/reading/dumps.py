@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
-from lightning_ncclsafe.reading.tracebacks import Stacks
+from lightning_ncclsafe.reading.tracebacks import DumpStacks
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
-from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Kind, Recorder, State, Work, backend_of, is_known
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Recorder, State, Work, WorkKind, backend_of, is_known
 
 MOST_BYTES = 64 * 1024 * 1024
 """Of a dump. An entry takes some 200 bytes, its stack as many; PyTorch keeps 2,000 unless told otherwise."""
@@ -39,14 +39,12 @@ _BEFORE = 32
 _BEHIND = 32
 _KEYS = ("entries", "pg_status", "pg_config")
 
-__all__ = ["MOST_BYTES", "MOST_CONTAINERS", "Dump", "from_json", "from_pickle", "rank_of", "read_dump"]
-
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
 _RANK = re.compile(r"rank[-_=.]?(\d{1,7})", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d{1,7})(?!.*\d)")
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _RefusingUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise ReadingError(f"refused: it would call {module[:80]}.{name[:80]}, and a dump is plain data")
 
@@ -66,7 +64,7 @@ def unpickled(data: bytes) -> Any:
     _look_over(data)
     try:
         # Buffered, as otherwise it asks for the bytes of each instruction anew, which takes three times as long.
-        return _PlainUnpickler(io.BufferedReader(io.BytesIO(data))).load()
+        return _RefusingUnpickler(io.BufferedReader(io.BytesIO(data))).load()
     except ReadingError:
         raise
     # Whatever a damaged pickle makes of Python's unpickler.
@@ -133,7 +131,7 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     recorder = Recorder(entries, status)
     places = Places.of(dump, recorder)
     kept = _kept(recorder)
-    stacks = Stacks()
+    stacks = DumpStacks()
     calls = [call for work in kept for call in _collectives(work, stacks)]
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
@@ -158,20 +156,22 @@ def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:
 
 def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
     older = works[:-newest]
-    stands_at = next((index for index, work in enumerate(older) if work.is_open and work.kind is Kind.COLLECTIVE), None)
+    stands_at = next(
+        (index for index, work in enumerate(older) if work.is_open and work.kind is WorkKind.COLLECTIVE), None
+    )
     first = len(older) if stands_at is None else max(stands_at - _BEFORE, 0)
     around = range(first, min(first + _BEFORE + _BEHIND, len(older)))
-    between = [work for work in older if work.is_open and work.kind is not Kind.COLLECTIVE][:_BEHIND]
+    between = [work for work in older if work.is_open and work.kind is not WorkKind.COLLECTIVE][:_BEHIND]
     kept = {id(work): work for work in (*between, *(older[index] for index in around), *works[-newest:])}
     return list(kept.values())
 
 
-def _collectives(work: Work[Any], stacks: Stacks) -> list[Collective]:
+def _collectives(work: Work[Any], stacks: DumpStacks) -> list[Collective]:
     """Of a batch, each send and receive: its whole says what became of them."""
     return [_collective(entry, work, stacks) for entry in work.parts or (work.entry,)]
 
 
-def _collective(entry: Entry, work: Work[Any], stacks: Stacks) -> Collective:
+def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective:
     backend, op = backend_of(entry)
     duration = entry.get("duration_ms")
     return Collective(
@@ -189,7 +189,7 @@ def _collective(entry: Entry, work: Work[Any], stacks: Stacks) -> Collective:
         created_ns=max(whole(entry.get("time_created_ns")), 0),
         duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
         timeout_ms=max(whole(entry.get("timeout_ms")), 0),
-        is_p2p=work.kind is not Kind.COLLECTIVE,
+        is_p2p=work.kind is not WorkKind.COLLECTIVE,
         stack=stacks.read(entry.get("frames")),
     )
 

@@ -22,7 +22,7 @@ from lightning_ncclsafe.reading.dumps import (
     rank_of,
     read_dump,
 )
-from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
+from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, content, found, opened
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
@@ -47,7 +47,7 @@ MOST_REPORT_CONTAINERS = 20_000_000
 
 
 @dataclass(slots=True)
-class Evidence:
+class Artifacts:
     """What was read.
 
     Attributes:
@@ -85,7 +85,7 @@ class Evidence:
     def _read_path(self, path: str) -> None:
         try:
             if path == STANDARD_INPUT:
-                self._read_log(Source(path=path, kind=Kind.TEXT))
+                self._read_log(Source(path=path, kind=FileKind.TEXT))
                 return
             for source in found(path):
                 self._try(source)
@@ -177,17 +177,17 @@ class Evidence:
                 self.errors.append(f"{source.path}: {_words(error)}")
 
     def _read(self, source: Source) -> None:
-        if source.kind is Kind.PICKLE:
+        if source.kind is FileKind.PICKLE:
             self.add_dump(source.path, from_pickle(content(source, MOST_BYTES)))
-        elif source.kind in (Kind.JSON, Kind.REPORT):
+        elif source.kind in (FileKind.JSON, FileKind.REPORT):
             self._read_json(source)
-        elif source.kind is Kind.TEXT:
+        elif source.kind is FileKind.TEXT:
             self._read_log(source)
         else:
             raise ReadingError("it is neither a dump, nor a report, nor a log")
 
     def _read_json(self, source: Source) -> None:
-        is_large = source.kind is Kind.REPORT or os.path.basename(source.path) == _REPORT
+        is_large = source.kind is FileKind.REPORT or os.path.basename(source.path) == _REPORT
         try:
             data = content(source, MOST_REPORT_BYTES if is_large else MOST_BYTES)
             plain = from_json(data, MOST_REPORT_CONTAINERS if is_large else MOST_CONTAINERS)
@@ -232,7 +232,7 @@ def _has_nothing_open(facts: RankFacts) -> bool:
 def _is_expected(source: Source) -> bool:
     """Of data that merely lies in the same folder nothing is said; a dump has its rank in its name."""
     name = os.path.basename(source.path)
-    return source.kind is Kind.TEXT or name == _REPORT or rank_of(name) is not None
+    return source.kind is FileKind.TEXT or name == _REPORT or rank_of(name) is not None
 
 
 def _rank_in_name(path: str) -> int | None:

@@ -101,7 +101,7 @@ def _same(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return stack
 
 
-class Stacks:
+class DumpStacks:
     """The stacks of one dump, whose entries share their frames: each is read once. The dump must outlive this."""
 
     def __init__(self) -> None:

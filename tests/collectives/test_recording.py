@@ -28,8 +28,8 @@ CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [
-        _torch.GroupMembers("0", "default_pg", (0, 1)),
-        _torch.GroupMembers("7", "mine", (1, 3)),
+        _torch.OwnGroup("0", "default_pg", (0, 1)),
+        _torch.OwnGroup("7", "mine", (1, 3)),
     ]
     monkeypatch.setattr(_torch, "process_groups", lambda: members)
     monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)

@@ -21,7 +21,7 @@ from lightning_ncclsafe.timing.windows import Clock, Window, empty_window, joine
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.GroupMembers("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.OwnGroup("0", "default_pg", (0, 1))])
     monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)

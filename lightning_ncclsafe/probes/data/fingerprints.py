@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_ncclsafe.probes.data.plain_values import (
     FULL,
     SAMPLE,
-    Limits,
+    HashLimits,
     UnknownValueError,
     ValueDigest,
     base_name,
@@ -220,7 +220,7 @@ def _is_known(dataset: Any) -> bool:
     return type(dataset) in (list, tuple, range) or is_array(dataset) or bool(_tensors(dataset)) or _is_table(dataset)
 
 
-def _digest(dataset: Any, limits: Limits) -> tuple[str, bytes]:
+def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
     """The kind and the hash of one; no hash where something in it is unknown."""
     hashed = ValueDigest(limits)
     try:

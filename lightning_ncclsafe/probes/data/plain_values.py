@@ -27,7 +27,7 @@ class UnknownValueError(Exception):
     """A value of which no hash can be made that is equal in every process."""
 
 
-class Limits(NamedTuple):
+class HashLimits(NamedTuple):
     """How much is hashed.
 
     Attributes:
@@ -40,13 +40,13 @@ class Limits(NamedTuple):
     element_bytes: int
     total_bytes: int
 
-    def shared(self, among: int) -> "Limits":
+    def shared(self, among: int) -> "HashLimits":
         """The part of it for one of several."""
-        return Limits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
+        return HashLimits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
 
 
-SAMPLE = Limits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
-FULL = Limits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
+SAMPLE = HashLimits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
+FULL = HashLimits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
 
 
 class ValueDigest:
@@ -60,7 +60,7 @@ class ValueDigest:
         whole_paths: Whether more than the last part of a path counts.
     """
 
-    def __init__(self, limits: Limits, *, whole_paths: bool = False) -> None:
+    def __init__(self, limits: HashLimits, *, whole_paths: bool = False) -> None:
         self._whole_paths = whole_paths
         self.names_files = False
         self._hash = hashlib.blake2b(digest_size=8)

@@ -25,7 +25,7 @@ ANSWERING = ("running", "sleeping", "idle")
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _MemoryLook:
     at_s: float
     rss_bytes: int
     swap_bytes: int | None
@@ -41,7 +41,7 @@ class Growth:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._looks: dict[int, deque[_Look]] = {}
+        self._looks: dict[int, deque[_MemoryLook]] = {}
 
     def measure(self, pid: int, rss_bytes: int | None, swap_bytes: int | None) -> tuple[int | None, int | None]:
         """Notes a look at a process.
@@ -57,7 +57,7 @@ class Growth:
         """
         if rss_bytes is None:
             return None, None
-        now = _Look(self._clock(), rss_bytes, swap_bytes)
+        now = _MemoryLook(self._clock(), rss_bytes, swap_bytes)
         with self._lock:
             looks = self._looks.setdefault(pid, deque(maxlen=_LOOKS))
             before = _earlier(looks, now.at_s)
@@ -68,13 +68,13 @@ class Growth:
         return _growth(before, now)
 
 
-def _earlier(looks: deque[_Look], now_s: float) -> _Look | None:
+def _earlier(looks: deque[_MemoryLook], now_s: float) -> _MemoryLook | None:
     recent = [look for look in looks if LEAST_S <= now_s - look.at_s <= _OLDEST_S]
     spanning = [look for look in recent if now_s - look.at_s >= _SPAN_S]
     return spanning[-1] if spanning else next(iter(recent), None)
 
 
-def _growth(before: _Look | None, now: _Look) -> tuple[int | None, int | None]:
+def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, int | None]:
     if before is None:
         return None, None
     span_s = now.at_s - before.at_s
