@@ -13,7 +13,7 @@ from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.scalars import Scalars
 from lightning_ncclsafe.collectives.tree import Told, Tree
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
@@ -31,7 +31,6 @@ _LEAST_CALLS = 128
 _MOST_CALLS_OF_A_RANK = 20_000
 # What rank 0 waits for the others' last words; they end at the same time.
 _LAST_S = 2.0
-_LAST_POLL_S = 0.02
 
 
 class Timer:
@@ -201,11 +200,10 @@ class Timer:
         if not self._tree.is_root:
             self._pass_on_others()
             return
-        give_up = time.monotonic() + _LAST_S + self._world_size / 100
-        while len(self._last) < self._world_size and time.monotonic() < give_up:
-            if not self._relay():
-                break
-            time.sleep(_LAST_POLL_S)
+        wait_for(
+            lambda: len(self._last) >= self._world_size or not self._relay(),
+            deadline_s=_LAST_S + self._world_size / 100,
+        )
         changed = self.analysis.finish()
         for straggler in changed:
             self._say(straggler_sentence(straggler))
@@ -213,11 +211,10 @@ class Timer:
 
     def _pass_on_others(self) -> None:
         """A rank stays until its last word is on its way; a leader, until its members have said theirs."""
-        give_up = time.monotonic() + _LAST_S / 2
-        while (self._tree.holds or not self._tree.is_done) and time.monotonic() < give_up:
-            if not self._relay():
-                break
-            time.sleep(_LAST_POLL_S)
+        wait_for(
+            lambda: (self._tree.is_done and not self._tree.holds) or not self._relay(),
+            deadline_s=_LAST_S / 2,
+        )
 
     def _relay(self) -> bool:
         """Whether there is still an exchange that may answer."""

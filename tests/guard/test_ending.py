@@ -187,7 +187,7 @@ def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_
     assert frozen.poll() is None
     ending.end_frozen([card], said.append)
     assert frozen.wait(20) == -signal.SIGKILL
-    assert said == [f"rank 3 cannot end itself: its process {frozen.pid} is killed"]
+    assert said == [f"rank 3 cannot end itself; its process {frozen.pid} was killed"]
 
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from lightning_ncclsafe.report.text import render_news, render_short, render_tex
 
 
 def test_the_first_line_is_the_answer() -> None:
-    answer = "rank-zero-only-work: Rank 0 works alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s."
+    answer = (
+        "rank-zero-only-work: Rank 0 is working alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s."
+    )
     assert render_text(diagnosis()).splitlines()[0] == answer
     assert render_short(diagnosis()).splitlines()[0] == answer
 
@@ -94,7 +96,7 @@ AT_LIMIT = replace(
 
 
 def test_of_the_same_cause_only_what_is_new_is_told_again() -> None:
-    later = replace(AT_LIMIT.findings[0], summary="Rank 0 works alone, for 1,818 s.")
+    later = replace(AT_LIMIT.findings[0], summary="Rank 0 is working alone, for 1,818 s.")
     other = replace(later, rule="slow-logger", confidence=Confidence.POSSIBLE, summary="Rank 0 writes logs.")
     told = render_news(replace(AT_LIMIT, findings=(later, other)), diagnosis().findings)
     assert told.splitlines() == [

@@ -5,7 +5,6 @@ budget, before the first loader is used.
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, wait_for_keys
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
@@ -80,7 +79,7 @@ class Tuner:
         self._epochs: Counter[str] = Counter()
         """Of loaders that have been released."""
         self._of_epoch: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._deciding: Deciding | None = None
         self._decision = Decision()
         self._published = b""
@@ -149,7 +148,7 @@ class Tuner:
         workers = asked if kind.advises else min(asked, most_workers)
         if workers < asked and self._rank == 0:
             assert self._budget is not None
-            self._tell_once(fewer_workers(name, asked, workers, self._budget))
+            self._print_once(fewer_workers(name, asked, workers, self._budget))
         why_fixed = self._why_fixed(loader) if kind.advises else ""
         with self._lock:
             if self._deciding is not None:
@@ -185,12 +184,12 @@ class Tuner:
         most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._tell_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+            self._print_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
         return most
 
-    def _tell_once(self, line: str, about: str = "") -> None:
-        if (about or line) not in self._told:
-            self._told.add(about or line)
+    def _print_once(self, line: str, about: str = "") -> None:
+        if (about or line) not in self._printed:
+            self._printed.add(about or line)
             self._say(line)
 
     @marked(Mark.STORE)
@@ -215,9 +214,7 @@ class Tuner:
         key = f"tuning/epoch/{name}/{epoch}"
         try:
             if self._deciding is None:
-                give_up = time.monotonic() + _EPOCH_S
-                while not (found := self._exchange.get_many([key])) and time.monotonic() < give_up:
-                    time.sleep(_EPOCH_POLL_S)
+                found = wait_for_keys(self._exchange, [key], deadline_s=_EPOCH_S, poll_s=_EPOCH_POLL_S)
                 if found:
                     return self._in_epoch(name, found[key])
             if self._deciding is not None:
