@@ -31,7 +31,8 @@ from lightning_ncclsafe.rules.recorded.telling import (
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
     "counters of the network cards, then a run with NCCL_DEBUG=INFO to see which interfaces and transports are chosen. "
-    "One with NCCL_P2P_DISABLE=1 tells whether peer-to-peer access is broken; as a cure it only makes all else slower."
+    "One with NCCL_P2P_DISABLE=1 shows whether peer-to-peer access is broken; as a fix it only slows everything else "
+    "down."
 )
 _REMEDY_LATE = (
     "Look at what this rank did before that call: work that it does alone, its data, a checkpoint, a compilation. "
@@ -100,7 +101,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     is_sure = known and _is_complete(view.job, group) and late is None
     fault = "a link or a device is at fault, not the training code"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
-        fault = f"if they had stood there for long, {fault}"
+        fault = f"if they had waited there for long, {fault}"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
         f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."

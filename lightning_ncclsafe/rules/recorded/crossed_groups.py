@@ -57,10 +57,10 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
-    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'has|have another order than most')}")
+    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
     return recorded(
         root.ranks,
-        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
+        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),

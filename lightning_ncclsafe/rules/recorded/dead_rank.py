@@ -28,7 +28,7 @@ _REMEDIES = {
     ),
     -7: (
         "If /dev/shm was full, give the job more shared memory (docker run --shm-size, an emptyDir of medium Memory), "
-        "or use fewer workers; else look at the kernel's log (dmesg) of its host."
+        "or use fewer workers; otherwise look at the kernel's log (dmesg) of its host."
     ),
 }
 
@@ -78,7 +78,7 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
     said = next(details_of(found), "")
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
-    text = f"{what}; which rank that is, the log does not say{tail}"
+    text = f"{what}; the log does not say which rank that is{tail}"
     yield recorded(
         (),
         f"{text}.",
@@ -96,15 +96,15 @@ def _lost(view: Timeline) -> Iterator[Finding]:
     by = tuple(sorted({one.by for one in found if one.by is not None}))
     who = f" on {ranks_words(by)}" if by else ""
     text = (
-        f"a connection was closed from its other end{who}: the process there has ended, was killed, or has failed, and "
-        "which rank that was is not said"
+        f"a connection was closed by its other end{who}: the process there ended, was killed, or failed, and the "
+        "log does not say which rank that was"
     )
     yield recorded(
         (),
         f"{text}.",
         confidence=Confidence.POSSIBLE,
         evidence=lines_of(found),
-        remedy="Read the logs of all ranks and of all hosts: the first that ended says why. " + _REMEDY,
+        remedy="Read the logs of all ranks and of all hosts: the first one that ended says why. " + _REMEDY,
     )
 
 
@@ -117,7 +117,7 @@ def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
         text,
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
         evidence=tuple(
-            Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}.") for rank in ranks[:8]
+            Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:8]
         ),
         remedy=_REMEDIES.get(code, _REMEDY),
     )

@@ -71,7 +71,7 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     has = verb(root.ranks, "has", "have")
     if not root.ops:
         waiting = next(call for call in view.facts[rank].collectives if not call.completed)
-        return f"{of} {has} not started {told(waiting)}, whose other side has started"
+        return f"{of} {has} not started {told(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
@@ -79,9 +79,9 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     )
     what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
-        return f"{of} {has} not started {what}, which those of all others have"
-    through = f"those of {ranks_words(others)} are through with it"
-    return f"{of} {verb(root.ranks, 'does', 'do')} not end {what}, while {through}"
+        return f"{of} {has} not started {what}, although all others have"
+    through = f"those of {ranks_words(others)} have completed it"
+    return f"{of} {verb(root.ranks, 'has', 'have')} not completed {what}, while {through}"
 
 
 def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
@@ -97,5 +97,5 @@ def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -
     for root in found[:4]:
         for rank in root.ranks[:4]:
             count = sum(not call.completed for call in view.facts[rank].collectives)
-            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not ended."
+            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not completed."
             yield Evidence(source="flight recorder", rank=rank, text=text)

@@ -38,8 +38,8 @@ from lightning_ncclsafe.rules.recorded.telling import (
     after="watchdog-stuck",
     remedy=(
         "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. "
-        "It is mostly work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
-        "data that does not come, a compilation, one batch less than the others, or an exception that was caught. "
+        "Usually it is work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "data that does not arrive, a compilation, one batch fewer than the others, or an exception that was caught. "
         "py-spy dump --pid PID shows the line while it hangs. "
     )
     + LOOK_THERE,
@@ -102,7 +102,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
         waiting = waiting_on_peers(view, ranks)
         return (
             f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
-            f"and not called the other side, while {waiting_words(waiting)}"
+            f"but not called the other side, while {waiting_words(waiting)}"
         )
     group = next(one for one in view.groups if one.name == op[0])
     waiting = waiting_in(view.facts, group)
@@ -155,7 +155,7 @@ def _named(view: Timeline) -> Iterator[Finding]:
         if record is None or not record.awaited or record.awaited_in == SET_UP:
             continue
         ranks = record.awaited
-        text = f"{clause(ranks, 'has|have not come to')} {record.awaited_in}, PyTorch says"
+        text = f"{clause(ranks, 'has|have not reached')} {record.awaited_in}, according to PyTorch"
         yield recorded(
             ranks, f"{text}.", evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),)
         )

@@ -11,12 +11,12 @@ from lightning_ncclsafe.rules.recorded.telling import recorded
 _LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)
 _REMEDY = (
     "Read the logs of all ranks first: a process that has died looks the same to its peers, and its own log says why. "
-    "If none has, look at the links between these hosts: error counters of the network cards, the kernel's log, a "
+    "If none did, look at the links between these hosts: error counters of the network cards, the kernel's log, a "
     "firewall between their ports, and a run with NCCL_DEBUG=INFO for the interfaces that are chosen."
 )
 _REMEDY_LINK_LOCAL = (
     "Name the interface that leads to the other hosts, NCCL_SOCKET_IFNAME=IFNAME (ip route get ADDRESS_OF_ANOTHER_HOST "
-    "tells which), or NCCL_SOCKET_FAMILY=AF_INET: an address that begins with fe80: holds on one link only."
+    "shows which), or NCCL_SOCKET_FAMILY=AF_INET: an address that begins with fe80: is valid on one link only."
 )
 
 
@@ -44,7 +44,7 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
 
 def _finding(found: tuple[Statement, ...]) -> Finding:
     details = list(details_of(found))
-    more = f", and {len(details) - 1} more of the kind" if len(details) > 1 else ""
+    more = f", and {len(details) - 1} more like it" if len(details) > 1 else ""
     is_link_local = _LINK_LOCAL.search(details[0]) is not None
     why = "that is an address of a single link" if is_link_local else "the network, or the process at the other end"
     return recorded(

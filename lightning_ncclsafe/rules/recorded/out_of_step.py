@@ -32,9 +32,9 @@ _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 @recorded_rule(
     after="diverged-collectives",
     remedy=(
-        "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, "
+        "Most often a rank called one collective more or fewer than the others: look for a barrier, a logged value, "
         "a metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a "
-        "rank. Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, "
+        "rank. Where the code agrees, it is the GPU of the ranks that are furthest behind, or its link (dmesg, "
         "nvidia-smi -q). Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say what every rank called under each number. No timeout is long enough "
         "for the first."
@@ -84,7 +84,7 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     # Of as many on either side, those are told that have come least far: for them the others wait.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
-        f"{clause(ahead, 'is|are through with number')} {seq:,} of "
+        f"{clause(ahead, 'has|have completed number')} {seq:,} of "
         f"{group_words(group.name)}, in which {clause(least, 'waits|wait')}: "
         f"{waiting_words(waiting)}"
     )
