@@ -104,10 +104,11 @@ _REMEDY_ALONE = (
     reads_exceptions=True,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
-    """Ranks of a group called different collectives, so that none of them can complete.
+    """Ranks of a process group called different collectives, so none of them can complete.
 
     Symptom:
-        A timeout in which ranks report different operations or sizes for one sequence number, or nothing at all.
+        A timeout in which ranks report different OpType or NumelIn for the same SeqNum, "Detected mismatch between
+        collectives on ranks", or a hang without any message.
 
     Cause:
         A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block.
@@ -116,10 +117,9 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        Calls that the recorder has overwritten, or of which it keeps no stack; then only the present line of each rank
-        is known. Why a rank has left out a call: its condition may stand anywhere before it. Before
-        Python 3.12, an exception that the user's code has caught without logging it, and without its having come out
-        of a collective or a hook.
+        Calls that the recorder has overwritten, or whose stack it did not keep; then only the current line of each rank
+        is known. Why a rank skipped a call: the condition may be anywhere before it. Before Python 3.12, an exception
+        that the user's code caught without logging it and that did not come out of a collective or a hook.
     """
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))

@@ -51,19 +51,20 @@ class Late(NamedTuple):
 
 @recorded_rule(after="silent-rank")
 def all_joined(view: Timeline) -> Iterator[Finding]:
-    """All ranks have called the same collective, by their dumps or logs, and none or not all of them saw its end.
+    """All ranks called the same collective, by their dumps or logs, and it did not complete on all of them.
 
     Symptom:
-        Every rank's timeout names the same operation, size and sequence number, and no rank is missing.
+        "Watchdog caught collective operation timeout" of every rank with the same SeqNum, OpType and NumelIn, and no
+        rank is missing.
 
     Cause:
-        A link, a network card, a GPU or its driver; the wrong interface; broken peer-to-peer access.
+        A faulty link, network card, GPU or driver; the wrong interface; broken peer-to-peer access.
 
     Remedy:
         Check devices and links, NCCL_DEBUG=INFO, the interface.
 
     Cannot see:
-        Which link or device it is. A rank that came just before the others gave up looks the same in a log; dumps
+        Which link or device it is. A rank that arrived just before the others gave up looks the same in a log; dumps
         have the times of all calls.
     """
     if gone(view) or split_of(view) is not None:

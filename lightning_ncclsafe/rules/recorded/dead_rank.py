@@ -35,21 +35,21 @@ _REMEDIES = {
 
 @recorded_rule(after="failed-rank", remedy=_REMEDY, superseded=is_ended_by_gloo)
 def dead_rank(view: Timeline) -> Iterator[Finding]:
-    """The launcher says that a signal ended a rank's process, and not the watchdog's own abort.
+    """The launcher reports that a signal ended a rank's process, other than the watchdog's own abort.
 
     Symptom:
         "exitcode: -9", "Signal 11 (SIGSEGV)", "task 3: Out Of Memory", "exits with return code = -9" at the end of the
-        log; the others time out, or say "Connection closed by peer".
+        log; the others time out, or report "Connection closed by peer".
 
     Cause:
         The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm.
 
     Remedy:
-        Look at the kernel's log of that host. Need less host memory if the out-of-memory killer struck.
+        Look at the kernel's log of that host. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        Who sent a SIGKILL: launchers send one, too, to whoever does not end after SIGTERM. Which rank it was, where the
-        launcher names no process, or only the command of the one that it had started last.
+        Who sent a SIGKILL: launchers also send one to whoever does not end after SIGTERM. Which rank it was, if the
+        launcher names no process, or only the command of the one that it started last.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank in died(view):

@@ -50,7 +50,7 @@ _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
 @recorded_rule(superseded=is_told_as_exception)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
-    """A rank's traceback in the log, of an error that is not about communication.
+    """A rank's traceback is in the log, of an error that is not about communication.
 
     Symptom:
         One rank's traceback far above the timeouts of the others, or between them.
@@ -59,10 +59,10 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only.
 
     Remedy:
-        Correct the error at the line given. The messages of the other ranks are its consequence.
+        Fix the error at the line given. The messages of the other ranks are a consequence.
 
     Cannot see:
-        Whether the rank's own code caught the exception and went on; which rank it was where the log does not say so.
+        Whether the rank's own code caught the exception and continued; which rank it was if the log does not say.
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in raised(view):

@@ -34,20 +34,20 @@ from lightning_ncclsafe.rules.recorded.telling import (
     ),
 )
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
-    """A rank holds open what has ended on members of its group, or has not started what all others have.
+    """A rank has not completed what members of its group have completed, or not started what all others have.
 
     Symptom:
-        A dump in which a collective is still "scheduled" that other dumps no longer have, or call completed.
+        A dump in which a collective is still "scheduled" that other dumps no longer have, or mark as completed.
 
     Cause:
-        A GPU or its driver that hangs or has failed (Xid, ECC, fallen off the bus), a kernel that never ends.
+        A GPU or driver that hangs or has failed (Xid, ECC, fallen off the bus), or a kernel that never ends.
 
     Remedy:
-        Look at that GPU and at the kernel's log; take the host out.
+        Check that GPU and the kernel's log; take the host out.
 
     Cannot see:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
-        that no rank gets through looks like a link that is at fault (all-joined).
+        that no rank completes looks like a faulty link (all-joined).
     """
     found = roots_of(view, Cause.DEVICE)
     if found and not gone(view):

@@ -45,11 +45,11 @@ from lightning_ncclsafe.rules.recorded.telling import (
     + LOOK_THERE,
 )
 def host_stuck(view: Timeline) -> Iterator[Finding]:
-    """All others wait in a collective that this rank has never called; it has finished all that it called.
+    """All others wait in a collective that this rank never called; it has completed everything that it called.
 
     Symptom:
-        The rank's recorder has nothing outstanding, or its log "last enqueued 166, last completed 166", where others
-        time out in 167.
+        The rank's recorder has nothing outstanding, or its log shows "last enqueued work: 166, last completed work:
+        166" while others time out in 167.
 
     Cause:
         Its Python code is elsewhere: work that it does alone, its data, a compilation, an exception that was caught.
@@ -58,7 +58,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         Look at what the rank does after its last collective; share that work, or make it short.
 
     Cannot see:
-        At which line it stands: neither dumps nor logs have the main thread's stack, but where collectives were called.
+        At which line it is: neither dumps nor logs have the main thread's stack, only where collectives were called.
     """
     if gone(view):
         return

@@ -28,17 +28,17 @@ _REMEDY_STORE = (
     ),
 )
 def late_at_init(view: Timeline) -> Iterator[Finding]:
-    """Ranks waited for another one while their first communicator was set up, and say for which.
+    """Ranks waited for another one while the process group or its first communicator was set up.
 
     Symptom:
         "[5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] … Socket Timeout"; "Timed out
         initializing process group in store based barrier … (world_size=8, worker_count=4", "1/2 clients joined".
 
     Cause:
-        The rank named there prepares data, downloads, compiles or swaps, or has failed before its first collective.
+        The rank named there prepares data, downloads, compiles or swaps, or failed before its first collective.
 
     Remedy:
-        Prepare ahead of the job or in prepare_data; where the host swaps, need less memory in each rank.
+        Prepare ahead of the job or in prepare_data; if the host swaps, use less memory per rank.
 
     Cannot see:
         What that rank did; that is in its own output, or in a report of this package's guard.

@@ -20,20 +20,20 @@ _WHY = "the operation differs in size or type between ranks and cannot complete"
     ),
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
-    """Under one sequence number of a group, ranks have recorded one operation with another number of elements or type.
+    """Under one sequence number of a group, the number of elements or the type of one operation differs between ranks.
 
     Symptom:
-        The ranks' timeouts have the same SeqNum and OpType, and another NumelIn on some of them; "Detected mismatch
+        The ranks' timeouts have the same SeqNum and OpType but different NumelIn on some of them; "Detected mismatch
         between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     Cause:
         A tensor whose shape depends on the rank's data; a rank that is one collective ahead of the others or behind.
 
     Remedy:
-        Make the tensors alike on all ranks, or the order of calls.
+        Make the tensors, or the order of calls, identical on all ranks.
 
     Cannot see:
-        Which of the two it is, where the recorder kept no stacks; sizes where they may differ (all_to_all, coalesced).
+        Which of the two it is, if the recorder kept no stacks; sizes that may differ (all_to_all, coalesced).
     """
     split = split_of(view)
     if split is not None and is_one_operation(split):

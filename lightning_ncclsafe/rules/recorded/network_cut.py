@@ -22,7 +22,7 @@ _REMEDY_LINK_LOCAL = (
 
 @recorded_rule(after="no-dump")
 def network_cut(view: Timeline) -> Iterator[Finding]:
-    """NCCL or the store could not connect to another rank, or it stopped answering.
+    """NCCL or the store could not connect to another rank, or that rank stopped answering.
 
     Symptom:
         "Connect to 10.0.0.2<45763> failed", "Got completion from peer … with status=12", "The client socket has timed
@@ -32,10 +32,10 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
         A link or a network card, a firewall, an interface that leads nowhere; or the process at the other end is dead.
 
     Remedy:
-        Read the log of the other end; look at the link, and at the interfaces that are chosen.
+        Read the log of the other end; check the link, and the interfaces that are chosen.
 
     Cannot see:
-        Whether the process at the other end lived: both look alike from here.
+        Whether the process at the other end was alive: both look alike from here.
     """
     found = stated(view.job, StatementKind.UNREACHABLE)
     if found and not gone(view) and not anybody_gave_up(view):

@@ -33,13 +33,13 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
         A folder of dumps in which ranks are missing, while all that are there wait in the same collective.
 
     Cause:
-        The rank has crashed, was killed, or hangs so that its watchdog cannot run; or its file is elsewhere.
+        The rank crashed, was killed, or hangs so that its watchdog cannot run; or its file is elsewhere.
 
     Remedy:
         Look at its own output and host; add its dump if there is one.
 
     Cannot see:
-        Anything of that rank. A dump of an earlier moment than the others', or of another run, counts as none.
+        Anything about that rank. A dump that is older than the others, or of another run, counts as none.
     """
     if not record_kinds(view.job)[0]:
         return

@@ -41,17 +41,17 @@ _ROOTED = ("broadcast", "reduce", "scatter", "gather")
     ),
 )
 def out_of_step(view: Timeline) -> Iterator[Finding]:
-    """Some ranks wait in a number of a group that others are through with; what these called under it is not known.
+    """Some ranks wait in a collective that others have completed, and what these called under its number is unknown.
 
     Symptom:
         Timeouts with different SeqNum on the ranks of one group: 532339 on two ranks, 532341 on another.
 
     Cause:
-        A rank has called one collective more or less than the others; or a GPU does not get through one that the
-        others' are through with.
+        A rank called one collective more or fewer than the others; or a GPU does not complete one that the others have
+        completed.
 
     Remedy:
-        Make every rank call the same collectives in the same order; otherwise look at that GPU.
+        Make every rank call the same collectives in the same order; otherwise check that GPU.
 
     Cannot see:
         Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
@@ -81,7 +81,7 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
     waiting = waiting_in(view.facts, group)
     rooted = waiting[least[0]].op in _ROOTED
-    # Of as many on either side, those are told that have come least far: for them the others wait.
+    # Of as many on either side, those are named that are furthest behind: for them the others wait.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
         f"{clause(ahead, 'has|have completed number')} {seq:,} of "

@@ -31,19 +31,19 @@ from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes,
     superseded=is_named_otherwise,
 )
 def rank_behind(view: Timeline) -> Iterator[Finding]:
-    """Ranks wait in a group, and what was read does not tell for whom.
+    """Ranks wait in a group, and what was read does not show for whom.
 
     Symptom:
         Timeouts of some ranks, with different sequence numbers or in different groups.
 
     Cause:
-        Not one of the known causes, or too little was read: the ranks that have come least far are where to look.
+        None of the known causes, or too little was read: look at the ranks that are furthest behind.
 
     Remedy:
         Read the dumps and logs of all ranks.
 
     Cannot see:
-        What the ranks of which nothing was read have done.
+        What the ranks did of which nothing was read.
     """
     if has_moved(view.job):
         return

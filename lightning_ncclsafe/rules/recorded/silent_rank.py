@@ -41,10 +41,10 @@ from lightning_ncclsafe.rules.recorded.telling import (
     + LOOK_THERE,
 )
 def silent_rank(view: Timeline) -> Iterator[Finding]:
-    """Ranks that time out name a collective; a member of that group never says a word about it.
+    """Ranks that time out name a collective; one member of that group reports nothing about it.
 
     Symptom:
-        "Watchdog caught collective operation timeout" of all ranks but one, mostly rank 0.
+        "Watchdog caught collective operation timeout" of all ranks but one, usually rank 0.
 
     Cause:
         That rank never called it, so it has nothing to time out in: it works alone, waits for data, or died.
@@ -53,7 +53,7 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
         Look at what that rank did.
 
     Cannot see:
-        Whether it was merely ended by its launcher before its own watchdog could speak.
+        Whether it was merely ended by its launcher before its own watchdog could report.
     """
     dumps, _ = record_kinds(view.job)
     if dumps or compared(view.job):
