@@ -1,9 +1,13 @@
 # make demo   train on two ranks, then let a training hang and print why
 # make test   lint, types, and the whole test suite; TESTS="tests/rules -k breakpoint" runs a part of it
 # make matrix the suite on the oldest, today's and the newest versions; SESSION=oldest runs one (see noxfile.py)
+# make docs   the site, into build/site; fails at any warning, broken link or cause without a page
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
+# make upstream let Lightning's own tests run with its classes and with ours in their place (an hour and a half)
+# make package wheel and sdist, checked, installed into an empty environment, and tried there
+# make pictures those of the documentation, of a real hang and a real straggler; needs Chromium
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -24,8 +28,9 @@ MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCUMENTED := $(VENV)/.documented
 
-.PHONY: demo hangs test suite lint matrix bench soak faults clients gpu install clean
+.PHONY: demo hangs test suite lint docs matrix bench soak faults clients upstream gpu package pictures install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -50,6 +55,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/python docs/site/links.py
+	$(BIN)/python docs/site/search.py build/site
+
 # An interpreter that is not there is said, and fails only a SESSION that was named.
 matrix: $(INSTALLED)
 	@status=0; mkdir -p runs/matrix; rm -f runs/matrix/*.json; \
@@ -73,6 +83,10 @@ faults: $(INSTALLED)
 clients: $(INSTALLED)
 	$(BIN)/python tests/programs/clients/run.py $(CLIENTS)
 
+# UPSTREAM takes options: make upstream UPSTREAM="--only strategies trainer/test_trainer.py --checkout ../pytorch-lightning"
+upstream: $(INSTALLED)
+	$(BIN)/python tests/programs/upstream/compare.py $(UPSTREAM)
+
 # See tests/programs/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)
 	@status=0; \
@@ -81,12 +95,23 @@ gpu: $(INSTALLED)
 	$(BIN)/python tests/programs/gpu/overhead.py || status=1; \
 	exit $$status
 
+# Into dist/. As in the release workflow: nothing of this checkout's environment is used.
+package:
+	$(PYTHON) tests/programs/package.py --torch "$(TORCH)"
+
+pictures: $(INSTALLED)
+	$(BIN)/python tests/programs/pictures.py
+
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 clean:

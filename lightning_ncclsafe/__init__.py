@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.lightning import SafeModelParallel as SafeModelParallel
     from lightning_ncclsafe.lightning import safe_callbacks as safe_callbacks
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "CollectiveTimeoutError",
     "CollectiveTimer",

@@ -9,13 +9,12 @@ from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
+from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, wait_for
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.guard.watchdog import Watchdog
-from lightning_ncclsafe.loggers.intake import Intake
+from lightning_ncclsafe.loggers.intake import Intake, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
-from lightning_ncclsafe.loggers.thinning import Scalars
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process import stacks
 
@@ -73,7 +72,7 @@ def in_agreement() -> tuple[Frame, ...]:
     """A rank that waits for the verdict on its loaders."""
     exchange = MemoryExchange()
     one = meeting(exchange, rank=1)
-    return seen(lambda: one.meet(FACTS, lambda ranks: Agreed()), Meeting._wait_until, exchange.close)
+    return seen(lambda: one.meet(FACTS, lambda ranks: Agreed()), wait_for, exchange.close)
 
 
 @cache
@@ -103,7 +102,7 @@ def in_preflight() -> tuple[Frame, ...]:
 def in_offload() -> tuple[Frame, ...]:
     """A rank whose offloaded logger has no room."""
     intake = Intake(limit_bytes=1_000, overflow="block", block_s=60.0)
-    point = Scalars(step=1, values={"loss": 1.0}, created=0.0)
+    point = LoggedScalars(step=1, values={"loss": 1.0}, created=0.0)
     offload: Any = SimpleNamespace(_is_forked=False, _intake=intake, _ledger=SimpleNamespace(waited_s=0.0))
 
     def put() -> None:

@@ -20,14 +20,15 @@ import lightning_ncclsafe
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code import marks
 from lightning_ncclsafe.code.marks import Mark, mark_at, marked
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
-from lightning_ncclsafe.exchange import MemoryExchange
-from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.exchange import MemoryExchange, wait_for, wait_for_keys
+from lightning_ncclsafe.exchange.meeting import Agreed
 from lightning_ncclsafe.facts import Capacity, Frame, PreflightFacts, RankFacts, codec
-from lightning_ncclsafe.guard.ending import stay_until_all_finished, wait_for_others
+from lightning_ncclsafe.guard.ending import wait_for_others
+from lightning_ncclsafe.guard.leaving import stay_until_all_finished
 from lightning_ncclsafe.guard.restarts import agree_on_start
-from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget
+from lightning_ncclsafe.loaders.tuning.budget import agree_on_budget
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process.stacks import exception_facts
@@ -56,7 +57,7 @@ def quiet(text: str) -> None:
 def presenting(rank: int) -> Wait:
     exchange = MemoryExchange()
     one = meeting(exchange, rank)
-    return Wait(Meeting._wait_until, lambda: one.meet(FACTS, lambda ranks: Agreed()), exchange.close)
+    return Wait(wait_for, lambda: one.meet(FACTS, lambda ranks: Agreed()), exchange.close)
 
 
 def voting() -> Wait:
@@ -148,7 +149,7 @@ def comparing_clocks() -> Wait:
         look=PreflightFacts, on_problem="warn", identity=FACTS, world_size=2, report_dir=None, say=quiet
     )
     preflight.begin()
-    return Wait(Preflight._with_clock, lambda: preflight.compare(exchange), exchange.close)
+    return Wait(wait_for_keys, lambda: preflight.compare(exchange), exchange.close)
 
 
 def ending_the_timer() -> Wait:
@@ -239,28 +240,17 @@ NOT_FOR_RANKS = {
     "_torch._Workers._shutdown_workers": ITSELF,
     "_torch._give_up_cut_messages.receive": ITSELF,
     "cli.preflight._compare_all": ITSELF,
-    "collectives.clock_follower.Follower._answer": ASIDE,
-    "collectives.clock_reference.Reference._answer": ASIDE,
+    "collectives.clocks.Follower._answer": ASIDE,
+    "collectives.clocks.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,
-    "collectives.timer.Timer._await_others": ASIDE,
-    "collectives.timer.Timer._pass_on_others": ASIDE,
     "collectives.timer.Timer._run": ASIDE,
     "exchange.tcp_store.TcpStoreExchange._call": "the store's answer to one question",
     "exchange.tcp_store.TcpStoreExchange.close": ITSELF,
     "guard.ending.Ending.exit_after_main_thread.watch": ASIDE,
-    "guard.ending._close": ASIDE,
     "guard.ending._stay": "the thread of a run that has ended",
     "guard.ending._try_for": ASIDE,
-    "guard.ending._write_logs": ASIDE,
-    "guard.gathering.Gathering._collect": ASIDE,
-    "guard.gathering.Gathering._set": ASIDE,
-    "guard.gathering.Gathering._wait_until_seen": ASIDE,
-    "guard.gathering.Gathering.hold": ASIDE,
-    "guard.guard.Guard._ask_who_stays": "below Guard.finish",
-    "guard.guard.Guard._gather": ASIDE,
-    "guard.guard.Guard._let_the_failed_leave": "below Guard.failed and Guard.finish",
-    "guard.guard.Guard._settle": "below Guard.finish",
-    "guard.restarts._wait": "below agree_on_start",
+    "guard.leaving.Leaving._ask_who_stays": "below Leaving.finish",
+    "guard.participation.Participation._gather": ASIDE,
     "guard.watchdog.Watchdog.stop": ITSELF,
     "loaders.tuning.tuner.Tuner._run": ASIDE,
     "loaders.tuning.tuner.Tuner.close": ITSELF,
@@ -280,14 +270,14 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
     "preflight.probe.run_parts": ITSELF,
-    "probes.gpu.state.GpuWatch.read": ITSELF,
+    "probes.machine_state.GpuWatch.read": ITSELF,
     "probes.network.reach.reach": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,
     "probes.rank.RankProbe._run": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,
-    "probes.storage.deadline._end": ITSELF,
-    "probes.storage.deadline._outputs": ITSELF,
+    "probes.storage.directories._end": ITSELF,
+    "probes.storage.directories._outputs": ITSELF,
     "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}
@@ -404,7 +394,7 @@ def test_another_process_that_is_asked_by_signal_tells_the_same() -> None:
     exchange = MemoryExchange()
     one = meeting(exchange, rank=1)
     call = lambda: one.meet(FACTS, lambda ranks: Agreed())  # noqa: E731
-    with standing(call, Meeting._wait_until, exchange.close), tempfile.TemporaryFile() as file:
+    with standing(call, wait_for, exchange.close), tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         threads = parse_threads(file.read().decode())

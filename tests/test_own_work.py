@@ -77,7 +77,7 @@ class Loader:
         return iter((1, 2, 3))
 
 
-def presenter(**more: Any) -> LoaderCollector:
+def collector(**more: Any) -> LoaderCollector:
     return LoaderCollector(
         trainer=None,
         strategy=None,
@@ -91,15 +91,15 @@ def presenter(**more: Any) -> LoaderCollector:
 
 
 def test_the_comparison_of_loaders_and_their_tuning_are_ours() -> None:
-    presenter(presented=work).prepared(Loader())
+    collector(on_stage=work).prepared(Loader())
     assert busy_ns() >= MS
 
 
 def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     iterates: list[Any] = []
-    monkeypatch.setattr(collecting, "Replaced", lambda _, iterate, **__: iterates.append(iterate))
+    monkeypatch.setattr(collecting, "ReplacedIteration", lambda _, iterate, **__: iterates.append(iterate))
     tuner = SimpleNamespace(take=lambda *_, **__: [lambda begin: (work(), begin())[1]])
-    presenter(tuner=tuner).prepared(Loader())
+    collector(tuner=tuner).prepared(Loader())
     take_own_work()
     assert [*iterates[0](lambda: iter((1, 2, 3)))] == [1, 2, 3]
     assert busy_ns() >= MS

@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_ncclsafe.report.terminal import console_for
 from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
 
@@ -85,11 +86,10 @@ def _unknown(given: str, wanted: str) -> str:
 
 
 def _print(lines: Iterable[RenderableType], stream: TextIO | None) -> None:
-    """Rich only makes the text: where it prints itself, it ends a program whose output is a broken pipe."""
     if stream is None:
         return
     made = io.StringIO()
-    console = Console(file=made, force_terminal=stream.isatty(), legacy_windows=False, highlight=False, markup=False)
+    console = console_for(stream, made)
     console.width = min(console.width, _WIDEST)
     for line in lines:
         console.print(line)

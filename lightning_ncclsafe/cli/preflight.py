@@ -16,8 +16,9 @@ from lightning_ncclsafe.exchange.meeting import Agreed
 from lightning_ncclsafe.facts import LoadFacts, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Severity
 from lightning_ncclsafe.preflight.check import Preflight
-from lightning_ncclsafe.probes.process.launcher import Launched, launched
+from lightning_ncclsafe.probes.process.environment import Launched, launched
 from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
+from lightning_ncclsafe.report.terminal import shown
 
 _PREFLIGHT = "looks at the hosts of a job before it starts"
 _DESCRIPTION = (
@@ -66,7 +67,7 @@ def _run(config: Namespace, place: Launched) -> int:
         ),
         world_size=place.world_size,
         report_dir=None,
-        say=lambda text: print(text, flush=True),
+        say=lambda text: print(shown(text, sys.stdout), end="", flush=True),
         render=render_preflight_all if config.all else render_preflight,
         says_nothing=not config.all,
     )

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,7 +51,7 @@ def run(config: Namespace) -> int:
     """Runs ``ncclsafe render``; returns the exit code."""
     path = Path(config.report)
     try:
-        text = _rendered(_read(_file(path)), Format(config.format))
+        text = _renderer(Format(config.format), config.output)(_read(_file(path)))
         _write(text, config.output)
     except ReportError as error:
         return _failed(f"{config.report}: {error}")
@@ -86,11 +87,7 @@ def _read(path: Path) -> Diagnosis:
     return diagnosis
 
 
-def _rendered(diagnosis: Diagnosis, format: Format) -> str:
-    return _renderer(format)(diagnosis)
-
-
-def _renderer(format: Format) -> Callable[[Diagnosis], str]:
+def _renderer(format: Format, output: str | None) -> Callable[[Diagnosis], str]:
     """Imported when it is known which: each needs others, which take their time."""
     if format is Format.HTML:
         from lightning_ncclsafe.report.html.page import render_html
@@ -100,9 +97,9 @@ def _renderer(format: Format) -> Callable[[Diagnosis], str]:
         from lightning_ncclsafe.report.trace.incident import render_trace
 
         return render_trace
-    from lightning_ncclsafe.report.text import render_text
+    from lightning_ncclsafe.report.terminal import shown_report
 
-    return render_text
+    return partial(shown_report, stream=sys.stdout if output is None else None)
 
 
 def _write(text: str, output: str | None) -> None:

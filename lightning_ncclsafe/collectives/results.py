@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.report.heat_map import heat_map
+from lightning_ncclsafe.report.lines import WIDTH
 from lightning_ncclsafe.report.tables.timing import render_timing
-from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.terminal import room_on_stderr, say_on_stderr, say_own_failure
 from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import Analysis
@@ -87,11 +88,11 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
 def print_table(summary: TimingSummary, where: str) -> None:
     """Prints the table, with a line on the trace below it; on rank 0. Of too few steps nothing can be said."""
     if summary.steps >= LEAST_STEPS:
-        say_on_stderr("\n".join(filter(None, [_table(summary), where])))
+        say_on_stderr("\n".join(filter(None, [_table(summary, room_on_stderr()), where])))
 
 
-def _table(summary: TimingSummary) -> str:
-    return f"collectives of {summary.steps:,} steps\n{render_timing(summary)}"
+def _table(summary: TimingSummary, width: int = WIDTH) -> str:
+    return f"collectives of {summary.steps:,} steps\n{render_timing(summary, width)}"
 
 
 def _free_name(folder: Path) -> str:

@@ -1,15 +1,15 @@
 """How ranks share without touching the training's process groups: a few keys that all of them see.
 
-``Exchange`` is the door, over the job's TCPStore, files or memory; ``meeting`` brings all ranks to one verdict over it.
-Imports facts and marks alone.
+``Exchange`` is the door, over the job's TCPStore, files or memory. ``waiting`` is how ranks wait over it, ``meeting``
+how all of them reach one verdict. Imports facts and marks alone.
 """
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
 from lightning_ncclsafe.exchange.fallback import FallbackExchange
-from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError
+from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError, comes_first, first_rank, in_parts
 from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
-from lightning_ncclsafe.exchange.parts import in_parts
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
+from lightning_ncclsafe.exchange.waiting import keep_trying, poll_interval_s, wait_for, wait_for_keys
 
 __all__ = [
     "DirectoryExchange",
@@ -19,5 +19,11 @@ __all__ = [
     "MemoryExchange",
     "SharedMemory",
     "TcpStoreExchange",
+    "comes_first",
+    "first_rank",
     "in_parts",
+    "keep_trying",
+    "poll_interval_s",
+    "wait_for",
+    "wait_for_keys",
 ]

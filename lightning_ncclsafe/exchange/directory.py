@@ -1,4 +1,4 @@
-"""An exchange of files in a folder that all ranks see: before there is a store, and after its host is dead."""
+"""An exchange of files in a folder that all ranks see: before there is a store, and after its host has died."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import psutil
 
 from lightning_ncclsafe.exchange.interface import ExchangeError
 
-# Who has published in a folder; and that the folder that it stands in was not there before.
+# Which processes have published in a folder; and that its parent folder is ours, too.
 _USER = ".user@"
 _PARENT_IS_OURS = ".parent-is-ours"
 
@@ -21,7 +21,7 @@ _PARENT_IS_OURS = ".parent-is-ours"
 class DirectoryExchange:
     """An exchange of files, one a key. The folder is made, private to the user, when the first value is published.
 
-    Whoever publishes leaves a note with its process there, so that the last one takes what killed ranks have left.
+    Every process that publishes leaves a note there, so that the last one removes what killed ranks have left.
 
     Args:
         folder: A folder that no other job uses.
@@ -46,7 +46,7 @@ class DirectoryExchange:
         self._published.add(self._path(key))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that stands."""
+        """Publishes a value unless the key has one; returns the value that the key has then."""
         written = self._write(value)
         try:
             # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
@@ -74,7 +74,7 @@ class DirectoryExchange:
         return found
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away."""
+        """Deletes keys."""
         self._check_open()
         for path in map(self._path, keys):
             try:
@@ -84,7 +84,7 @@ class DirectoryExchange:
             self._published.discard(path)
 
     def close(self) -> None:
-        """Takes back what this rank has published; the last rank takes the folder, with all that is left in it."""
+        """Deletes what this rank has published; the last rank deletes the folder, with all that is left in it."""
         self._closed = True
         if self._note is None:
             return
@@ -131,7 +131,7 @@ class DirectoryExchange:
         return Path(name)
 
     def _check_private(self) -> None:
-        """Somebody else's folder of that name could tell ranks anything."""
+        """Another user's folder of that name could feed ranks anything."""
         found = self._folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise PermissionError("it belongs to another user, or others may write to it")
@@ -141,7 +141,7 @@ class DirectoryExchange:
 
 
 def _is_used(note: Path) -> bool:
-    """Whether a process that has published in a folder is still there; of one of another host, that is not known."""
+    """Whether a process that has published in a folder still runs; a process on another host counts as running."""
     _, host, pid, _ = note.name.rsplit("@", 3)
     if host != socket.gethostname():
         return True

@@ -1,4 +1,4 @@
-"""An exchange that goes on over another one when the first is lost."""
+"""An exchange that continues over another one when the first is lost."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -13,7 +13,7 @@ class FallbackExchange:
 
     Args:
         first: The exchange to prefer.
-        second: The exchange to go on with.
+        second: The exchange to continue with.
 
     Attributes:
         lost: What happened to the first one; empty while it works.
@@ -29,7 +29,7 @@ class FallbackExchange:
         self._try(lambda exchange: exchange.set(key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that stands."""
+        """Publishes a value unless the key has one; returns the value that the key has then."""
         return self._try(lambda exchange: exchange.set_if_absent(key, value))
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
@@ -38,7 +38,7 @@ class FallbackExchange:
         return self._try(lambda exchange: exchange.get_many(wanted))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away."""
+        """Deletes keys."""
         gone = list(keys)
         self._try(lambda exchange: exchange.delete(gone))
 
@@ -53,7 +53,7 @@ class FallbackExchange:
             try:
                 return call(self._first)
             except ExchangeError as error:
-                # One that has merely missed a deadline may answer the next time; ranks must not part over that.
+                # One that has merely missed a deadline may answer the next time; ranks must not separate over that.
                 if not self._first.lost:
                     raise
                 self.lost = str(error)

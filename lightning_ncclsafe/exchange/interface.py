@@ -1,7 +1,12 @@
 """What ranks need to share facts: a few keys that all of them see. Never a collective of the training's groups."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Protocol
+
+AT_ONCE = 64
+"""Keys in one question, so that none misses the exchange's deadline: of facts some megabytes, of small values some
+milliseconds."""
 
 
 class ExchangeError(RuntimeError):
@@ -11,12 +16,12 @@ class ExchangeError(RuntimeError):
 class Exchange(Protocol):
     """Keys and values shared by all ranks of a job. Every call ends within the exchange's own deadline.
 
-    A question for many keys is asked in parts, of which each has that deadline.
+    A question for many keys is asked in parts, each with that deadline.
 
     All methods raise :class:`ExchangeError` when the exchange cannot be reached; nothing else.
 
     Attributes:
-        lost: What made ranks go over to another way of sharing; empty as long as nothing did.
+        lost: Why ranks share in another way by now; empty as long as they do not.
     """
 
     lost: str
@@ -28,14 +33,38 @@ class Exchange(Protocol):
         """Publishes a value unless the key has one, as one step among all ranks.
 
         Returns:
-            The value that stands: the given one, or that of the rank that came first.
+            The value that the key has then: the given one, or that of the rank that came first.
         """
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away, whoever has published them; those that have no value are passed over."""
+        """Deletes keys, whoever has published them; those that have no value are ignored."""
 
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""
+
+
+def in_parts(keys: Iterable[str]) -> Iterator[list[str]]:
+    """The keys, :data:`AT_ONCE` at a time."""
+    rest = iter(keys)
+    while part := list(islice(rest, AT_ONCE)):
+        yield part
+
+
+def first_rank(exchange: Exchange, key: str, rank: int) -> int:
+    """The rank that came to this point first: it does for all what each of them would do.
+
+    Raises:
+        ExchangeError: If nobody can be asked.
+    """
+    return int(exchange.set_if_absent(key, str(rank).encode()))
+
+
+def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
+    """Whether this rank is the first to come to this point. Where nobody can be asked, each is taken for the first."""
+    try:
+        return first_rank(exchange, key, rank) == rank
+    except ExchangeError:
+        return True

@@ -1,18 +1,15 @@
-"""How all ranks come to one verdict: each presents its facts, rank 0 judges, and all go by what it says.
+"""How all ranks reach one verdict: each presents its facts, rank 0 judges, and all ranks follow the verdict.
 
-Nobody waits for ever. A rank that cannot take part says so once, and is not waited for again; one that does not come is
-given up after a deadline, and whoever gives up first decides for all that there is no verdict.
+No rank waits for ever. A rank that cannot take part announces it once and is not waited for again; one that does not
+come is given up after a deadline, and the first rank to give up decides for all that there is no verdict.
 """
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
-from lightning_ncclsafe.facts import LoaderTerms, RankFacts, codec
+from lightning_ncclsafe.exchange import Exchange, comes_first, keep_trying, wait_for
+from lightning_ncclsafe.facts import EpochEnd, RankFacts, codec
 from lightning_ncclsafe.facts.findings import Finding
 
 T = TypeVar("T")
@@ -20,9 +17,9 @@ T = TypeVar("T")
 # Ranks come within a millisecond or so of each other, as Lightning has just let them wait for all.
 _SHORTEST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-# What the other ranks wait longer than rank 0, which tells them who is missing.
+# How much longer than rank 0 the other ranks wait: its verdict names who is missing.
 _VERDICT_S = 10.0
-# What ranks that have missed a meeting are given at the next one.
+# How long the next meeting waits for ranks that have missed one.
 _ABSENT_S = 1.0
 
 
@@ -43,15 +40,15 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks go by.
+    """The verdict that all ranks follow.
 
     Attributes:
         complete: Whether all ranks have presented data, so that there is a verdict.
-        error: The text of what is to be raised; empty where ranks agree, or go on all the same.
+        error: The text of what is to be raised; empty if ranks agree, or continue anyway.
         findings: What differs, the most telling first.
         folder: Where the report is; empty where none was written.
-        incident: The number of the incident that was told; 0 where none was.
-        terms: What follows for each loader.
+        incident: The number of the incident that was reported; 0 if there was none.
+        ends: How an epoch of each loader ends.
     """
 
     complete: bool = False
@@ -59,7 +56,7 @@ class Agreed:
     findings: tuple[Finding, ...] = ()
     folder: str = ""
     incident: int = 0
-    terms: tuple[LoaderTerms, ...] = ()
+    ends: tuple[EpochEnd, ...] = ()
 
 
 class Meeting:
@@ -115,7 +112,7 @@ class Meeting:
         return self._judge(judge) if self._rank == 0 else self._await_verdict()
 
     def withdraw(self, facts: RankFacts) -> None:
-        """This rank takes no part from now on; the others need not wait for it.
+        """Announces that this rank takes no part from now on; the others need not wait for it.
 
         Raises:
             ExchangeError: If ranks cannot share.
@@ -130,21 +127,16 @@ class Meeting:
         try:
             agreed = judge(self._gather())
         finally:
-            # The others wait for a word, also where there is none to say.
+            # The others wait for a verdict, even an empty one.
             agreed = self._settle(agreed)
         if self.number > 1:
             self._keep_trying(lambda: self._exchange.delete([self._verdict_key(self.number - 1)]))
         return agreed
 
     def _settle(self, agreed: Agreed) -> Agreed:
-        """What all ranks go by: this, unless another one has been faster."""
-        stands = [codec.encode(agreed)]
-
-        def settle() -> None:
-            stands[0] = self._exchange.set_if_absent(self._verdict_key(self.number), stands[0])
-
-        self._keep_trying(settle)
-        return codec.decode(Agreed, stands[0])
+        """The verdict that all ranks follow: this one, unless another rank has been faster."""
+        key, own = self._verdict_key(self.number), codec.encode(agreed)
+        return codec.decode(Agreed, self._keep_trying(lambda: self._exchange.set_if_absent(key, own)))
 
     def _gather(self) -> tuple[RankFacts, ...]:
         found = dict(self._withdrawn)
@@ -189,9 +181,10 @@ class Meeting:
             return bool(found or self._withdrawn)
 
         if not self._wait_until(is_there, self._deadline_s + _VERDICT_S):
-            late = f"rank 0 has not compared the ranks' {self._name} within {self._deadline_s:g} s"
-            self._say(f"rank {self._rank}: {late}; going on")
-        # Should rank 0 come yet, it has to go by the same.
+            late = f"rank 0 did not compare the ranks' {self._name} within {self._deadline_s:g} s"
+            if comes_first(self._exchange, f"{self._name}/late/{self.number}", self._rank):
+                self._say(f"rank {self._rank}: {late}; continuing without the comparison")
+        # Should rank 0 still come, it has to follow the same verdict.
         return codec.decode(Agreed, found[0]) if found else self._settle(Agreed())
 
     def _key(self, rank: int) -> str:
@@ -200,36 +193,16 @@ class Meeting:
     def _verdict_key(self, number: int) -> str:
         return f"{self._name}/verdict/{number}"
 
-    @marked(Mark.STORE)
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Asks again and again, ever more rarely."""
-        give_up, poll_s = time.monotonic() + limit_s, _SHORTEST_POLL_S
-        while True:
-            with suppress(_Busy):
-                if self._once(is_done):
-                    return True
-            if time.monotonic() > give_up:
-                return False
-            time.sleep(poll_s)
-            poll_s = min(poll_s * 1.5, _LONGEST_POLL_S)
+        """Asks ever more rarely."""
+        done = wait_for(
+            is_done,
+            deadline_s=limit_s,
+            poll_s=_SHORTEST_POLL_S,
+            longest_poll_s=_LONGEST_POLL_S,
+            forgive=self._exchange,
+        )
+        return bool(done)
 
-    def _keep_trying(self, call: Callable[[], None]) -> None:
-        def done() -> bool:
-            call()
-            return True
-
-        if not self._wait_until(done, self._deadline_s):
-            call()
-
-    def _once(self, call: Callable[[], T]) -> T:
-        """An exchange that has missed one deadline may answer the next time."""
-        try:
-            return call()
-        except ExchangeError as error:
-            if self._exchange.lost:
-                raise
-            raise _Busy from error
-
-
-class _Busy(Exception):
-    """The exchange has not answered this time."""
+    def _keep_trying(self, call: Callable[[], T]) -> T:
+        return keep_trying(self._exchange, call, deadline_s=self._deadline_s)

@@ -33,7 +33,7 @@ class MemoryExchange:
             self._shared.values[key] = value
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that stands."""
+        """Publishes a value unless the key has one; returns the value that the key has then."""
         self._check_open()
         with self._shared.lock:
             return self._shared.values.setdefault(key, value)
@@ -45,7 +45,7 @@ class MemoryExchange:
             return {key: self._shared.values[key] for key in keys if key in self._shared.values}
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away."""
+        """Deletes keys."""
         self._check_open()
         with self._shared.lock:
             for key in keys:

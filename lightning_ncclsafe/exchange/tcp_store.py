@@ -9,14 +9,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.exchange.interface import ExchangeError
-from lightning_ncclsafe.exchange.parts import in_parts
+from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
 
 T = TypeVar("T")
 
-# A job that is stopped as a whole and continued misses one on waking up.
+# A job that is stopped as a whole and continued misses one when it wakes up.
 MISSES_ALLOWED = 3
-# A store breaks the connection of who sends more than 8 MiB at once (torch 2.13).
+# A store breaks the connection of a client that sends more than 8 MiB at once (torch 2.13).
 MOST_BYTES = 8_000_000
 
 
@@ -24,8 +23,8 @@ class TcpStoreExchange:
     """An exchange on the job's store.
 
     TCPStore obeys its timeout only where it waits for a key; every other call blocks for as long as the store's host
-    does not answer (seen with a stopped host, torch 2.13). So calls are made by a thread of their own. A host that
-    misses some deadlines in a row is given up for good; one that breaks the connection, at once.
+    does not answer (seen with a stopped host, torch 2.13). So a thread of its own makes the calls. A host that misses
+    some deadlines in a row is given up for good; one that breaks the connection, at once.
 
     Args:
         store: A connection of our own, a ``torch.distributed.Store``; see
@@ -52,13 +51,13 @@ class TcpStoreExchange:
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Publishes a value; one that is too long for a store is refused, and nothing else happens."""
+        """Publishes a value; one that is too large for a store is refused, and the store is kept."""
         if len(value) > MOST_BYTES:
             raise ExchangeError(f"The job's store takes no value of {len(value):,} bytes: {key}.")
         self._call(lambda: self._set(self._prefix + key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that stands."""
+        """Publishes a value unless the key has one; returns the value that the key has then."""
         # TCPStore takes an expected value of "" for "the key has none".
         name = self._prefix + key
         self.published.add(name)
@@ -72,17 +71,17 @@ class TcpStoreExchange:
         return {name.removeprefix(self._prefix): value for name, value in found.items()}
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Takes keys away."""
+        """Deletes keys."""
         for part in in_parts(self._prefix + key for key in keys):
             self._call(partial(self._delete, part))
 
     def forget(self, published: Iterable[str]) -> None:
-        """Takes away what an earlier exchange of this rank has published; some time, and nobody waits for it."""
+        """Deletes what an earlier exchange of this rank has published, some time later; nobody waits for it."""
         for part in in_parts([*published]):
             self._calls.put((Future(), partial(self._delete, part)))
 
     def close(self) -> None:
-        """Ends the thread; one that hangs on a dead host is left behind, asleep."""
+        """Ends the thread; one that hangs on a dead host is left behind."""
         self.lost = self.lost or "it was used after it was closed"
         self._calls.put(None)
         self._thread.join(self._deadline_s)
@@ -103,7 +102,7 @@ class TcpStoreExchange:
         return dict(zip(present, map(bytes, self._store.multi_get(present)), strict=True)) if present else {}
 
     def _present(self, keys: list[str]) -> list[str]:
-        """The store can only say whether all of several keys are there: where they are not, each half is asked for."""
+        """The store only knows whether all of several keys exist: if they do not, each half is asked for."""
         if not keys or self._store.check(keys):
             return keys
         half = len(keys) // 2

@@ -142,8 +142,8 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderTerms:
-    """What ranks have agreed on about one loader.
+class EpochEnd:
+    """How an epoch of one loader ends, as ranks have agreed.
 
     Attributes:
         votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
@@ -168,4 +168,4 @@ class LoaderTerms:
     @property
     def changes_nothing(self) -> bool:
         """Whether the loader stays as it is, and costs nothing."""
-        return self == LoaderTerms()
+        return self == EpochEnd()

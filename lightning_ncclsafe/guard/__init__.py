@@ -1,6 +1,7 @@
-"""One rank's guard: notices that the rank stands still, has all ranks asked, reports, and ends a run that cannot go on.
+"""One rank's guard: notices that the rank is stuck, has all ranks asked, reports, and ends a run that cannot go on.
 
-The door is ``guard``. ``watchdog`` and ``thresholds`` say when, ``incident_log`` is what ranks agree on, ``gathering``
-brings facts together, ``reporter`` tells, ``ending`` ends. Imports probes, the exchange, rules and report; Lightning is
-not known here.
+The door is ``guard``; ``state`` and ``connection`` are what its parts share. In the order of an incident: ``watchdog``
+measures progress; ``stuck`` decides that the rank is stuck, by ``thresholds``; ``incident_log`` is what ranks agree on;
+``participation`` takes part, by ``gathering`` and ``reporter``; ``ended_run`` and ``ending`` end the run; ``leaving``
+is how a rank leaves its call. Imports probes, the exchange, rules and report; Lightning is not known here.
 """

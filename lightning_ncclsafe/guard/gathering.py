@@ -1,33 +1,40 @@
-"""How the facts of all ranks meet: every rank publishes its own, one of them judges and reports.
+"""How the facts of all ranks are gathered: every rank publishes its own, one of them judges and reports.
 
-The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and a rank that
-does not answer is looked at from outside by a rank of its host.
+The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and another rank
+of its host looks from outside at the process of a rank that does not answer.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, in_parts
+from lightning_ncclsafe.exchange import (
+    Exchange,
+    ExchangeError,
+    first_rank,
+    in_parts,
+    keep_trying,
+    poll_interval_s,
+    wait_for,
+    wait_for_keys,
+)
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.witnessing import ANSWERING
+from lightning_ncclsafe.probes.process.growth import ANSWERING
 from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 
-# Ranks that are only waiting answer within some 50 ms; a rank that is still silent then is looked at from outside.
+# Ranks that only wait answer within some 50 ms; one that is still silent then is looked at from outside.
 ANSWER_S = 0.6
-# A process that can be seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
+# A process that is seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
 PATIENCE_S = 3.0
 # How long the others wait for the reporter.
 REPORT_S = 6.0
 # How long the reporter waits for the others to have read the verdict.
 SEEN_S = 1.0
-_POLL_S = 0.02
-# The store serves about so many questions a second, from all ranks that wait for the verdict.
-_POLLS_PER_S = 2000.0
 # Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
@@ -36,15 +43,15 @@ _CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:
-    """How long the others wait for the reporter, which reads and judges a hundred ranks a second or more."""
+    """How long the others wait for the reporter, which reads and judges at least a hundred ranks a second."""
     return REPORT_S + world_size / 100
 
 
 def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     """What matters most: where a rank stands, and the end of what it has called."""
     left_out = (
-        f"Its facts were too long to be shared ({size_words(size_bytes)}): source lines, older collectives, loaders "
-        "and what it sees of other processes are left out."
+        f"Its facts were too large to share ({size_words(size_bytes)}): source lines, older collectives, loaders and "
+        "its view of other processes are left out."
     )
     return replace(
         facts,
@@ -60,11 +67,11 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     )
 
 
-def leave_word(exchange: Exchange, facts: RankFacts) -> None:
-    """A rank leaves with an exception: what it says is an answer in all rounds to come.
+def share_last_facts(exchange: Exchange, facts: RankFacts) -> None:
+    """Shares the facts of a rank that leaves with an exception: they are its answer in all rounds to come.
 
     Raises:
-        ExchangeError: The others cannot be told.
+        ExchangeError: They could not be shared.
     """
     exchange.set(_last_key(facts.rank), codec.encode(facts))
 
@@ -112,7 +119,7 @@ class Gathering:
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
         self._report_s = report_deadline_s(world_size)
-        self._poll_s = max(_POLL_S, world_size / _POLLS_PER_S)
+        self._poll_s = poll_interval_s(world_size)
         self._lower_has_answered = False
         self._gone: set[int] = set()
         self._unread: dict[int, str] = {}
@@ -121,7 +128,7 @@ class Gathering:
         self._watched: dict[int, Card] = {}
 
     def publish(self, facts: RankFacts) -> None:
-        """Answers for this rank; if it leaves with an exception, for later rounds as well."""
+        """Answers for this rank; if it leaves with an exception, in later rounds as well."""
         self._answers[self._rank] = facts
         # Nobody waits for those: their launcher may end all others within a second.
         self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
@@ -143,22 +150,19 @@ class Gathering:
 
         Args:
             incident: What the round is about.
-            report: Judges and tells; called on one rank.
+            report: Judges and reports; called on one rank.
 
         Returns:
             The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
         """
         # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
-        while (waited_s := self._waited_s()) < self._second_term_s + self._report_s / 2 and not self._is_dropped():
-            try:
-                if (verdict := self._read_verdict()) or (verdict := self._take_turn(waited_s, incident, report)):
-                    return verdict
-            except ExchangeError:
-                # One that has only missed a deadline may answer the next time; on a busy host some do.
-                if self._exchange.lost:
-                    raise
-            time.sleep(self._poll_s)
-        return None
+        return wait_for(
+            lambda: None if self._is_dropped() else self._read_verdict() or self._take_turn(incident, report),
+            deadline_s=self._second_term_s + self._report_s / 2 - self._waited_s(),
+            poll_s=self._poll_s,
+            give_up=self._is_dropped,
+            forgive=self._exchange,
+        )
 
     def _read_verdict(self) -> Verdict | None:
         verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
@@ -167,7 +171,8 @@ class Gathering:
         self._leave(seen=True)
         return codec.decode(Verdict, verdict)
 
-    def _take_turn(self, waited_s: float, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+    def _take_turn(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        waited_s = self._waited_s()
         if waited_s > self._answer_s:
             self._look_at_silent_peers()
         if not self._is_my_turn(waited_s) or not self._claim(waited_s):
@@ -181,17 +186,10 @@ class Gathering:
         return verdict
 
     def _set(self, key: str, value: bytes) -> None:
-        give_up = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return self._exchange.set(key, value)
-            except ExchangeError:
-                if self._exchange.lost or time.monotonic() > give_up:
-                    raise
-            time.sleep(_POLL_S)
+        keep_trying(self._exchange, lambda: self._exchange.set(key, value), deadline_s=PATIENCE_S)
 
     def _leave(self, *, seen: bool = False) -> None:
-        """The verdict stands: what is left to do is for the others, and for the store."""
+        """There is a verdict: what is left to do is for the other ranks, and for the store."""
         with suppress(ExchangeError):
             if seen:
                 self._exchange.set(self._seen_key(self._rank), b"")
@@ -200,19 +198,17 @@ class Gathering:
             self._forget()
 
     def _wait_until_seen(self) -> None:
-        """The reporter may be about to leave, and the store with it; the others must have heard by then."""
-        others = [self._seen_key(rank) for rank in self._answers if rank != self._rank]
-        give_up = time.monotonic() + SEEN_S + 2 * self._poll_s
-        while len(self._exchange.get_many(others)) < len(others) and time.monotonic() < give_up:
-            time.sleep(_POLL_S)
+        """The reporter may be about to leave, and the store with it; the others must have read the verdict by then."""
+        others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
+        wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
 
     def _forget(self) -> None:
-        """Takes back what this rank has said, which was judged: the store's memory is that of rank 0.
+        """Deletes what this rank has published, once it is judged: the store's memory is that of rank 0.
 
-        The reporter may still look for the word that this rank has seen the verdict, but not for that of a round ago.
+        The reporter may still look whether this rank has seen the verdict, but no longer for that of the round before.
         """
-        said = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
-        self._exchange.delete(said)
+        published = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
+        self._exchange.delete(published)
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"
@@ -230,7 +226,7 @@ class Gathering:
         return f"{self._key}/verdict"
 
     def _here_key(self, rank: int) -> str:
-        """That a rank has answered: its facts are many times as long."""
+        """Whether a rank has answered: to read its facts takes many times as long."""
         return f"{self._key}/here/{rank}"
 
     def _facts_key(self, rank: int) -> str:
@@ -252,17 +248,15 @@ class Gathering:
 
     def _claim(self, waited_s: float) -> bool:
         term = int(waited_s > self._second_term_s)
-        mine = str(self._rank).encode()
-        return self._exchange.set_if_absent(f"{self._key}/reporter/{term}", mine) == mine
+        return first_rank(self._exchange, f"{self._key}/reporter/{term}", self._rank) == self._rank
 
     def _collect(self, incident: Incident) -> JobFacts:
-        while not self._is_complete():
-            time.sleep(_POLL_S)
+        wait_for(self._is_complete, deadline_s=math.inf)
         self._read_answers(_last_key)
         self._look_again()
         off = self._exchange.get_many(f"off/{rank}" for rank in self._silent())
         missing = [f"The guard of rank {key.rpartition('/')[2]} had failed and was off." for key in sorted(off)]
-        missing += [f"What rank {rank} answered could not be read: {why}" for rank, why in sorted(self._unread.items())]
+        missing += [f"The answer of rank {rank} could not be read: {why}" for rank, why in sorted(self._unread.items())]
         return JobFacts(
             incident=incident,
             world_size=self._world_size,
@@ -304,7 +298,7 @@ class Gathering:
                     self._read_answer(int(name.rpartition("/")[2]), data)
 
     def _read_answer(self, rank: int, data: bytes) -> None:
-        """One that cannot be read, of another version say, is no reason to go without those of the others."""
+        """An answer that cannot be read, of another version say, is no reason to do without the others."""
         try:
             self._answers[rank] = codec.decode(RankFacts, data)
             self._unread.pop(rank, None)
@@ -317,7 +311,7 @@ class Gathering:
             self._witnessed.setdefault(seen.rank, seen)
 
     def _look_at_silent_peers(self) -> None:
-        """The lowest rank of a host that answered looks at those that did not, once."""
+        """The lowest rank of a host that answered looks once at those that did not."""
         peers, self._peers = self._peers, {}
         if not peers:
             return

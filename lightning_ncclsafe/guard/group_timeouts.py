@@ -26,7 +26,7 @@ class GroupTimeouts:
     it, between two of Lightning's actions. What others have called on threads of their own is not disturbed either.
 
     Where the Trainer goes from one phase to the next without an action of its own, as from validation back to
-    training, the next action is where the change is made: one collective may still have the timeout of before.
+    training, the change is made at the next action: one collective may still have the previous timeout.
 
     Where no phase has a limit of its own there is nothing to follow. Then only groups without a timeout of their own,
     such as those of a device mesh, which Lightning makes with PyTorch's default, get the strategy's.
@@ -34,7 +34,7 @@ class GroupTimeouts:
     Args:
         limits: The hard limits.
         limit_name: Which of the limits applies now.
-        say_failure: Says an own failure, after which the groups are left as they are.
+        say_failure: Prints a failure of its own, after which the groups are left as they are.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How long a rank usually stands still, learned from this run, and from when on that is unusual."""
+"""How long a rank usually makes no progress, learned from this run, and from when on that is unusual."""
 
 import heapq
 from collections import deque
@@ -45,10 +45,10 @@ class _Kind:
 
 
 class IdleTimes:
-    """Learns how long one rank stands still in each kind of phase. Belongs to the watchdog's thread.
+    """Learns how long one rank makes no progress in each kind of phase. Belongs to the watchdog's thread.
 
-    It is told at every tick of the watchdog, so that what is shorter than a tick is seen by chance; that is shorter
-    than anything that matters here.
+    It observes every tick of the watchdog and sees what is shorter than a tick by chance only; nothing that short
+    matters here.
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ class IncidentEntry:
 
     Attributes:
         incident: What the entry is about.
-        recovered_after_s: If training moves again: seconds for which it stood still.
-        is_leaving: Whether nobody waits: a rank that has finished is about to leave others behind.
+        recovered_after_s: If training makes progress again: seconds for which it made none.
+        is_leaving: Whether no rank waits: one that has finished is about to leave others behind.
     """
 
     incident: Incident
@@ -50,9 +50,9 @@ class IncidentLog:
         return None
 
     def write(self, entry: IncidentEntry) -> IncidentEntry:
-        """Writes the next entry, and returns what stands there: another rank may have been faster.
+        """Writes the next entry, and returns the one in the log: another rank may have been faster.
 
-        A rank without an exchange goes by its own entry: alone, but not silent.
+        A rank without an exchange follows its own entry: alone, but not silent.
         """
         try:
             return codec.decode(IncidentEntry, self._exchange.set_if_absent(self._key, codec.encode(entry)))

@@ -1,4 +1,4 @@
-"""The other ranks of this host: by the cards that they leave, and before they can leave one by their processes."""
+"""The other ranks of this host: known by the cards that they leave, and before that by their processes."""
 
 import time
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Place:
 
 
 class LocalRanks:
-    """Knows the ranks of this host, and tells the probe. Belongs to the watchdog's thread.
+    """Finds the ranks of this host for the probe. Belongs to the watchdog's thread.
 
     Args:
         place: Which rank this is.
@@ -53,7 +53,7 @@ class LocalRanks:
         clock: Seconds that only grow; for tests.
 
     Attributes:
-        has_lost: Whether a rank's process was there, has gone before the ranks have met, and no other has come.
+        has_lost: Whether the process of a rank has ended before the ranks met, and no other has taken its place.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LocalRanks:
                 self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
 
     def look_around(self, idle_s: float) -> None:
-        """Looks how those fare that have not joined, every 2 s, while this rank waits for them.
+        """Looks every 2 s at the ranks that have not joined, while this rank waits for them.
 
         Args:
             idle_s: Seconds since this rank last made progress.

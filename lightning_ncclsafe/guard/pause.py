@@ -1,4 +1,4 @@
-"""What a user announces: a rank will stand still for a while, and that is meant."""
+"""What a user announces: a rank will make no progress for a while, and that is intended."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,14 +9,14 @@ from lightning_ncclsafe.rules.kit.activity import PAUSE
 
 @contextmanager
 def pause(reason: str = "") -> Iterator[None]:
-    """Announces that this rank stands still on purpose: in a debugger, at a prompt, in a wait for a person.
+    """Announces that this rank pauses on purpose: in a debugger, at a prompt, while it waits for a person.
 
     The other ranks wait without asking why, and without a report, for as long as the ``with`` block lasts; but no
-    longer than the hard limit of the phase (the strategy's ``timeout`` or ``PhaseTimeouts``), which ends the run all
-    the same. Outside of a Trainer's function under one of our strategies it does nothing.
+    longer than the hard limit of the phase (the strategy's ``timeout`` or ``PhaseTimeouts``), which still ends the
+    run. Outside of a Trainer's function under one of our strategies it does nothing.
 
     Args:
-        reason: What for, in a few words; the report says so if the hard limit passes.
+        reason: What for, in a few words; the report quotes it if the hard limit passes.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Telling the user: judges the facts of all ranks, writes the report and prints it."""
+"""Reporting to the user: judges the facts of all ranks, writes the report and prints it."""
 
 import sys
 from collections.abc import Callable
@@ -16,33 +16,33 @@ from lightning_ncclsafe.rules.kit.expected import announced_for_s, expected_for_
 from lightning_ncclsafe.rules.kit.sentences import exit_status
 from lightning_ncclsafe.settings import Limits
 
-_MOST_TOLD = 16
+_MOST_SHARED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the reporter tells the other ranks about an incident.
+    """What the reporting rank shares with the other ranks about an incident.
 
     Attributes:
         incident: The incident.
         answer: The report's first line.
         folder: Where the report was written; empty where it could not be.
-        is_told: Whether anything was written or said; not of what every rank raises alike, nor of what is expected.
+        is_reported: Whether anything was written or printed: not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
-        quiet_s: For how many seconds ranks are to be quiet, as what they wait for is to be expected for so long; then
-            nothing was written or said. 0 otherwise.
+        quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;
+            nothing was written or printed then. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
-        raised: Ranks that leave with an exception of their own, of which they print the traceback.
+        raised: Ranks that leave with an exception of their own, and print its traceback.
         is_joint: Whether no rank is left that trains on: all have raised the same, or have finished.
-        told_on: Name of the host on whose terminal it has been told.
+        reported_on: Name of the host on whose terminal it was printed.
     """
 
     incident: Incident
     answer: str
     folder: str = ""
-    is_told: bool = True
+    is_reported: bool = True
     findings: tuple[Finding, ...] = ()
     ends_run: bool = False
     quiet_s: float = 0.0
@@ -50,21 +50,21 @@ class Verdict:
     logging_ranks: tuple[int, ...] = ()
     raised: tuple[int, ...] = ()
     is_joint: bool = False
-    told_on: str = ""
+    reported_on: str = ""
 
 
-def print_no_told_errors() -> None:
-    """From now on a process that ends with a `CollectiveTimeoutError` prints no traceback of it: it has been reported.
+def hide_reported_errors() -> None:
+    """Lets a process that ends with a ``CollectiveTimeoutError`` print no traceback of it: it has been reported.
 
-    What stands last is the traceback of the rank that has failed. The exit status stays what it is.
+    So the traceback of the rank that has failed is printed last. The exit status does not change.
     """
-    if not isinstance(sys.excepthook, _Untold):
-        sys.excepthook = _Untold(sys.excepthook)
+    if not isinstance(sys.excepthook, _HidesReported):
+        sys.excepthook = _HidesReported(sys.excepthook)
 
 
 @dataclass(frozen=True)
-class _Untold:
-    """A hook for uncaught exceptions that leaves to another those which have not been told."""
+class _HidesReported:
+    """A hook for uncaught exceptions that passes on those that have not been reported."""
 
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -74,7 +74,7 @@ class _Untold:
 
 
 class Reporter:
-    """Reports on incidents, on the one rank that has gathered the facts.
+    """Reports incidents, on the one rank that has gathered the facts.
 
     Args:
         report_dir: The folder of all incidents; made when the first one is reported.
@@ -88,21 +88,21 @@ class Reporter:
         self._say = say
         self._said_no_page = False
 
-    def report(self, job: JobFacts, *, told: Verdict | None = None) -> Verdict:
-        """Judges, writes and prints; unless what was unusual until now is to be expected, for all that ranks know.
+    def report(self, job: JobFacts, *, known: Verdict | None = None) -> Verdict:
+        """Judges, writes and prints; unless the standstill, although unusual so far, is expected for all ranks know.
 
         Args:
             job: The facts of all ranks that answered.
-            told: The verdict on the same incident that the user has read already, on whichever rank; only what is
-                new is printed then. The report is written whole.
+            known: The verdict on the same incident that has been printed already, by whichever rank; only what is new
+                is printed then. The report is written whole.
         """
         quiet_s = announced_for_s(job)
         if self._limits.learned and not quiet_s:
             quiet_s = expected_for_s(job, self._limits.limit_s)
         if quiet_s > 0:
-            return Verdict(incident=job.incident, answer="", is_told=False, quiet_s=round(quiet_s, 1))
+            return Verdict(incident=job.incident, answer="", is_reported=False, quiet_s=round(quiet_s, 1))
         if _all_are_done(job):
-            return Verdict(incident=job.incident, answer="", is_told=False, is_joint=True)
+            return Verdict(incident=job.incident, answer="", is_reported=False, is_joint=True)
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""
@@ -110,18 +110,18 @@ class Reporter:
         is_joint = _all_raised_alike(job)
         if not is_joint:
             folder, where = self._write(diagnosis)
-            closing = "\nthe run cannot go on, it is ended" if ends_run else ""
-            known = told.findings if told is not None and told.folder else ()
-            self._say(f"{render_news(diagnosis, known)}\n{where}{closing}")
+            closing = "\nthe run cannot continue and is being ended" if ends_run else ""
+            findings = known.findings if known is not None and known.folder else ()
+            self._say(f"{render_news(diagnosis, findings)}\n{where}{closing}")
             self._write_page(diagnosis, folder)
         answer = diagnosis.findings[0].summary if diagnosis.findings else "No cause was found."
         return Verdict(
             incident=job.incident,
             answer=answer,
             folder=folder,
-            is_told=not is_joint,
+            is_reported=not is_joint,
             # Every rank reads them, and a store takes only so much; the report has them all.
-            findings=diagnosis.findings[:_MOST_TOLD],
+            findings=diagnosis.findings[:_MOST_SHARED],
             ends_run=ends_run,
             frozen=tuple(
                 seen.rank
@@ -142,7 +142,7 @@ class Reporter:
         return folder, f"report: {folder}" + (f" (nothing could be written to {self._report_dir})" if elsewhere else "")
 
     def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
-        """Last of all. Why there is none is said once; it is tried for every incident, as no two are alike."""
+        """Last of all. Why there is none is printed once; it is tried for every incident, as no two are alike."""
         problem = write_page(diagnosis, Path(folder)) if folder else ""
         if problem and not self._said_no_page:
             self._said_no_page = True
@@ -164,7 +164,7 @@ def _raises(facts: RankFacts) -> bool:
 
 
 def _all_are_done(job: JobFacts) -> bool:
-    """Whether ranks only leave a run that is over on all others, as a program may that has nothing left to do."""
+    """Whether the ranks that leave only leave a run that is over on all others, as programs do when they are done."""
     left = [facts for facts in job.ranks if facts.exception is not None]
     others = [facts for facts in job.ranks if facts.exception is None]
     in_order = all(facts.exception is not None and exit_status(facts.exception) == 0 for facts in left)

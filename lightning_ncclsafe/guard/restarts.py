@@ -1,4 +1,4 @@
-"""Starts of one job: told apart on a store that outlives them, and what the one before has left.
+"""The starts of one job: how they differ on a store that outlives them, and what the previous one has left.
 
 torchrun's agent keeps one store for all its starts of the ranks, with all keys of those before (torch 2.13), and its
 count of restarts may differ between hosts. So the ranks of a start give it a name of its own.
@@ -6,7 +6,6 @@ count of restarts may differ between hosts. So the ranks of a start give it a na
 
 import json
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,19 +14,15 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
 from lightning_ncclsafe.rules.kit.wording import ranks_words
-
-_POLL_S = 0.02
-# The store serves about so many questions a second, from all ranks.
-_POLLS_PER_S = 2000.0
 
 
 @marked(Mark.STORE)
 def agree_on_start(
     exchange: Exchange, *, rank: int, world_size: int, deadline_s: float, clear: Callable[[], None]
 ) -> str:
-    """A name that all ranks of this start have, and no earlier start. All ranks must call it; rank 0 waits for all.
+    """Returns a name that all ranks of this start share, and no earlier start had. All ranks call it; rank 0 waits.
 
     Args:
         exchange: What the ranks share, which may hold what earlier starts have left.
@@ -39,36 +34,45 @@ def agree_on_start(
     Raises:
         ExchangeError: The others have not come, or the exchange is lost.
     """
-    give_up = time.monotonic() + deadline_s
+    poll_s = poll_interval_s(world_size)
     if rank == 0:
-        return _lead(exchange, world_size, give_up, clear)
+        return _lead(exchange, world_size, deadline_s, poll_s, clear)
     mine = uuid.uuid4().hex
-    while True:
-        with suppress(ExchangeError):
-            found = exchange.get_many([f"hello/{rank}", f"welcome/{rank}"])
-            told, _, name = found.get(f"welcome/{rank}", b"").decode().partition(" ")
-            if told == mine:
-                return name
-            # Also where rank 0 has cleared it away since.
-            if found.get(f"hello/{rank}", b"").decode() != mine:
-                exchange.set(f"hello/{rank}", mine.encode())
-        _wait(exchange, world_size, give_up, "rank 0")
+
+    def welcome() -> str:
+        found = exchange.get_many([f"hello/{rank}", f"welcome/{rank}"])
+        welcomed, _, name = found.get(f"welcome/{rank}", b"").decode().partition(" ")
+        if welcomed == mine:
+            return name
+        # Also where rank 0 has cleared it away since.
+        if found.get(f"hello/{rank}", b"").decode() != mine:
+            exchange.set(f"hello/{rank}", mine.encode())
+        return ""
+
+    with suppress(ExchangeError):
+        if name := wait_for(welcome, deadline_s=deadline_s, poll_s=poll_s, forgive=exchange):
+            return name
+    raise _never_came(exchange, "rank 0")
 
 
-def _lead(exchange: Exchange, world_size: int, give_up: float, clear: Callable[[], None]) -> str:
+def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float, clear: Callable[[], None]) -> str:
     name, waiting = uuid.uuid4().hex[:12], list(range(1, world_size))
     for rank in waiting:
         # What an earlier start has left there; whatever comes from now on is of this one.
         exchange.set(f"hello/{rank}", b"")
     clear()
-    while True:
-        with suppress(ExchangeError):
-            for rank, hello in _hellos(exchange, waiting).items():
-                exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
-                waiting.remove(rank)
-        if not waiting:
-            return name
-        _wait(exchange, world_size, give_up, ranks_words(waiting))
+
+    def all_are_welcome() -> bool:
+        for rank, hello in _hellos(exchange, waiting).items():
+            exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
+            waiting.remove(rank)
+        return not waiting
+
+    with suppress(ExchangeError):
+        wait_for(all_are_welcome, deadline_s=deadline_s, poll_s=poll_s, forgive=exchange)
+    if waiting:
+        raise _never_came(exchange, ranks_words(waiting))
+    return name
 
 
 def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
@@ -76,10 +80,8 @@ def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
     return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
 
 
-def _wait(exchange: Exchange, world_size: int, give_up: float, whom: str) -> None:
-    if exchange.lost or time.monotonic() > give_up:
-        raise ExchangeError(f"{whom} has not said within the limit that it has started: {exchange.lost or 'silence'}.")
-    time.sleep(max(_POLL_S, world_size / _POLLS_PER_S))
+def _never_came(exchange: Exchange, whom: str) -> ExchangeError:
+    return ExchangeError(f"{whom} did not announce a start within the limit: {exchange.lost or 'no answer'}.")
 
 
 def launch_words(environ: Mapping[str, str] = os.environ) -> str:
@@ -94,7 +96,7 @@ def launch_words(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """With what the start of this job before this one has ended, in words; empty if it is the first, or left nothing.
+    """How the previous start of this job ended, in words; empty if this is the first one, or it left nothing.
 
     Args:
         report_dir: The folder of all incidents.
@@ -111,7 +113,7 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
         with (folder / "report.txt").open(encoding="utf-8") as report:
             answer = report.readline().strip()
         if job["launch"] == launch_words(environ):
-            return f"the start before ended with incident {job['incident']['number']}: {folder}: {answer}"
+            return f"the previous start ended with incident {job['incident']['number']}: {folder}: {answer}"
     return ""
 
 

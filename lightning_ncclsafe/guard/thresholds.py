@@ -1,4 +1,4 @@
-"""How long a rank may stand still before it is looked at, and before the run is ended."""
+"""How long a rank may make no progress before it is looked at, and before the run is ended."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DEFAULT_TIMEOUTS_S = frozenset({600.0, 1800.0})
 
 
 class Thresholds:
-    """Says when to look and when to end, for one rank. Belongs to the watchdog's thread.
+    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread.
 
     Args:
         limits: What the user has set.
@@ -37,7 +37,7 @@ class Thresholds:
         self._not_own_s = {round(limit_s + BACKSTOP_S, 3) for limit_s in every} | DEFAULT_TIMEOUTS_S
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, batch_idx: int) -> None:
-        """A tick of the watchdog; from these is learned how long the rank usually stands still.
+        """A tick of the watchdog, from which it learns how long this rank usually makes no progress.
 
         Args:
             idle_s: Seconds since the rank last made progress.
@@ -51,12 +51,12 @@ class Thresholds:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """What the rank waits for is known to take long: for so many seconds there is no suspicion."""
+        """What the rank waits for is known to take long: for so many seconds nothing is suspicious."""
         self._quiet_until_s = self._clock() + quiet_s
 
     @property
     def is_quiet(self) -> bool:
-        """Whether there is to be no suspicion now. The hard limit applies all the same."""
+        """Whether nothing is suspicious now. The hard limit applies all the same."""
         return self._clock() < self._quiet_until_s
 
     def is_time_to_look(self, idle_s: float, phase_kind: PhaseKind, *, joined: bool) -> bool:
@@ -106,7 +106,7 @@ def limits_words(limits: Limits) -> str:
     """When ranks are asked, and when the run is ended, in one line."""
     if limits.learned:
         least_s = min(FLOOR_S, limits.timeout_s / 2)
-        asks = f"asks why after what is unusual for the phase (at least {least_s:g} s)"
+        asks = f"asks why after a wait that is unusually long for the phase (at least {least_s:g} s)"
     else:
         asks = f"asks why after {limits.suspect_after_s:g} s without progress"
     own = [f"{phase} {limit_s:g} s" for phase, limit_s in limits.phases_s.items()]

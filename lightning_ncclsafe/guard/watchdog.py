@@ -63,7 +63,7 @@ class Watchdog:
         return self._clock() - self._last_moved
 
     def poll(self) -> None:
-        """One look and one tick; what the thread does over and over."""
+        """Checks for progress once, and ticks; the thread does this over and over."""
         try:
             self._tick(self.idle_s())
         except Exception as error:

@@ -1,11 +1,11 @@
-"""Collects the loaders of a stage as Lightning prepares them, and has them compared and fitted once they are complete.
+"""Collects the loaders of a stage as Lightning prepares them; once complete, they are compared between ranks and tuned.
 
 The Trainer and its loops are used by duck type; Lightning is not imported here.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,14 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
-from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, LoaderFacts, LoaderTerms
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.endings import Begin, Iterate, Replaced, StandIn, replaceable
-from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
-from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.loaders.iteration import Begin, Iterate, ReplacedIteration, StandIn, replaceable
+from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
+from lightning_ncclsafe.probes.data.loaders import loader_facts
+from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.rules.kit.activity import AGREEMENT
@@ -29,19 +30,96 @@ from lightning_ncclsafe.settings import BACKSTOP_S, AgreementSettings
 _CONNECT_S = 30.0
 
 
+@dataclass(kw_only=True)
+class Stage:
+    """The loaders that one of Lightning's hooks has given.
+
+    Attributes:
+        name: Name of the hook, ``"train_dataloader"``.
+        mode: How Lightning combines the loaders.
+        expected: Number of loaders.
+        loaders: Those that Lightning has prepared so far.
+    """
+
+    name: str
+    mode: str = ""
+    expected: int = 1
+    loaders: list[Any] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether Lightning has prepared them all."""
+        return len(self.loaders) >= self.expected
+
+    def facts(self, trainer: Any, strategy: Any, settings: AgreementSettings) -> DataFacts:
+        """What this rank shares about the stage.
+
+        Args:
+            trainer: The ``Trainer``.
+            strategy: Its strategy.
+            settings: What the user has set.
+        """
+        limit = self._limit(trainer)
+        loaders = tuple(
+            loader_facts(loader, name=self._name_of(index), limit=limit, content=settings.content)
+            for index, loader in enumerate(self.loaders)
+        )
+        share = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+        return DataFacts(
+            stage=self.name,
+            mode=self.mode,
+            loaders=loaders,
+            val_check_batch=self._val_check_batch(trainer, loaders) if self.name == TRAIN else None,
+            data_rank=int(share.get("rank", strategy.global_rank)),
+            data_ranks=int(share.get("num_replicas", strategy.world_size)),
+            random=random_states(),
+            forward_communicates=getattr(strategy, "forward_communicates", False)
+            or _torch.sends_buffers(getattr(strategy, "model", None)),
+            on_mismatch=settings.on_mismatch,
+            content=settings.content,
+            on_uneven=settings.on_uneven,
+        )
+
+    def most_batches(self, trainer: Any) -> int | None:
+        """After how many batches of a loader Lightning stops asking, where that is the same for each loader."""
+        limit = self._limit(trainer)
+        alone = len(self.loaders) == 1 or self.mode == "sequential"
+        return limit if alone and isinstance(limit, int) else None
+
+    def _name_of(self, index: int) -> str:
+        return self.name if len(self.loaders) == 1 else f"{self.name}[{index}]"
+
+    def _limit(self, trainer: Any) -> int | float | None:
+        limit: int | float | None = getattr(trainer, f"limit_{self.name.partition('_')[0]}_batches", None)
+        return limit
+
+    def _val_check_batch(self, trainer: Any, loaders: tuple[LoaderFacts, ...]) -> int | None:
+        """As in Lightning's ``_FitLoop.setup_data``."""
+        interval = getattr(trainer, "val_check_interval", None)
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            return None
+        if isinstance(interval, int):
+            return interval
+        known = [loader.batches for loader in loaders if loader.batches is not None]
+        if not known or len(known) < len(loaders) or not isinstance(interval, float):
+            return None
+        batches = min(known) if self.mode == "min_size" else max(known)
+        return max(1, int(batches * interval))
+
+
 class LoaderCollector:
-    """Presents the loaders of every stage of one call of the Trainer, on one rank.
+    """Compares, tunes and iterates the loaders of every stage of one call of the Trainer, on one rank.
 
     Args:
         trainer: The ``Trainer``.
         strategy: Its strategy.
-        agreement: Compares them with those of the other ranks; None where there are none.
+        agreement: Compares them with those of the other ranks; None where there are no others.
         settings: What the user has set for that.
-        combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
+        combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
-        tuner: Fits them to the host; None where nobody asks for it.
-        presented: Called on all ranks with the loaders of a stage, before anything else.
+        tuner: Tunes them; None if nobody asks for it.
+        on_stage: Called on all ranks with the loaders of a stage, before anything else.
     """
 
     def __init__(
@@ -55,7 +133,7 @@ class LoaderCollector:
         tracker: ActionTracker,
         timeout_s: float,
         tuner: Tuner | None = None,
-        presented: Callable[[Stage], None] = lambda _: None,
+        on_stage: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy
@@ -65,16 +143,16 @@ class LoaderCollector:
         self._tracker = tracker
         self._timeout_s = timeout_s
         self._tuner = tuner
-        self._presented = presented
+        self._on_stage = on_stage
         self._stage: Stage | None = None
         self._methods: list[ReplacedMethod] = []
-        self._replaced: dict[str, list[Replaced]] = {}
+        self._replaced: dict[str, list[ReplacedIteration]] = {}
         self._votes: dict[bool, _torch.VoteGroup] = {}
         """By whether ranks vote one batch ahead."""
         self._is_off = False
 
     def attach(self) -> None:
-        """Listens to what the loops' hooks give: how many loaders there are is not known otherwise."""
+        """Intercepts what the loops' hooks return: the number of loaders is not known otherwise."""
         self._unharmed(self._attach)
 
     def _attach(self) -> None:
@@ -82,7 +160,7 @@ class LoaderCollector:
             self._methods.append(_Requests(self, loop._data_source))
 
     def detach(self) -> None:
-        """Everything is as it was."""
+        """Restores everything."""
         while self._methods:
             self._methods.pop().remove()
         for stage in [*self._replaced]:
@@ -92,7 +170,7 @@ class LoaderCollector:
             self._close_votes(looks_ahead)
 
     def _give_back(self) -> None:
-        """Where something had to stand for a user's loader, that loader takes its place again."""
+        """Puts the user's loaders back where something had to stand for them."""
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, StandIn) for loader in loaders):
@@ -106,7 +184,7 @@ class LoaderCollector:
         return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
 
     def requested(self, name: str, loaders: Any) -> None:
-        """One of the loops' hooks has given its loaders; Lightning will prepare them one by one."""
+        """One of the loops' hooks has returned its loaders; Lightning prepares them one by one."""
         self._unharmed(lambda: self._open(name, loaders))
 
     def _open(self, name: str, loaders: Any) -> None:
@@ -117,15 +195,15 @@ class LoaderCollector:
             self._compare(self._stage)
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader; with the last one of its stage, all ranks are compared.
+        """Lightning has prepared a loader. With the last one of a stage, all ranks are compared.
 
         Returns:
-            What is to be iterated: the loader itself wherever that is possible.
+            What to iterate: the loader itself wherever possible.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        # One and the same loader may be given again, for the next epochs or for another stage.
+        # The same loader may come again, for the next epochs or for another stage.
         for stage in [*self._replaced]:
             self._release(stage, loader)
         loader = replaceable(loader)
@@ -133,7 +211,7 @@ class LoaderCollector:
         return loader
 
     def _add(self, loader: Any) -> None:
-        # A loop that Lightning's own hooks know nothing of has each loader for itself.
+        # In a loop that Lightning's own hooks do not know, each loader is a stage of its own.
         stage = self._stage or Stage(name="dataloader")
         stage.loaders.append(loader)
         if stage.is_complete:
@@ -143,15 +221,15 @@ class LoaderCollector:
     def _compare(self, stage: Stage) -> None:
         self._release(stage.name)
         with self._tracker.action(f"{AGREEMENT}{stage.name}"), OwnWork():
-            self._presented(stage)
-            ends = self._ends(stage)
+            self._on_stage(stage)
+            agreed = self._agreed(stage)
             for index, tuning in enumerate(self._tunings(stage)):
-                end = ends.get(index)
-                if end is not None or tuning is not None:
-                    self._replace(stage, index, end or _End(), tuning)
+                iteration = agreed.get(index)
+                if iteration is not None or tuning is not None:
+                    self._replace(stage, index, iteration or _Iteration(), tuning)
 
-    def _ends(self, stage: Stage) -> dict[int, "_End"]:
-        """How the loaders end which do not end as they would for themselves, by their index; ranks have agreed on it.
+    def _agreed(self, stage: Stage) -> dict[int, "_Iteration"]:
+        """How to iterate the loaders that would not end together by themselves, by index; ranks agree on it.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -160,12 +238,12 @@ class LoaderCollector:
         if self._is_off or agreement is None:
             return {}
         data = stage.facts(self._trainer, self._strategy, self._settings)
-        terms = agreement.compare(data)
-        self._make_votes(agreement, {its_terms.looks_ahead for its_terms in terms if its_terms.votes})
+        ends = agreement.compare(data)
+        self._make_votes(agreement, {end.looks_ahead for end in ends if end.votes})
         return {
-            index: self._end(agreement, its_terms, stage, index, data)
-            for index, its_terms in enumerate(terms)
-            if not its_terms.changes_nothing and (its_terms.looks_ahead in self._votes or not its_terms.votes)
+            index: self._iteration(agreement, end, stage, index, data)
+            for index, end in enumerate(ends)
+            if not end.changes_nothing and (end.looks_ahead in self._votes or not end.votes)
         }
 
     def _tunings(self, stage: Stage) -> list[Tuning | None]:
@@ -180,28 +258,28 @@ class LoaderCollector:
         self._tuner = tuner
         return tunings
 
-    def _replace(self, stage: Stage, index: int, end: "_End", tuning: Tuning | None) -> None:
+    def _replace(self, stage: Stage, index: int, iteration: "_Iteration", tuning: Tuning | None) -> None:
         def iterate(begin: Begin) -> Any:
             with OwnWork():
-                return end.iterate(begin if tuning is None else partial(tuning, begin))
+                return iteration.iterate(begin if tuning is None else partial(tuning, begin))
 
-        replaced = Replaced(
+        replaced = ReplacedIteration(
             stage.loaders[index],
             iterate,
-            length=end.length,
-            hides_length=end.hides_length,
+            length=iteration.length,
+            hides_length=iteration.hides_length,
         )
         self._replaced.setdefault(stage.name, []).append(replaced)
 
     def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
-        """Makes the groups that ranks vote on, where they have to; all of them can use one, or none does."""
+        """Creates the groups that ranks vote on, where needed; either all ranks can use a group, or none does."""
         for looks_ahead in sorted(wanted - self._votes.keys()):
             error: Exception | None = None
             try:
                 self._votes[looks_ahead] = _torch.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
                     timeout_s=self._timeout_s + BACKSTOP_S,
-                    # Well before the guard would end the run: without votes it can go on.
+                    # Well before the guard would end the run, which can go on without votes.
                     connect_s=min(_CONNECT_S, self._timeout_s / 2),
                 )
             except Exception as failure:
@@ -216,7 +294,7 @@ class LoaderCollector:
             votes.close()
 
     def _unharmed(self, act: Callable[[], None]) -> None:
-        """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
+        """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
         try:
             act()
         except (DatasetMismatchError, HostPreflightError):
@@ -231,16 +309,18 @@ class LoaderCollector:
     def _default_mode(self, name: str) -> str:
         return "max_size_cycle" if name == TRAIN else "sequential"
 
-    def _end(self, agreement: Agreement, terms: LoaderTerms, stage: Stage, index: int, data: DataFacts) -> "_End":
+    def _iteration(
+        self, agreement: Agreement, end: EpochEnd, stage: Stage, index: int, data: DataFacts
+    ) -> "_Iteration":
         facts = data.loaders[index]
-        if terms.votes:
-            iterate = self._voting(agreement, terms, facts, data, stage.most_batches(self._trainer))
+        if end.votes:
+            iterate = self._voting(agreement, end, facts, data, stage.most_batches(self._trainer))
         else:
-            iterate = _counting(agreement, terms, facts, data)
-        return _End(iterate=iterate, length=terms.length, hides_length=terms.hides_length)
+            iterate = _counting(agreement, end, facts, data)
+        return _Iteration(iterate=iterate, length=end.length, hides_length=end.hides_length)
 
     def _release(self, stage: str, loader: Any = None) -> None:
-        """Takes our hands off the loaders that a stage had before, or off one of them."""
+        """Restores the loaders that a stage had before, or one of them."""
         for replaced in self._replaced.pop(stage, []):
             if loader is None or replaced.loader is loader:
                 replaced.restore()
@@ -248,11 +328,11 @@ class LoaderCollector:
                 self._replaced.setdefault(stage, []).append(replaced)
 
     def _voting(
-        self, agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts, most: int | None
+        self, agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts, most: int | None
     ) -> Iterate:
-        ahead, tell = terms.looks_ahead, partial(agreement.uneven, data, facts)
+        ahead, report = end.looks_ahead, partial(agreement.uneven, data, facts)
         votes = self._votes[ahead]
-        # Where ranks have peers these have to evaluate the same, too.
+        # Ranks that share a batch must evaluate the same data, too.
         has_peers = data.data_ranks < self._strategy.world_size
         compares = (data.stage == TRAIN or has_peers) and data.content != "off"
         first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
@@ -260,22 +340,22 @@ class LoaderCollector:
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
-            called = partial(_torch.calls_besides, VOTE_GROUPS) if terms.may_part else None
+            called = partial(_torch.calls_besides, VOTE_GROUPS) if end.may_part else None
             return Lockstep(
-                begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
+                begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
             )
 
         return iterate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """How one loader ends.
+class _Iteration:
+    """How one loader is iterated.
 
     Attributes:
-        iterate: Makes its iterators, from a function that begins the loader's own.
-        length: The length that it has for others; None for its own.
-        hides_length: Whether it has none.
+        iterate: Creates its iterators, from a function that begins the loader's own.
+        length: The length that others see; None for its own.
+        hides_length: Whether others see none.
     """
 
     iterate: Iterate = lambda begin: begin()
@@ -283,21 +363,21 @@ class _End:
     hides_length: bool = False
 
 
-def _counting(agreement: Agreement, terms: LoaderTerms, facts: LoaderFacts, data: DataFacts) -> Iterate:
-    end = terms.ends_at
-    if end is None:
-        return partial(until, length=terms.length or 0, repeat=data.on_uneven == "repeat")
-    readings = [Reading(batches=min(length, end + 1), ended=length <= end) for length in terms.lengths]
-    return partial(until, length=end, error=partial(agreement.uneven, data, facts, readings))
+def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts) -> Iterate:
+    if end.ends_at is None:
+        return partial(until, length=end.length or 0, repeat=data.on_uneven == "repeat")
+    last = end.ends_at
+    readings = [BatchesRead(batches=min(length, last + 1), ended=length <= last) for length in end.lengths]
+    return partial(until, length=last, error=partial(agreement.uneven, data, facts, readings))
 
 
 class _Requests(ReplacedMethod):
-    """Stands for the ``dataloader`` of a loop's data source."""
+    """Replaces the ``dataloader`` of a loop's data source."""
 
-    def __init__(self, presenter: LoaderCollector, source: Any) -> None:
-        super().__init__(source, "dataloader", lambda: self._request(presenter, source.name))
+    def __init__(self, collector: LoaderCollector, source: Any) -> None:
+        super().__init__(source, "dataloader", lambda: self._request(collector, source.name))
 
-    def _request(self, presenter: LoaderCollector, name: str) -> Any:
+    def _request(self, collector: LoaderCollector, name: str) -> Any:
         loaders = self.original()
-        presenter.requested(name, loaders)
+        collector.requested(name, loaders)
         return loaders

@@ -1,4 +1,4 @@
-"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all go by what it says."""
+"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all follow its verdict."""
 
 import threading
 import time
@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import HostPreflightError
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
@@ -22,9 +21,9 @@ from lightning_ncclsafe.settings import OnProblem
 LOOK_S = 3.0
 """How long a rank may look at its host."""
 
-# How long ranks that look a little longer, or started a little later, are waited for.
+# How long ranks wait for those that look a little longer, or started a little later.
 _MEET_S = 10.0
-# How long rank 0's clock is asked for, and how often: of 1,024 ranks a thousand times a second in all.
+# How long ranks ask for rank 0's clock, and how often: 1,024 ranks a thousand times a second in all.
 _CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
 _CLOCK = "preflight/clock"
 
@@ -41,7 +40,7 @@ class Preflight:
         say: Prints one or more lines to the user.
         incidents: Numbers of the incidents of this process; None where there are no others.
         render: Makes the text for the user of what was found.
-        says_nothing: Whether nothing is said where nothing is wrong.
+        says_nothing: Whether nothing is printed if nothing is wrong.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class Preflight:
         self._thread = threading.Thread(target=self._run, name="ncclsafe-preflight", daemon=True)
 
     def begin(self) -> None:
-        """Starts to look, while ranks have yet to find each other."""
+        """Starts to look at the host, while ranks have yet to find each other."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until this rank has looked, or has had its time."""
+        """Waits until this rank has looked, or its time is over."""
         self._thread.join(LOOK_S + 1)
 
     def compare(self, exchange: Exchange) -> Agreed:
-        """Waits until this rank has looked, and for what the others have found.
+        """Waits until all ranks have looked, and compares what they have found.
 
         Args:
             exchange: What the ranks share.
@@ -105,7 +104,7 @@ class Preflight:
         return self._meet(self._meeting, self._found)
 
     def compare_load(self, load: LoadFacts) -> None:
-        """The loaders are known now: compares again, and says what was not said before.
+        """The loaders are known now: compares again, and prints what is new.
 
         Args:
             load: What the run is about to ask of this rank's host.
@@ -128,21 +127,22 @@ class Preflight:
     def _run(self) -> None:
         try:
             self._found = self._look()
-        except Exception as error:  # what is missing is said; the run goes on
+        except Exception as error:  # what is missing is reported; the run goes on
             self._error = error
 
     def _why(self) -> str:
         return f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
-        """Rank 0 writes its time once all are there, and the others compare theirs when they see it."""
+        """Rank 0 publishes its time once all are there, and the others compare theirs when they see it."""
         rank, ready = self._identity.rank, [f"preflight/ready/{rank}" for rank in range(self._world_size)]
         if self._world_size == 1:
             return found
         with suppress(ExchangeError):
             exchange.set(ready[rank], b"")
-            wait_s = max(_CLOCK_POLL_S, self._world_size / _CLOCK_POLLS_PER_S)
-            seen = _wait_for(exchange, ready if rank == 0 else [_CLOCK], wait_s)
+            poll_s = poll_interval_s(self._world_size, least_s=_CLOCK_POLL_S, polls_per_s=_CLOCK_POLLS_PER_S)
+            keys = ready if rank == 0 else [_CLOCK]
+            seen = wait_for_keys(exchange, keys, deadline_s=_CLOCK_S, poll_s=poll_s)
             now_ns = time.time_ns()
             if rank == 0:
                 exchange.set(_CLOCK, str(now_ns).encode())
@@ -150,7 +150,7 @@ class Preflight:
             if _CLOCK in seen:
                 # It was written at some time since the poll before.
                 ahead_s = (now_ns - int(seen[_CLOCK])) / 1e9
-                return replace(found, clock_offset_s=ahead_s - wait_s / 2, clock_error_s=wait_s)
+                return replace(found, clock_offset_s=ahead_s - poll_s / 2, clock_error_s=poll_s)
         return found
 
     def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
@@ -188,13 +188,3 @@ class Preflight:
 def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:
     found = {name: value for name in LoadFacts.__slots__ if (value := getattr(new, name)) is not None}
     return replace(known, **found)
-
-
-@marked(Mark.STORE)
-def _wait_for(exchange: Exchange, keys: list[str], wait_s: float) -> dict[str, bytes]:
-    give_up, found = time.monotonic() + _CLOCK_S, dict[str, bytes]()
-    while len(found) < len(keys) and time.monotonic() < give_up:
-        found |= exchange.get_many([key for key in keys if key not in found])
-        if len(found) < len(keys):
-            time.sleep(wait_s)
-    return found

@@ -1,4 +1,4 @@
-"""What a run is about to ask of its host: of its model, and of its loaders. Both are used by duck type."""
+"""What a run is about to ask of its host, for its model and its loaders. Both are used by duck type."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -7,14 +7,14 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import LoadFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.data.dataset_chain import chain
+from lightning_ncclsafe.probes.data.reading import chain
 
 # DDP copies gradients into buckets, unless it is told otherwise (gradient_as_bucket_view).
 _GRADIENT_COPIES = 2
 
 
 def model_load(module: Any) -> LoadFacts:
-    """What a model will take, as far as it exists; what its optimizer keeps is not known before it is made.
+    """What a model will take, as far as it exists; what its optimizer will keep is not known yet.
 
     Args:
         module: A ``torch.nn.Module``, or None.
@@ -46,7 +46,7 @@ def loaders_load(loaders: Iterable[Any]) -> LoadFacts:
 
 
 def _batch_bytes(loader: Any) -> int:
-    """Of data that is in memory; anything else would have to be read, in a process that workers are yet forked from."""
+    """For data in memory only; other data would have to be read, in a process that workers are still forked from."""
     tensors = chain(loader.dataset)[-1].tensors
     return _bytes(tensor[:1] for tensor in tensors) * int(loader.batch_size)
 

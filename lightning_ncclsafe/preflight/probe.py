@@ -20,7 +20,7 @@ from lightning_ncclsafe.probes.storage.directories import try_directories
 
 # What the slowest part may take beyond its deadline, to end what it has started.
 _ENDING_S = 0.3
-# Pressure is watched for this long at least, while the other parts run.
+# Pressure is measured for this long at least, while the other parts run.
 _WATCHED_S = 0.1
 
 Parts = Mapping[str, Callable[[], Any]]
@@ -37,10 +37,10 @@ def preflight_facts(
     environment: Mapping[str, str] = os.environ,
     deadline_s: float = 2.0,
 ) -> PreflightFacts:
-    """What this host is like. No root, no CUDA context, nothing that can hang or raise.
+    """Describes this host. Needs no root and no CUDA context; it neither hangs nor raises.
 
-    All parts run at the same time. One that fails, or is not done in time, is named in ``missing``, and its facts are
-    absent; so are clocks, which need the other ranks.
+    All parts run at the same time. One that fails, or is late, is named in ``missing``, and its facts are absent; so
+    are clocks, which need the other ranks.
 
     Args:
         directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
@@ -90,15 +90,16 @@ def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str
     # Copies first: a part that is late may yet answer, while this is read.
     answered, errors = dict(done), dict(failed)
     late = {name: f"{name}: no answer within {deadline_s:g} s" for name in parts if name not in answered | errors}
-    said = {**errors, **late}
-    return {name: value for name, value in answered.items() if value is not None}, [said[n] for n in parts if n in said]
+    problems = {**errors, **late}
+    found = {name: value for name, value in answered.items() if value is not None}
+    return found, [problems[name] for name in parts if name in problems]
 
 
 def _started(name: str, part: Callable[[], Any], done: dict[str, Any], failed: dict[str, str]) -> threading.Thread:
     def run() -> None:
         try:
             done[name] = part()
-        except Exception as error:  # a fact that cannot be had is said to be missing, and nothing more
+        except Exception as error:  # a fact that cannot be had is reported as missing, and nothing more
             failed[name] = f"{name}: {type(error).__name__}: {error}"
 
     thread = threading.Thread(target=run, name=f"ncclsafe-preflight-{name}", daemon=True)
@@ -125,10 +126,10 @@ def open_files_limit() -> int | None:
 
 
 def open_files() -> int:
-    """How many files this process has open, the one by which they are counted included.
+    """How many files this process has open, including the one used to count them.
 
     Raises:
-        psutil.Error: If the system does not tell; OSError likewise.
+        psutil.Error: If the system does not provide it; OSError likewise.
     """
     known = or_none(lambda: psutil.Process().num_fds())
     return len(os.listdir("/dev/fd")) if known is None else known
@@ -136,5 +137,5 @@ def open_files() -> int:
 
 def _with_driver(facts: PreflightFacts) -> dict[str, str]:
     gpu = facts.gpu or GpuFacts(index=-1)
-    told = {"driver": gpu.driver, "CUDA of the driver": gpu.cuda}
-    return facts.versions | {name: number for name, number in told.items() if number}
+    versions = {"driver": gpu.driver, "CUDA of the driver": gpu.cuda}
+    return facts.versions | {name: number for name, number in versions.items() if number}

@@ -1,31 +1,27 @@
 """Lines of plain text: wrapped, cut and put under titles, and harmless to the reader's terminal."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from lightning_ncclsafe.report.safe import safe
 
-_WIDTH = 110
+WIDTH = 110
+"""Of lines that are to be read: characters."""
 _SHORT_LINE = 600
 
 
-def section(title: str, lines: Iterable[str], *, wrap: bool = True) -> str:
+def section(title: str, lines: Iterable[str], *, wrap: bool = True, width: int = WIDTH) -> str:
     """Lines under an underlined title; empty without lines."""
-    body = list(_body(lines, wrap))
+    body = [wrapped(line, width=width) if wrap else safe(line) for line in lines]
     return "\n".join([safe(title), "-" * len(title), *body]) if body else ""
 
 
-def _body(lines: Iterable[str], wrap: bool) -> Iterator[str]:
-    for line in lines:
-        yield wrapped(line) if wrap else safe(line)
-
-
-def wrapped(text: str, indent: str = "") -> str:
+def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
     """The text on lines of a readable width; an item of a list hangs below its dash."""
     hanging = indent + ("  " if text.startswith("- ") else "")
     return textwrap.fill(
         safe(text),
-        _WIDTH,
+        width,
         initial_indent=indent,
         subsequent_indent=hanging,
         break_long_words=False,

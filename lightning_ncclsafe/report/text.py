@@ -4,11 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.compared import compares
-from lightning_ncclsafe.report.lines import cut, section, wrapped
-from lightning_ncclsafe.report.opening import answer_words, incident_words
-from lightning_ncclsafe.report.ranks import rank_table, stack_sections
-from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
+from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
+from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
+from lightning_ncclsafe.report.ranks import is_recorded, rank_table, recorded_table, stack_sections, told_once
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
@@ -17,45 +15,57 @@ from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 _SHORT_EVIDENCE = 3
 
 
-def render_text(diagnosis: Diagnosis) -> str:
-    """The whole report. Its first line is the answer; its length does not grow with ranks that are alike."""
+def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
+    """The whole report. Its first line is the answer; its length does not grow with ranks that are alike.
+
+    Args:
+        diagnosis: What was found.
+        width: Characters on a line of a paragraph. The answer is one line, of any length.
+    """
     parts = [
         safe(answer_words(diagnosis)),
-        wrapped(incident_words(diagnosis)),
-        *(_finding(number, finding) for number, finding in enumerate(diagnosis.findings, 1)),
-        *_all_ranks(diagnosis),
+        wrapped(incident_words(diagnosis), width=width),
+        *(_finding(number, *told, width) for number, told in enumerate(told_once(diagnosis.findings), 1)),
+        *_all_ranks(diagnosis, width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _all_ranks(diagnosis: Diagnosis) -> Iterator[str]:
+def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     """The sections on all ranks. Those that were compared do not hang: where they stand says nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
-        yield section("All ranks", table(diagnosis.job))
+        yield section("All ranks", table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
-    yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered))
+    yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)
     if hangs:
         yield from (section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis))
 
 
 def render_short(diagnosis: Diagnosis) -> str:
+    """The answer, why it is believed and what to do, in a dozen lines at most, each cut where it is very long."""
+    return "\n".join(map(cut, answer_lines(diagnosis)))
+
+
+def answer_lines(diagnosis: Diagnosis) -> list[str]:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
-    lines = [cut(answer_words(diagnosis))]
-    for finding in diagnosis.findings[:1]:
+    lines = [answer_words(diagnosis)]
+    told = told_once(diagnosis.findings)
+    for finding, alike in told[:1]:
+        lines += [f"  likewise: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
-    others = diagnosis.findings[1:]
-    if others:
+    if told[1:]:
         also = "also found" if compares(diagnosis.job) else "also possible"
-        lines.append(f"  {also}: {', '.join(f'{item.rule} ({ranks_words(item.ranks)})' for item in others[:3])}")
+        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in told[1:4])
+        lines.append(f"  {also}: {', '.join(others)}")
     # What every report of a back end leaves open is for the file; here, what this one misses.
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
-    return "\n".join(safe(cut(line)) for line in lines)
+    return [safe(line) for line in lines]
 
 
 def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
@@ -76,7 +86,9 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     place = f" at {first.location}" if first.location else ""
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
     told = {*map(_cause, known)}
-    lines += [f"  also possible now: {item.rule}: {item.summary}" for item in findings if _cause(item) not in told]
+    for item, alike in told_once(item for item in findings if _cause(item) not in told):
+        likewise = f" Likewise {ranks_words(alike)}." if alike else ""
+        lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)
 
 
@@ -84,16 +96,19 @@ def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:
     return finding.rule, finding.ranks
 
 
-def _finding(number: int, finding: Finding) -> str:
+def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) -> str:
     title = (
         f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
     )
-    lines = [wrapped(finding.summary, "   ")]
+    lines = [wrapped(finding.summary, "   ", width)]
+    lines += (
+        [wrapped(f"The same is found of {ranks_words(alike)}; report.json has each.", "   ", width)] if alike else []
+    )
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
     if finding.evidence:
         lines.append("   How we know:")
-        lines += [wrapped(f"- {_evidence_words(item)}", "   ") for item in finding.evidence]
-    lines += ["   What to do:", wrapped(finding.remedy, "   ")]
+        lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in finding.evidence]
+    lines += ["   What to do:", wrapped(finding.remedy, "   ", width)]
     return "\n".join([safe(title), *lines])
 
 

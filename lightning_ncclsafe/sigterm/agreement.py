@@ -1,9 +1,9 @@
 """Ranks agree where to stop after SIGTERM: over the exchange, while they train, and all before the same batch.
 
-Whoever has received the signal asks. Every rank then promises where it stands: from there on its main thread waits
-before its next batch until the decision is known. That is the furthest that any rank has promised: nobody has gone
-beyond it, and everybody can still get there. Only the watch's thread asks, promises and decides, so a main thread that
-waits in a collective, for a rank that waits here, keeps nobody waiting.
+A rank that has received the signal asks. Every rank then promises its position: from then on its main thread waits
+before its next batch until the decision is known. The decision is the furthest position that any rank has promised: no
+rank has gone beyond it, and every rank can still get there. Only the watchdog's thread asks, promises and decides, so a
+main thread that waits in a collective, for a rank that waits here, keeps no rank waiting.
 """
 
 import threading
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, first_rank
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 
 Position = tuple[int, int]
 """How many batches of training have begun, and how many of evaluation since then."""
 
-# Far longer than ranks take that can answer at all, and a third of what schedulers mostly leave between SIGTERM and
+# Far longer than ranks take that can answer at all, and a third of what schedulers usually leave between SIGTERM and
 # SIGKILL (30 s with Kubernetes, SLURM and torchrun).
 DEADLINE_S = 10.0
 
-# After this a rank whose watch is off passes the signal on itself.
+# After this a rank whose guard is off passes the signal on itself.
 _PASSED_ON_S = 2.0
 
 _ASKED, _DECISION = "stop/asked", "stop/decision"
-# Before every batch; and what stands in the exchange where there is nothing to agree on any more.
+# Before every batch; and the value in the exchange once there is nothing left to agree on.
 _AT_ONCE, _NONE = (-1, -1), "none"
 
 
@@ -37,9 +37,9 @@ class StopAgreement:
         exchange: What the ranks share.
         rank: Global rank.
         world_size: Number of ranks.
-        hosts_store: Whether the exchange ends with this rank's process: then it stops as the last that knows.
+        hosts_store: Whether the exchange ends with this rank's process: it stops once all others know the decision.
         each_alone: Whether ranks have batches of their own, and each stops before its next one.
-        deadline_s: Seconds after which a rank waits no longer for the others.
+        deadline_s: Seconds after which a rank no longer waits for the others.
         say: Prints a line to the user.
     """
 
@@ -91,7 +91,7 @@ class StopAgreement:
             self._received_at = time.monotonic()
 
     def may_pass(self, position: Position) -> bool:
-        """Whether this rank begins its next batch; waits for the decision where one is due.
+        """Whether this rank may begin its next batch; waits for the decision if one is due.
 
         Args:
             position: Where it stands with that batch; greater than before.
@@ -106,24 +106,24 @@ class StopAgreement:
 
     @marked(Mark.STORE)
     def _is_to_pass(self, position: Position) -> bool:
-        """What is decided of a batch, once it is."""
+        """Waits for the decision, and applies it to a batch."""
         if not self._is_over.wait(max(0.0, self._waits_until - time.monotonic())):
             self._give_up()
         return self._received_at is None if self._decision is None else position <= self._decision
 
     def leave(self) -> None:
-        """This rank has no further batch; the others need not wait for what it would say."""
+        """This rank has no further batch; the others need not wait for its promise."""
         self._send_on()
-        with suppress(ExchangeError):  # there is nobody to tell, or they have their deadline
+        with suppress(ExchangeError):  # no rank is left to inform, or they have their deadline
             self._promise()
             self._exchange.set(f"stop/knows/{self._rank}", b"")
 
     def _is_unheard(self) -> bool:
-        """Whether this rank has received the signal, and its watch, which would ask and promise, is off."""
+        """Whether this rank has received the signal, and its guard, which would ask and promise, is off."""
         return self._received_at is not None and time.monotonic() > self._received_at + self._deadline_s
 
     def _give_up(self) -> None:
-        """Nobody waits for ever. Who comes first decides, so that no rank gives up while others have agreed."""
+        """No rank waits for ever. The first to give up decides, so that no rank does while others have agreed."""
         decision = None
         with suppress(ExchangeError):
             decision = _parse(self._exchange.set_if_absent(_DECISION, _NONE.encode()))
@@ -131,16 +131,16 @@ class StopAgreement:
             self._decision = self._decision or decision
             self._is_over.set()
         if self._decision is None:
-            goes = "stops" if self._received_at is not None else "goes on"
+            alone = "stops" if self._received_at is not None else "continues"
             self._say(
-                f"rank {self._rank} {goes} alone: some rank was sent SIGTERM, and the ranks have not agreed within"
-                f" {self._deadline_s:g} s on where to stop"
+                f"rank {self._rank} {alone} alone: a rank received SIGTERM, but the ranks did not agree on where to "
+                f"stop within {self._deadline_s:g} s"
             )
 
-    # What the watch's thread calls.
+    # What the watchdog's thread calls.
 
     def poll(self) -> None:
-        """Asks, promises and decides, as far as it goes without waiting. Never raises."""
+        """Asks, promises and decides, as far as possible without waiting. Never raises."""
         try:
             if not (self._is_off or self._is_over.is_set()):
                 self._poll()
@@ -168,10 +168,10 @@ class StopAgreement:
         if self._received_at is None:
             asked = self._exchange.get_many([_ASKED]).get(_ASKED)
             return None if asked is None else int(asked)
-        asker = int(self._exchange.set_if_absent(_ASKED, str(self._rank).encode()))
+        asker = first_rank(self._exchange, _ASKED, self._rank)
         if asker == self._rank:
-            where = "each before its next batch" if self._each_alone else "all before the same batch"
-            self._say(f"rank {self._rank} was sent SIGTERM: ranks stop, {where}")
+            will = "each rank will stop before its next" if self._each_alone else "all ranks will stop before the same"
+            self._say(f"rank {self._rank} received SIGTERM; {will} batch")
         return asker
 
     def _promise(self) -> None:
@@ -183,7 +183,7 @@ class StopAgreement:
         self._exchange.set_if_absent(f"stop/promise/{self._rank}", _text(self._promised))
 
     def _find_decision(self) -> bool:
-        """Whether the ranks have decided; the one that has asked does it for all."""
+        """Whether there is a decision; the rank that has asked makes it for all."""
         decided = _text(_AT_ONCE) if self._each_alone else self._exchange.get_many([_DECISION]).get(_DECISION)
         if decided is None and self._asker == self._rank:
             promises = self._exchange.get_many([f"stop/promise/{rank}" for rank in self._ranks])
@@ -195,13 +195,13 @@ class StopAgreement:
         with self._lock:
             if not self._is_over.is_set():
                 self._decision = _parse(decided)
-                # Nothing to spread: who waits, does so until its deadline.
+                # Nothing to spread: a rank that waits does so until its deadline.
                 if self._decision is None:
                     self._is_over.set()
         return self._decision is not None
 
     def _spread(self) -> None:
-        """The main thread may go by the decision; that which takes the exchange with it, once all others know."""
+        """The main thread may follow the decision; on the rank that hosts the exchange, once all others know it."""
         self._exchange.set(f"stop/knows/{self._rank}", b"")
         knows = [f"stop/knows/{rank}" for rank in self._ranks]
         if not self._hosts_store or len(self._exchange.get_many(knows)) == len(knows):

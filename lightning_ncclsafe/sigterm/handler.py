@@ -1,7 +1,7 @@
-"""Takes the place of Lightning's handling of SIGTERM, so that all ranks stop before the same batch.
+"""Replaces Lightning's handling of SIGTERM, so that all ranks stop before the same batch.
 
 Since 2.5.2 Lightning broadcasts one element from rank 0 before every training batch for this, and waits for it, and
-once more in the handler of the signal, wherever that strikes. Before, the rank that received it left alone.
+once more in the handler of the signal, wherever that strikes. In earlier versions the rank that received it left alone.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ _BROADCAST, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
 
 
 class StopSignal:
-    """Counts the batches of one rank, and ends its call before the one that ranks have agreed on.
+    """Counts the batches of one rank, and ends its call before the batch that the ranks have agreed on.
 
     The end of a training epoch, where Lightning would stop as well, counts as one more batch of evaluation.
 
-    Lightning's loops look at ``received_sigterm`` in several places, and a rank that has it set leaves there alone:
-    it is set no sooner than at the end.
+    Lightning's loops check ``received_sigterm`` in several places, and a rank that has it set leaves there alone: so it
+    is set only at the end.
 
     Args:
         trainer: The ``Trainer``.
-        agreement: Knows which batches may begin.
+        agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
     """
 
@@ -36,7 +36,7 @@ class StopSignal:
         self._methods: list[ReplacedMethod] = []
 
     def attach(self) -> None:
-        """Stands in; of what a version of Lightning does not have, nothing is replaced."""
+        """Replaces Lightning's methods; what a version of Lightning lacks is left out."""
         epochs, connector = self._trainer.fit_loop, self._trainer._signal_connector
         loop = epochs.epoch_loop
         batch = ReplacedMethod(loop, _BATCH, lambda *args: self._train(batch, *args))
@@ -47,7 +47,7 @@ class StopSignal:
                 self._methods.append(ReplacedMethod(owner, name, call))
 
     def detach(self) -> None:
-        """Lightning is as it was, and knows what has been received."""
+        """Restores Lightning's methods, and lets Lightning know whether SIGTERM was received."""
         if self._agreement.is_asked:
             self._trainer._signal_connector.received_sigterm = True
         while self._methods:
@@ -63,14 +63,14 @@ class StopSignal:
         self._check()
 
     def _train(self, batch: ReplacedMethod, *args: Any) -> Any:
-        """Stands for the method that trains on the next batch, from its fetching on."""
+        """Replaces the method that trains on the next batch, beginning with its fetch."""
         self._training += 1
         self._evaluation = 0
         self._check()
         return batch.original(*args)
 
     def _end_epoch(self, epoch_end: ReplacedMethod) -> None:
-        """Stands for the method that calls the hooks at the end of an epoch; after the last one nothing is checked."""
+        """Replaces the method that calls the hooks at the end of an epoch; after the last one nothing is checked."""
         epoch_end.original()
         self._evaluation += 1
         self._check()
@@ -81,6 +81,6 @@ class StopSignal:
             raise self._error
 
     def _handle(self, signum: int, frame: Any) -> None:
-        """The signal has struck, wherever the main thread is: in a lock of ours, or in a collective."""
+        """The signal strikes wherever the main thread is: in a lock of ours, or in a collective."""
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)

@@ -1,4 +1,5 @@
-"""Plugs everything into Lightning's strategies: ``guarded`` is what they share, ``guarded_call`` one call of a Trainer.
+"""Plugs everything into Lightning's strategies: ``guarded`` is what they share, ``guarded_call`` one call of a Trainer,
+with its ``call_exchanges`` and ``features``.
 
 Lightning itself is imported by ``lightning_ncclsafe.lightning`` and its like alone. The strategies have an older path
 here: those for the package of Lightning that is chosen.
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["SafeDDP", "SafeFSDP", "SafeModelParallel"]
 
 
-# Asked for late: the package itself imports this one.
+# Imported late: the package itself imports this one.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

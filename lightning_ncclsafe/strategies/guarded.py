@@ -1,4 +1,4 @@
-"""What is the same for all of Lightning's strategies with the guard plugged in: nothing but the plugging."""
+"""What all of Lightning's strategies share once the guard is plugged in: nothing but the plugging."""
 
 import sys
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ else:
 
 
 def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-    """As Lightning's own does, beside; the checkpoint is there whole, or as it was before."""
+    """As Lightning's own does, but to another name first: the checkpoint is there whole, or as it was before."""
     with ending.written(path) as beside:
         type(io).save_checkpoint(io, checkpoint, beside, storage_options)
 
@@ -64,14 +64,14 @@ def _remove(io: Any, ending: Ending, path: Any) -> None:
 
 
 class GuardedStrategy(_ParallelStrategy):
-    """Says why ranks wait, and ends a run that cannot go on: one of Lightning's strategies with the guard plugged in.
+    """One of Lightning's strategies with the guard in it: reports why ranks wait, and ends a run that cannot go on.
 
-    Stands before that strategy, of either of Lightning's packages, in the order of inheritance.
+    Comes before that strategy, of either of Lightning's packages, in the order of inheritance.
 
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
-            report is written: a ``timedelta``, or seconds. Training is left alone. None means that this is learned
-            from the run: several times what is usual in that phase, at least 10 s, at most half of the hard limit.
+            report is written: a ``timedelta``, or seconds. Training is left alone. None: learned from the run, as
+            several times what is usual in that phase, at least 10 s, at most half of the hard limit.
         on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
             then every rank leaves with exit status 124. ``"report"``: only the report is written, and the back end's
             own timeout, 15 s later, ends the run.
@@ -126,7 +126,7 @@ class GuardedStrategy(_ParallelStrategy):
                 strategy_registry.register(
                     f"{name}{_SUFFIX}",
                     cls,
-                    description=f"{entry['description']}, and says why ranks wait",
+                    description=f"{entry['description']}, and reports why ranks wait",
                     override=True,
                     **entry["init_params"],
                 )
@@ -158,7 +158,7 @@ class GuardedStrategy(_ParallelStrategy):
         watched.connect(self)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; the barrier's name, which Lightning gives and drops, tells what for."""
+        """Waits for all ranks; the barrier's name, which Lightning gives and drops, shows what for."""
         self._ending.check()
         name = args[0] if args else kwargs.get("name")
         watched = self._watched
@@ -174,10 +174,10 @@ class GuardedStrategy(_ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> Any:
-        """What writes checkpoints: Lightning's own writes them beside, and then renames."""
+        """What writes checkpoints: Lightning's own writes to another name first, and then renames."""
         outer: Any = super().checkpoint_io
         inner = outer
-        # AsyncCheckpointIO and others hand on to another, which writes in a thread of theirs.
+        # AsyncCheckpointIO and others wrap another, which writes in a thread of theirs.
         while (wrapped := getattr(inner, "checkpoint_io", None)) is not None:
             inner = wrapped
         if type(inner) in known("TorchCheckpointIO"):
@@ -193,14 +193,14 @@ class GuardedStrategy(_ParallelStrategy):
         """Lightning's way to every checkpoint: that of the Trainer, ModelCheckpoint's and OnExceptionCheckpoint's.
 
         Raises:
-            CollectiveTimeoutError: The run is being ended, as it may be on what follows.
+            CollectiveTimeoutError: The run is being ended; also if that began while the checkpoint was saved.
         """
         self._ending.check()
         super().save_checkpoint(*args, **kwargs)
         self._ending.check()
 
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """What ModelCheckpoint does with older checkpoints once it has saved."""
+        """How ModelCheckpoint removes older checkpoints once it has saved."""
         self._ending.check()
         super().remove_checkpoint(*args, **kwargs)
 
@@ -240,7 +240,7 @@ class GuardedStrategy(_ParallelStrategy):
         try:
             return super().backward(*args, **kwargs)
         except Exception as error:
-            # With manual optimization no action of Lightning's tells of it.
+            # With manual optimization no action of Lightning's shows it.
             watched.raised(error, "backward")
             raise
 
@@ -275,7 +275,7 @@ class GuardedStrategy(_ParallelStrategy):
         super().on_exception(exception)
 
     def __repr__(self) -> str:
-        # A Trainer of Lightning's other package asks for this alone, to say that it does not know the strategy.
+        # A Trainer of Lightning's other package asks only for this, in an error about a strategy that it does not know.
         refuse_other_caller(self, sys._getframe(1).f_globals.get("__name__", ""))
         return super().__repr__()
 

@@ -1,4 +1,4 @@
-"""Lightning's launchers, whose function is watched in each process that they call it in."""
+"""Lightning's launchers, whose function is watched in every process that they call it in."""
 
 import threading
 import time
@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_ncclsafe._lightning import known
 
-TELL_S = 6.0
-"""What ranks are given to say why, seconds, once one of them has ended: a report on a rank that is gone takes one, one
-that has to wait for another silent rank four."""
+EXPLAIN_S = 6.0
+"""Seconds that ranks have to report why, once one of them has ended: a report on a rank that is gone takes one, one
+that has to wait for another silent rank takes four."""
 
-# Lightning's name for what its observer of the ranks that it has started does in the end.
+# Lightning's name for how its observer of launched ranks ends them all.
 _END_ALL = "_terminate_all"
 
 
@@ -27,10 +27,10 @@ class Watching(Protocol):
 
 
 def guarded(launcher: Any) -> Any:
-    """The same launcher, guarded; one for none; one that is nobody's we know as it is.
+    """The same launcher, guarded; a new one if there is none; a launcher that is not Lightning's is left as it is.
 
-    DDP always has one. The other strategies have none where processes are created by others, torchrun for instance:
-    their Trainer then calls its functions itself, and nobody could be told of their beginning and end.
+    DDP always has one. The other strategies have none where others create the processes, torchrun for instance: their
+    Trainer then calls its functions itself, and no hook would mark their beginning and end.
     """
     if launcher is None:
         return _GuardedCallLauncher()
@@ -43,8 +43,8 @@ def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: A
     return type(launcher).launch(launcher, _GuardedFunction(function), *args, **kwargs)
 
 
-def _let_the_others_tell() -> None:
-    """Lightning's launcher looks for ended ranks every 5 s and kills all others at once: now once they have told."""
+def _let_the_others_explain() -> None:
+    """Lightning's launcher looks for ended ranks every 5 s and kills all others at once: now they can report first."""
     for thread in threading.enumerate():
         end_all = getattr(thread, _END_ALL, None)
         if end_all is not None and _END_ALL not in vars(thread):
@@ -52,13 +52,13 @@ def _let_the_others_tell() -> None:
 
 
 def _later(end_all: Callable[[], None]) -> None:
-    time.sleep(TELL_S)
+    time.sleep(EXPLAIN_S)
     end_all()
 
 
 @dataclass(frozen=True)
 class _GuardedFunction:
-    """A Trainer's function that is watched where it runs; a class, so that it can be sent to a spawned process."""
+    """A Trainer's function that is watched where it runs; a class, so that a spawned process can receive it."""
 
     function: Callable[..., Any]
 
@@ -67,7 +67,7 @@ class _GuardedFunction:
         strategy = getattr(trainer, "strategy", None)
         if not isinstance(strategy, Watching):
             return self.function(*args, **kwargs)
-        _let_the_others_tell()
+        _let_the_others_explain()
         with strategy.watch(trainer):
             return self.function(*args, **kwargs)
 
@@ -81,4 +81,4 @@ class _GuardedCallLauncher:
         return _GuardedFunction(function)(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Does nothing: it has started nobody."""
+        """Does nothing: it has started no process."""

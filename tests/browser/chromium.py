@@ -102,8 +102,10 @@ class Browser:
                 self._process.wait()
 
     @contextmanager
-    def page(self, path: Path, width: int, height: int = 844, *, dark: bool = False) -> Iterator["Page"]:
-        """Opens a file in a window of this size, and closes it at the end."""
+    def page(
+        self, path: Path, width: int, height: int = 844, *, dark: bool = False, scale: int = 1
+    ) -> Iterator["Page"]:
+        """Opens a file in a window of this size, and closes it at the end; ``scale`` is that of screenshots."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -114,7 +116,7 @@ class Browser:
             session,
             width=width,
             height=height,
-            deviceScaleFactor=1,
+            deviceScaleFactor=scale,
             mobile=width < 600,
         )
         page.emulate("screen", dark=dark)
@@ -141,6 +143,17 @@ class Page:
         done = call("Runtime.evaluate", self.session, expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
+
+    def click(self, selector: str) -> None:
+        """As a mouse does, in the middle of the first element that fits."""
+        box = self.evaluate(
+            f"(one => {{ one.scrollIntoView({{block: 'nearest'}}); const box = one.getBoundingClientRect();"
+            f" return [box.left + Math.min(box.width, 100) / 2, box.top + Math.min(box.height, 40) / 2]; }})"
+            f"(document.querySelector({json.dumps(selector)}))"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            at = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            self.browser.call("Input.dispatchMouseEvent", self.session, type=kind, **at)
 
     def emulate(self, media: str, *, dark: bool = False) -> None:
         """On screen or on paper, with the user's wish for dark or light."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, TcpStoreExchange, in_parts
-from lightning_ncclsafe.exchange.parts import AT_ONCE
+from lightning_ncclsafe.exchange.interface import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
-from lightning_ncclsafe.probes.trainer.actions import ActionTracker
-from lightning_ncclsafe.strategies import guarded_call
+from lightning_ncclsafe.strategies import call_exchanges
 
 
 class CountingStore:
@@ -90,7 +88,7 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
         return PrefixStore(prefix, client)
 
     monkeypatch.setattr(_torch, "own_store_connection", connect)
-    monkeypatch.setattr(guarded_call, "_published", type(guarded_call._published)())
+    monkeypatch.setattr(call_exchanges, "_published", type(call_exchanges._published)())
     keys = []
     with closing_call(tmp_path) as outer:
         outer.set("card/0", b"outer")
@@ -106,13 +104,9 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
 
 @contextmanager
 def closing_call(folder: Path) -> Iterator[Exchange]:
-    """The store of a call of the Trainer that has nothing else."""
-    call = guarded_call.GuardedCall.__new__(guarded_call.GuardedCall)
-    vars(call).update(dict.fromkeys(("_collector", "_stop_signal", "_tuner", "timer", "_guard")))
-    vars(call).update(
-        tracker=ActionTracker(), _group_timeouts=SimpleNamespace(restore=list), _report_dir=folder, _listens=False
-    )
-    exchange = call._store()
+    """The store of a call of the Trainer on two ranks."""
+    call = call_exchanges.CallExchanges(folder)
+    exchange = call.once_started(world_size=2)
     try:
         yield exchange
     finally:

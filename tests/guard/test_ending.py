@@ -187,7 +187,7 @@ def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_
     assert frozen.poll() is None
     ending.end_frozen([card], said.append)
     assert frozen.wait(20) == -signal.SIGKILL
-    assert said == [f"rank 3 cannot end itself: its process {frozen.pid} is killed"]
+    assert said == [f"rank 3 cannot end itself; its process {frozen.pid} was killed"]
 
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -201,6 +201,14 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
         Path(beside).write_text("half")
         raise ValueError("disk")
     assert (path.read_text(), [*tmp_path.iterdir()]) == ("new", [path])
+
+
+def test_where_nothing_was_written_nothing_is_raised_and_what_was_there_stays(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_text("before")
+    with Ending().written(path):
+        pass
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
 
 
 def test_a_checkpoint_that_was_begun_before_the_end_does_not_get_its_name(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_an_answer_that_cannot_be_read_is_named_and_costs_no_other(monkeypatch: 
     part.publish(facts_of(0))
     verdict = part.hold(INCIDENT, told)
     assert verdict is not None
-    assert verdict.answer.startswith("1 of 2: What rank 1 answered could not be read: RankFacts.rank: found 'one'")
+    assert verdict.answer.startswith("1 of 2: The answer of rank 1 could not be read: RankFacts.rank: found 'one'")
 
 
 def test_facts_that_are_too_long_are_shortened_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_facts_that_are_too_long_are_shortened_and_say_so(monkeypatch: pytest.Mo
     found = codec.decode(RankFacts, shared.values["round/0/facts/3"])
     assert found.stack == (replace(line, code=""),)
     assert found.collectives[-1].seq == 999
-    assert "too long to be shared (5." in found.missing[0]
+    assert "too large to share (5." in found.missing[0]
     assert len(shared.values["round/0/facts/3"]) < 100_000
 
 

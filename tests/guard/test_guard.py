@@ -13,9 +13,10 @@ from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard import ended_run, leaving
 from lightning_ncclsafe.guard.guard import Guard, Place
 from lightning_ncclsafe.guard.incident_log import IncidentEntry, IncidentLog
+from lightning_ncclsafe.guard.leaving import Leaving
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
@@ -178,7 +179,7 @@ def test_an_exception_before_the_process_group_exists_is_told_at_once(tmp_path: 
     guards[0].failed(ValueError("no such interface"))
     for guard in guards:
         guard.close()
-    assert guards[0]._exception_is_told.is_set()
+    assert guards[0]._state.exception_is_reported.is_set()
     assert "no such interface" in said[0]
 
 
@@ -247,7 +248,7 @@ def test_ranks_that_finish_together_say_nothing(make_job: Callable[..., Job]) ->
 def test_a_rank_that_has_finished_leaves_one_that_works_on_and_says_where_it_is(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(leaving, "LINGER_S", 0.2)
     job = make_job(world_size=2)
     job.start()
     job.guards[1].finish()
@@ -264,7 +265,7 @@ def test_a_rank_that_has_finished_leaves_one_that_works_on_and_says_where_it_is(
 def test_ranks_that_leave_together_without_another_tell_once_who_it_is(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(leaving, "LINGER_S", 0.2)
     job = make_job()
     job.start()
     threads = [threading.Thread(target=job.guards[rank].finish) for rank in (0, 2)]
@@ -292,7 +293,7 @@ def test_an_incident_whose_opener_has_gone_is_closed_by_another_rank(make_job: C
 def test_no_rank_stays_for_ever_for_one_that_has_gone(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(leaving, "LINGER_S", 0.2)
     job = make_job(world_size=2, timeout_s=0.5, on_timeout="report")
     job.probes[1].waits = True
     job.start()
@@ -366,7 +367,8 @@ def test_without_any_exchange_each_rank_reports_alone(make_job: Callable[..., Jo
     for rank, first in enumerate(job.exchanges):
         broken = FallbackExchange(first, DirectoryExchange(tmp_path / "file" / "x"))
         first.close()
-        job.guards[rank]._next_exchange = job.guards[rank]._exchange = broken
+        connection = job.guards[rank]._connection
+        connection._next = connection.exchange = broken
     job.probes[1].waits = True
     job.wait_for(lambda: len(job.said) >= 1)
     assert "guard has failed" not in job.said[0]
@@ -397,10 +399,10 @@ def test_a_main_thread_that_its_guard_keeps_waits_for_the_others(name: str, make
     calls = {"failed": lambda: guard.failed(ValueError("x")), "finish": guard.finish}
 
     def release() -> None:
-        guard._exception_is_told.set()
-        guard._off = True
+        guard._state.exception_is_reported.set()
+        guard._state.is_off = True
 
-    stack = seen(calls[name], getattr(Guard, name), release)
+    stack = seen(calls[name], getattr(Leaving, name), release)
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack)
     assert activity(facts).waits_for_peers
 
@@ -431,7 +433,7 @@ def test_an_exit_of_one_rank_while_others_train_is_no_success(make_job: Callable
     error = leave(job.guards[2], in_a_stage(SystemExit(0)))
     assert isinstance(error, SystemExit) and error.code == 1
     assert "Rank 2 left the others by SystemExit with status 0" in job.said[0]
-    assert "the run cannot go on" in job.said[0]
+    assert "the run cannot continue" in job.said[0]
 
 
 def test_an_exit_of_all_ranks_is_what_it_says(make_job: Callable[..., Job]) -> None:
@@ -495,7 +497,7 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(world_size=2)
-    monkeypatch.setattr(guard_module, "_FAILED_LEAVE_S", 60.0)
+    monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
     states = iter(["running", "running", "zombie"])
     asked: list[int] = []
 
@@ -512,12 +514,35 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     assert asked == [1, 1, 1]
 
 
+def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has broken its wait: the process of the rank that has failed still ends, on a busy machine for long."""
+    job = make_job(world_size=2)
+    monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
+    was_asked, has_left = threading.Event(), threading.Event()
+
+    def look_at_peer(card: Card) -> ProcessFacts:
+        was_asked.set()
+        return ProcessFacts(pid=card.pid, rank=card.rank, state="zombie" if has_left.is_set() else "running")
+
+    wait_on_all_but(job, 1)
+    job.start()
+    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.guards[1].failed(ValueError("the batch is broken"))
+    assert was_asked.wait(20)
+    assert 0 not in job.ended
+    has_left.set()
+    job.wait_for(lambda: 0 in job.ended)
+
+
 def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[0].card = replace(job.probes[0].card, host="node-a")
     job.start()
-    job.guards[1]._place = replace(job.guards[1]._place, local_rank=0)
+    participation = job.guards[1]._participation
+    participation._place = replace(participation._place, local_rank=0)
     job.guards[0].failed(ValueError("the batch is broken"))
     job.wait_for(lambda: len(job.said) == 2)
-    assert job.said[1].startswith("rank 1: the run is ended: Rank 0 raised ValueError")
+    assert job.said[1].startswith("rank 1: the run is being ended: Rank 0 raised ValueError")
     assert "; report on node-a: " in job.said[1]

@@ -26,7 +26,7 @@ def everyone(shared: SharedMemory) -> list[RankHosts]:
     world = [RankHosts(rank=rank, world_size=5, host=host, launch="torchrun x") for rank, host in enumerate(HOSTS)]
     exchange = MemoryExchange(shared)
     for where, host in zip(world, HOSTS, strict=True):
-        where.tell(exchange, ADDRESSES[host])
+        where.announce(exchange, ADDRESSES[host])
         world[0].meet(exchange)
     for where in world:
         where.meet(exchange)
@@ -78,7 +78,7 @@ def test_a_host_on_which_somebody_is_seen_is_not_silent(where: str, tried: list[
 def test_before_all_ranks_have_told_nothing_is_claimed(tried: list[str]) -> None:
     exchange = MemoryExchange()
     first = RankHosts(rank=1, world_size=2, host="host-a")
-    first.tell(exchange, "10.0.0.1")
+    first.announce(exchange, "10.0.0.1")
     first.meet(exchange)
     assert first.complete(job(0, 1)).silent_hosts == ()
 

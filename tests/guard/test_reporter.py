@@ -12,7 +12,7 @@ from incidents import job_of
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.facts import IncidentKind, ProcessFacts
 from lightning_ncclsafe.guard import reporter as module
-from lightning_ncclsafe.guard.reporter import Reporter, Verdict, print_no_told_errors
+from lightning_ncclsafe.guard.reporter import Reporter, Verdict, hide_reported_errors
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.settings import Limits
@@ -56,8 +56,8 @@ def test_our_own_failure_says_where(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_error_that_was_told_has_no_traceback_and_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    print_no_told_errors()
-    print_no_told_errors()
+    hide_reported_errors()
+    hide_reported_errors()
     other = ValueError("the user's")
     for error in (CollectiveTimeoutError("rank 1 raised"), other):
         sys.excepthook(type(error), error, None)
@@ -83,11 +83,11 @@ def at_limit() -> Any:
 
 def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporter: Reporter, said: list[str]) -> None:
     first = reporter.report(job_of(2))
-    last = reporter.report(at_limit(), told=first)
+    last = reporter.report(at_limit(), known=first)
     assert len(said[0].splitlines()) > 4 and "  remedy: " in said[0]
     still, where, closing = said[1].splitlines()
     assert still.startswith(f"still {first.findings[0].rule} after 30 min 0 s, the limit: rank 0")
-    assert (where, closing) == (f"report: {last.folder}", "the run cannot go on, it is ended")
+    assert (where, closing) == (f"report: {last.folder}", "the run cannot continue and is being ended")
     assert last.folder == first.folder
     report = (Path(last.folder) / "report.txt").read_text()
     assert first.findings[0].remedy.split(maxsplit=6)[0] in report and "What to do:" in report
@@ -103,7 +103,7 @@ def test_only_a_rank_that_has_not_answered_is_taken_for_frozen(reporter: Reporte
 
 def test_what_could_not_be_written_is_printed_again_in_full(reporter: Reporter, said: list[str]) -> None:
     first = reporter.report(job_of(2))
-    reporter.report(at_limit(), told=replace(first, folder=""))
+    reporter.report(at_limit(), known=replace(first, folder=""))
     assert "  remedy: " in said[1]
 
 
@@ -115,4 +115,4 @@ def test_what_nobody_is_told_of_takes_no_number() -> None:
     numbers.note(2)
     numbers.note(1)
     assert numbers.last == 2
-    assert not Verdict(incident=job_of(2).incident, answer="", is_told=False).is_told
+    assert not Verdict(incident=job_of(2).incident, answer="", is_reported=False).is_reported

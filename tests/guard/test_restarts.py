@@ -58,7 +58,7 @@ def test_a_start_may_have_other_ranks_than_the_one_before() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     exchange = MemoryExchange()
-    with pytest.raises(ExchangeError, match="ranks 1-2 has not said"):
+    with pytest.raises(ExchangeError, match="ranks 1-2 did not announce a start"):
         agree_on_start(exchange, rank=0, world_size=3, deadline_s=0.05, clear=lambda: None)
 
 
@@ -78,7 +78,7 @@ def leave_report(folder: Path, launch: str, *, number: int = 1) -> Path:
 def test_the_last_incident_of_the_start_before_is_named(tmp_path: Path, environ: dict[str, str]) -> None:
     leave_report(tmp_path, launch_words(environ))
     last = leave_report(tmp_path, launch_words(environ), number=2)
-    expected = f"the start before ended with incident 2: {last}: dead-rank: The process of rank 2 is gone."
+    expected = f"the previous start ended with incident 2: {last}: dead-rank: The process of rank 2 is gone."
     assert incident_before(tmp_path, environ) == expected
 
 
@@ -107,7 +107,7 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
     said: list[str] = []
     monkeypatch.setattr(guarded_call, "say_on_stderr", said.append)
     monkeypatch.setattr(guarded_call, "_said_watch", "")
-    monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the start before ended with incident 1")
+    monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the previous start ended with incident 1")
 
     def begin(world_size: int, folder: Path) -> None:
         one = guarded_call.GuardedCall.__new__(guarded_call.GuardedCall)
@@ -119,4 +119,4 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
     begin(2, tmp_path / "other")
     begin(1, tmp_path / "other")
     assert [line.partition(":")[0] for line in said] == ["watching 2 ranks", "watching 2 ranks", "watching 1 rank"]
-    assert ["the start before" in line for line in said] == [True, False, False], "this start's own are not before it"
+    assert ["the previous start" in line for line in said] == [True, False, False], "this start's own are not before it"

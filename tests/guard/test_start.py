@@ -15,8 +15,7 @@ import pytest
 from lightning_ncclsafe.exchange import DirectoryExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, codec
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.guard import gathering, local_ranks
-from lightning_ncclsafe.guard import guard as guard_module
+from lightning_ncclsafe.guard import ended_run, gathering, local_ranks
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import Place
@@ -48,7 +47,7 @@ class Waiting:
         self.said: list[str] = []
         self.ended = threading.Event()
         self.ended_with: dict[str, Any] = {}
-        monkeypatch.setattr(guard_module, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
+        monkeypatch.setattr(ended_run, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
         tracker = ActionTracker()
         trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=None)))
         self.action = tracker.action("init_process_group")
@@ -153,7 +152,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
     assert not waiting.leaves_files()
     finding = waiting.report().findings[0]
     assert (finding.rule, finding.ranks) == ("dead-rank", (0,))
-    assert waiting.said[-1].endswith("the run cannot go on, it is ended")
+    assert waiting.said[-1].endswith("the run cannot continue and is being ended")
 
 
 def _then(call: object, act: object) -> object:
@@ -174,4 +173,4 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
     waiting.wait()
     assert not waiting.leaves_files(), "nobody else is to come"
     waiting.guard.close()
-    assert waiting.said == ["rank 1 has come too late, the others gave up: Rank 1 has not joined."]
+    assert waiting.said == ["rank 1 started too late; the other ranks gave up: Rank 1 has not joined."]

@@ -10,8 +10,7 @@ from thread_ranks import COMPILE, Job, wait_on_all_but
 
 from lightning_ncclsafe.facts import IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard import guard as guard_module
-from lightning_ncclsafe.guard import idle_times
+from lightning_ncclsafe.guard import idle_times, stuck
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.rules.kit import expected
 
@@ -23,15 +22,15 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
     monkeypatch.setattr(idle_times, "UNKNOWN_S", 0.2)
     monkeypatch.setattr(expected, "LONG_S", LONG_S)
-    monkeypatch.setattr(guard_module, "LONG_S", LONG_S)
+    monkeypatch.setattr(stuck, "LONG_S", LONG_S)
 
 
 def count_rounds(job: Job) -> threading.Semaphore:
     """Goes up by one with every verdict that there is to be quiet."""
     rounds = threading.Semaphore(0)
     for guard in job.guards:
-        be_quiet = guard._thresholds.be_quiet_for
-        guard._thresholds.be_quiet_for = lambda s, be_quiet=be_quiet: (be_quiet(s), rounds.release())[0]  # type: ignore[method-assign]
+        be_quiet = guard._detector.be_quiet_for
+        guard._detector.be_quiet_for = lambda s, be_quiet=be_quiet: (be_quiet(s), rounds.release())[0]  # type: ignore[method-assign]
     return rounds
 
 
@@ -45,7 +44,8 @@ def test_nothing_is_said_while_the_rank_that_others_wait_for_compiles(make_job: 
         assert rounds.acquire(timeout=20), "all ranks have heard"
     assert not job.said
     assert not job.folder.exists()
-    assert all(guard._open is None and guard._suspicions == 0 and guard._incidents.last == 0 for guard in job.guards)
+    assert all(guard._state.open_incident is None and guard._detector._suspicions == 0 for guard in job.guards)
+    assert [numbers.last for numbers in job.incidents] == [0, 0, 0]
     # Training goes on: that is no recovery, as nothing was said.
     for probe in job.probes:
         probe.waits, probe.batch = False, 1
@@ -67,7 +67,7 @@ def test_ranks_that_wait_for_prepare_data_do_not_ask_before_that_takes_long(make
     (report,) = job.reports()
     assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
     assert report["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index,call-overload]
-    assert [guard._quiet_rounds for guard in job.guards] == [0, 0, 0], "nobody has been asked before that"
+    assert [guard._detector._quiet_rounds for guard in job.guards] == [0, 0, 0], "nobody has been asked before that"
 
 
 def test_when_it_has_compiled_for_too_long_that_is_said(make_job: Callable[..., Job]) -> None:
@@ -79,7 +79,7 @@ def test_when_it_has_compiled_for_too_long_that_is_said(make_job: Callable[..., 
     (report,) = job.reports()
     assert report["findings"][0]["ranks"] == [0]  # type: ignore[index]
     assert report["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index,call-overload]
-    assert [guard._quiet_rounds for guard in job.guards] == [1, 1, 1], "nobody asks again before that"
+    assert [guard._detector._quiet_rounds for guard in job.guards] == [1, 1, 1], "nobody asks again before that"
     for probe in job.probes:
         probe.waits, probe.batch = False, 1
     job.wait_for(lambda: len(job.said) == 2)
@@ -131,13 +131,13 @@ def test_a_rank_that_waits_while_it_compiles_itself_asks_nobody(make_job: Callab
     facts = probe.glance(1.0)
     assert facts.stack
     job.start()
-    guard = job.guards[0]
+    detector = job.guards[0]._detector
     compiling = replace(facts, stack=(*facts.stack, COMPILE))
-    assert guard._is_expected(1.0, compiling)
-    assert not guard._is_expected(1.0, facts)
-    assert not guard._is_expected(LONG_S, compiling)
-    guard._limits = replace(guard._limits, learned=False)
-    assert not guard._is_expected(1.0, compiling)
+    assert detector._is_expected(1.0, compiling)
+    assert not detector._is_expected(1.0, facts)
+    assert not detector._is_expected(LONG_S, compiling)
+    detector._limits = replace(detector._limits, learned=False)
+    assert not detector._is_expected(1.0, compiling)
 
 
 def test_after_very_many_quiet_rounds_ranks_are_asked_later(make_job: Callable[..., Job]) -> None:
@@ -145,7 +145,7 @@ def test_after_very_many_quiet_rounds_ranks_are_asked_later(make_job: Callable[.
     wait_on_all_but(job, 0)
     job.start()
     for guard in job.guards:
-        guard._quiet_rounds = guard_module.MAX_QUIET_ROUNDS
+        guard._detector._quiet_rounds = stuck.MAX_QUIET_ROUNDS
     job.wait_for(lambda: len(job.said) == 1)
     assert job.reports()[0]["job"]["incident"]["idle_s"] >= LONG_S  # type: ignore[index]
 
@@ -169,12 +169,13 @@ def test_a_run_that_is_not_ended_at_the_limit_has_so_many_reports_of_it(make_job
     job.probes[0].waits = True
     job.start(without=0)
     (guard,) = job.guards
-    guard._suspicions = guard_module.MAX_SUSPICIONS
-    assert guard._reason(1000.0) is IncidentKind.TIMEOUT
-    guard._reports_at_limit = guard_module.MAX_REPORTS_AT_LIMIT
-    assert guard._reason(2000.0) is None
-    guard._limits = replace(guard._limits, on_timeout="abort")
-    assert guard._reason(3000.0) is IncidentKind.TIMEOUT, "a run is ended however often it was not"
+    detector = guard._detector
+    detector._suspicions = stuck.MAX_SUSPICIONS
+    assert detector.reason(1000.0) is IncidentKind.TIMEOUT
+    detector._reports_at_limit = stuck.MAX_REPORTS_AT_LIMIT
+    assert detector.reason(2000.0) is None
+    detector._limits = replace(detector._limits, on_timeout="abort")
+    assert detector.reason(3000.0) is IncidentKind.TIMEOUT, "a run is ended however often it was not"
 
 
 def test_without_a_phase_of_its_own_the_same_rank_waits_on(make_job: Callable[..., Job]) -> None:
@@ -193,11 +194,11 @@ def test_a_recovery_of_which_nothing_was_told_is_not_told(make_job: Callable[...
     job = make_job(world_size=1)
     job.start()
     (guard,) = job.guards
-    incident = guard._incident(IncidentKind.SUSPECT, 0.3)
-    guard._take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
+    incident = guard._detector.incident(IncidentKind.SUSPECT, 0.3)
+    guard._participation.take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
     assert not job.said
-    guard._open = incident
-    guard._take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
+    guard._state.open_incident = incident
+    guard._participation.take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
     assert job.said == ["recovered after 3 s (incident 1)"]
 
 
@@ -205,22 +206,22 @@ def test_a_standstill_that_ended_before_the_incident_is_not_taken_for_its_end(ma
     job = make_job(world_size=1)
     job.start(without=0)
     (guard,) = job.guards
-    assert guard._recovery(75.0) is None
-    assert [guard._recovery(idle_s) for idle_s in (0.1, 0.1, 10.0)] == [None] * 3
-    guard._open = guard._incident(IncidentKind.SUSPECT, 10.0)
-    assert [guard._recovery(idle_s) for idle_s in (10.25, 10.5, 0.1)] == [None] * 3
-    recovery = guard._recovery(0.2)
+    assert guard._detector.recovery(75.0) is None
+    assert [guard._detector.recovery(idle_s) for idle_s in (0.1, 0.1, 10.0)] == [None] * 3
+    guard._state.open_incident = guard._detector.incident(IncidentKind.SUSPECT, 10.0)
+    assert [guard._detector.recovery(idle_s) for idle_s in (10.25, 10.5, 0.1)] == [None] * 3
+    recovery = guard._detector.recovery(0.2)
     assert recovery is not None and recovery.recovered_after_s == 10.5
-    assert guard._recovery(0.3) is None
+    assert guard._detector.recovery(0.3) is None
 
 
 def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=1)
     job.start(without=0)
     (guard,) = job.guards
-    guard._take_part(IncidentEntry(incident=guard._incident(IncidentKind.SUSPECT, 5.0)), 5.0)
-    assert guard._recovery(0.1) is None
-    assert guard._recovery(0.2) is not None
+    guard._participation.take_part(IncidentEntry(incident=guard._detector.incident(IncidentKind.SUSPECT, 5.0)), 5.0)
+    assert guard._detector.recovery(0.1) is None
+    assert guard._detector.recovery(0.2) is not None
 
 
 def test_ranks_that_wait_in_code_of_ours_are_suspected_and_timed_out(make_job: Callable[..., Job]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from thread_votes import ThreadVotes, as_ranks
 
-from lightning_ncclsafe.loaders.lockstep import Lockstep, Reading, until
+from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.settings import OnUneven
 
 LENGTHS = (5, 3, 4)
@@ -27,14 +27,14 @@ class Rank:
     def __init__(self, rank: int, length: int, votes: ThreadVotes, on_uneven: OnUneven) -> None:
         self.rank, self.length, self.votes, self.on_uneven = rank, length, votes, on_uneven
         self.passes = count()
-        self.told: list[list[Reading]] = []
+        self.told: list[list[BatchesRead]] = []
         self.compared: list[tuple[int, int]] = []
 
     def begin(self) -> Iterator[tuple[int, int, int]]:
         number = next(self.passes)
         return iter([(self.rank, number, batch) for batch in range(self.length)])
 
-    def tell(self, readings: list[Reading]) -> Exception:
+    def tell(self, readings: list[BatchesRead]) -> Exception:
         self.told.append(readings)
         return End()
 
@@ -67,7 +67,11 @@ def test_equal_lengths_are_read_to_the_end_by_all(on_uneven: OnUneven) -> None:
 def test_stop_together_ends_with_the_shortest_and_says_how_far_each_rank_was() -> None:
     for rank, (reader, epochs) in enumerate(read("stop_together", epochs=2)):
         assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
-        readings = [Reading(batches=4, ended=False), Reading(batches=3, ended=True), Reading(batches=4, ended=False)]
+        readings = [
+            BatchesRead(batches=4, ended=False),
+            BatchesRead(batches=3, ended=True),
+            BatchesRead(batches=4, ended=False),
+        ]
         assert reader.told == [readings, readings]
 
 
@@ -92,7 +96,11 @@ def test_repeat_goes_on_to_the_end_of_the_longest_and_starts_over_on_the_others(
 
 
 def test_repeat_says_once_how_far_each_rank_was_at_the_first_end() -> None:
-    readings = [Reading(batches=4, ended=False), Reading(batches=3, ended=True), Reading(batches=4, ended=False)]
+    readings = [
+        BatchesRead(batches=4, ended=False),
+        BatchesRead(batches=3, ended=True),
+        BatchesRead(batches=4, ended=False),
+    ]
     assert [reader.told for reader, _ in read("repeat")] == [[readings]] * 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from lightning_ncclsafe.loggers import delivery as delivery_module
 from lightning_ncclsafe.loggers import store as store_module
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
 LONG_S = 20.0
@@ -23,14 +23,14 @@ class Storage:
     pace_s = 0.001
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[StagedFrame] = []
         self.tries: list[float] = []
         self.refusals: list[Exception] = []
         self.answers = threading.Event()
         self.answers.set()
         self.is_asked = threading.Event()
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
         self.tries.append(time.monotonic())
         self.is_asked.set()
         assert self.answers.wait(LONG_S)
@@ -79,7 +79,13 @@ def delivery(store: Store, storage: Storage, told: list[str]) -> Iterator[Delive
     yield made
     storage.answers.set()
     made.close()
-    made._thread.join(LONG_S)
+    for thread in delivering():
+        thread.join(LONG_S)
+
+
+def delivering() -> list[threading.Thread]:
+    """The threads that deliver."""
+    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-write-Logger"]
 
 
 def soon() -> float:
@@ -87,7 +93,7 @@ def soon() -> float:
 
 
 def stage(store: Store, *bodies: bytes) -> None:
-    store.append([Frame(kind="append", file="f", body=body, points=2, records=1) for body in bodies])
+    store.append([StagedFrame(kind="append", file="f", body=body, points=2, records=1) for body in bodies])
 
 
 def wait_for(delivery: Delivery, condition: Callable[[], bool]) -> None:
@@ -406,13 +412,12 @@ def test_who_waits_for_a_condition_is_told_of_the_end(delivery: Delivery) -> Non
 
 
 def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Delivery) -> None:
-    assert delivery._thread.name == "ncclsafe-write-Logger"
-    assert delivery._thread.daemon
     stage(store, b"a")
     assert delivery.flush(soon())
-    assert delivery._thread in threading.enumerate()
+    (thread,) = delivering()
+    assert thread.daemon
     delivery.close()
-    assert delivery._thread not in threading.enumerate()
+    assert delivering() == []
 
 
 def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
@@ -426,8 +431,9 @@ def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
     delivery.close()
     assert time.monotonic() - began < 0.9
     storage.answers.set()
-    delivery._thread.join(LONG_S)
-    assert delivery._thread not in threading.enumerate()
+    for thread in delivering():
+        thread.join(LONG_S)
+    assert delivering() == []
 
 
 def test_closing_leaves_what_could_not_be_delivered_in_staging(
@@ -440,7 +446,7 @@ def test_closing_leaves_what_could_not_be_delivered_in_staging(
     delivery.wake()
     wait_for(delivery, lambda: delivery.faults == 1)
     delivery.close()
-    assert delivery._thread not in threading.enumerate()
+    assert delivering() == []
     portion = Store(store.folder).read()
     assert portion is not None
     assert [frame.body for frame in portion.frames] == [b"a"]

@@ -362,7 +362,7 @@ def test_under_every_launcher_rank_0_stages_alone_and_everything_arrives(launche
 
 def test_when_the_guard_ends_the_run_everything_is_brought_to_storage_first(launched: Cases) -> None:
     case = launched["guard"]
-    assert "the run cannot go on, it is ended" in case.output
+    assert "the run cannot continue and is being ended" in case.output
     assert case.exit_code not in (0, -signal.SIGALRM), case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(60)), case.output

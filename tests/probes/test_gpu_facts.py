@@ -11,11 +11,10 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state
-from lightning_ncclsafe.probes.gpu.xids import xids
+from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state, xids
 
 GB = 10**9
-OWN, PEER, STRANGER, HIDDEN = os.getpid(), 2**22 + 1, os.getppid(), 2**22 + 2
+PEER, HIDDEN = 2**22 + 1, 2**22 + 2
 
 
 class NVMLError(Exception):
@@ -36,7 +35,7 @@ class Nvml:
         self.refused = set(refused)
         self.open = 0
         self.clock_limits, self.remapped, self.recovery = 0, (3, 0, 0, 0), 0
-        self.processes = [(OWN, 2 * GB), (PEER, 2 * GB)]
+        self.processes = [(os.getpid(), 2 * GB), (PEER, 2 * GB)]
         self.gpus = [Gpu(0, "GPU-aaaa-1"), Gpu(1, "GPU-bbbb-2"), Gpu(1, "MIG-cccc-3", is_mig=True)]
 
     def __getattribute__(self, name: str) -> Any:
@@ -185,21 +184,23 @@ def test_a_mig_instance_has_its_own_memory_and_its_gpus_health() -> None:
 
 def test_neither_this_process_nor_peers_are_foreign_others_are() -> None:
     nvml = Nvml()
-    nvml.processes.append((STRANGER, 12_300_000_000))
-    assert seen(nvml).foreign_processes == (f"pid {STRANGER} ({psutil.Process(STRANGER).name()}), 12.3 GB",)
+    stranger = psutil.Process(os.getppid())
+    nvml.processes.append((stranger.pid, 12_300_000_000))
+    assert seen(nvml).foreign_processes == (f"pid {stranger.pid} ({stranger.name()}), 12.3 GB",)
 
 
 def test_a_process_whose_memory_is_not_told_is_told_without() -> None:
     nvml = Nvml()
-    nvml.processes = [(STRANGER, None)]  # type: ignore[list-item]
-    assert seen(nvml).foreign_processes == (f"pid {STRANGER} ({psutil.Process(STRANGER).name()})",)
+    stranger = psutil.Process(os.getppid())
+    nvml.processes = [(stranger.pid, None)]  # type: ignore[list-item]
+    assert seen(nvml).foreign_processes == (f"pid {stranger.pid} ({stranger.name()})",)
 
 
 def test_in_a_container_an_unknown_process_may_be_ourselves() -> None:
     nvml = Nvml()
     nvml.processes = [(HIDDEN, GB)]
     assert seen(nvml).foreign_processes == ()
-    nvml.processes = [(HIDDEN, GB), (OWN, GB)]
+    nvml.processes = [(HIDDEN, GB), (os.getpid(), GB)]
     assert seen(nvml).foreign_processes == (f"pid {HIDDEN} (not visible from here), 1.0 GB",)
 
 

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
-from lightning_ncclsafe.probes.gpu.state import GpuWatch
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
-from lightning_ncclsafe.probes.host.pressure import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.machine_state import MachineProbe
+from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.machine_state import GarbageWatch, GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch, ended_children
-from lightning_ncclsafe.probes.process.garbage import GarbageWatch
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 FORK = multiprocessing.get_context("fork")
@@ -236,6 +234,34 @@ def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
     finally:
         watch.close()
     assert threading.active_count() == threads
+
+
+def live_under(watch: ChildWatch, codes: list[int]) -> None:
+    """Children that the watch has seen, and their parent seen end with these codes."""
+    gate = FORK.Event()
+    children = [FORK.Process(target=lambda code=code: exit_badly(gate.wait() and code)) for code in codes]
+    for child in children:
+        child.start()
+    watch._next_s = 0.0
+    watch.note()
+    gate.set()
+    for child in children:
+        child.join()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_children_that_have_ended_keep_no_file_open() -> None:
+    watch, before = ChildWatch(), open_files()
+    its_own = 3  # what it waits with, and both ends of what wakes it
+    try:
+        for codes in ([0], [0, 7, 0]):
+            live_under(watch, codes)
+            until(lambda: len(watch.read(0.0)) == codes.count(7) and open_files() == before + its_own)  # noqa: B023
+    finally:
+        watch.close()
 
 
 def test_a_child_that_nobody_has_asked_for_is_told_once() -> None:

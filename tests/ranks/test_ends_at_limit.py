@@ -233,7 +233,7 @@ def test_a_report_that_cannot_be_written_does_not_hold_up_the_end(
 ) -> None:
     """The storage that it goes to may be what hangs."""
     monkeypatch.setattr(reporter, "write_report", lambda *_: threading.Event().wait())
-    monkeypatch.setattr("lightning_ncclsafe.guard.guard.AT_LIMIT_S", 4.0)
+    monkeypatch.setattr("lightning_ncclsafe.guard.participation.AT_LIMIT_S", 4.0)
     assert ending.AT_LIMIT_S < 30
 
     def body(rank: int) -> None:

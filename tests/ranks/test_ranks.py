@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.guard.ending import EXIT_CODE
-from lightning_ncclsafe.strategies.launchers import TELL_S
+from lightning_ncclsafe.strategies.launchers import EXPLAIN_S
 
 HERE = Path(__file__).name
 
@@ -44,7 +44,7 @@ def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> Non
     assert diagnosis.findings[0].ranks == (2,), (diagnosis, ranks.said)
     assert f"{HERE}:{line_of('working')} in work_for_long" in diagnosis.findings[0].location
     assert ranks.exit_codes == [EXIT_CODE] * 3
-    assert ranks.said.count("the run cannot go on") == 1
+    assert ranks.said.count("the run cannot continue") == 1
 
 
 def test_a_call_that_one_rank_made_long_before_it_waits_is_named_with_its_line(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_dead_and_told_before_a_launcher_kills_the_others(tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
         all_reduce()
 
-    ranks = run_ranks(3, body, tmp_path, launcher_kills_after_s=TELL_S)
+    ranks = run_ranks(3, body, tmp_path, launcher_kills_after_s=EXPLAIN_S)
     (diagnosis, *_) = ranks.diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (1,))
     assert ranks.exit_codes == [1, -signal.SIGKILL, 1]
@@ -159,7 +159,7 @@ def test_when_rank_0_dies_and_the_store_with_it_the_others_say_so(tmp_path: Path
             os.kill(os.getpid(), signal.SIGKILL)
         all_reduce()
 
-    (diagnosis, *_) = run_ranks(3, body, tmp_path, launcher_kills_after_s=TELL_S).diagnoses
+    (diagnosis, *_) = run_ranks(3, body, tmp_path, launcher_kills_after_s=EXPLAIN_S).diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("dead-rank", (0,))
     assert [facts.rank for facts in diagnosis.job.ranks] == [1, 2]
 

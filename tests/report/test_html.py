@@ -157,8 +157,9 @@ def test_the_answer_comes_first() -> None:
     text = Page(html_of(MANY)).text
     first = text[: text.index("Where ranks stand")]
     for part in (
-        "rank-zero-only-work Rank 0 certain warning Rank 0 is working alone under",
-        "Line /home/me/project/model.py:93 in evaluate score = self.score(image)",
+        "rank-zero-only-work certain warning Who Rank 0 process 4000 on node-000 Where",
+        "Where /home/me/project/model.py:93 in evaluate score = self.score(image)",
+        "Why Rank 0 is working alone under",
         "What to do Share this work among all ranks",
         "Who waits Ranks 1-1023",
     ):

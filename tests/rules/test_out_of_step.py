@@ -19,6 +19,7 @@ from builders import (
     Backend,
     job,
     process,
+    raised,
     transport_error,
     user,
 )
@@ -73,6 +74,33 @@ def test_a_condition_that_holds_on_all_ranks_says_nothing() -> None:
     line = user("training_step", 40, condition="if self.global_rank != -1:  (line 39)")
     ranks = (GLOO.waiting(0, seq=61, world=3), *(calls(n, line, ALL_REDUCE, world=3) for n in (1, 2)))
     assert first(job(*ranks, world=3)).ranks == (0,)
+
+
+THREAD = Frame(file="/usr/lib/python3.12/threading.py", line=1010, function="run")
+COUNTS = (THREAD, user("count", 90), ALL_REDUCE)
+
+
+def test_a_collective_of_another_thread_is_named_by_its_line() -> None:
+    """Rank 1's thread has reduced three numbers before the gradients that its main thread waits for."""
+    ranks = [GLOO.waiting(0, seq=61, world=2), GLOO.waiting(1, seq=62, world=2, outstanding=2)]
+    counted = tuple(replace(c, input_sizes=((3,),)) if c.seq == 61 else c for c in ranks[1].collectives)
+    ranks[1] = replace(ranks[1], collectives=counted, thread_stack=COUNTS)
+    finding = first(job(*ranks, world=2))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), LIKELY)
+    assert finding.location.endswith("train.py:90 in count")
+    assert "in another thread than the one that trains" in finding.summary
+    # A group of its own, of which that thread's call is.
+    others = tuple(replace(call, site="5b1e", stack=(user("training_step", 40),)) for call in counted)
+    apart = first(job(ranks[0], replace(ranks[1], collectives=others), world=2))
+    assert "another thread" not in apart.summary
+
+
+def test_who_has_ended_in_a_collective_of_another_thread_is_not_blamed_for_its_main_threads_line() -> None:
+    lost = raised(calls(0, ENGINE), "RuntimeError", "Connection closed by peer", ENGINE, consequence=True)
+    gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, user("training_step", 48)))
+    finding = first(job(lost, world=2, witnessed=(replace(gone, thread_stack=COUNTS),)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.location.endswith("train.py:90 in count")
 
 
 def test_between_two_what_is_called_on_all_ranks_decides() -> None:

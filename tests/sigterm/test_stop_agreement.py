@@ -177,7 +177,7 @@ def test_it_is_said_once_who_was_sent_the_signal() -> None:
     assert [rank.said for rank in ranks] == [
         [],
         [],
-        ["rank 2 was sent SIGTERM: ranks stop, all before the same batch"],
+        ["rank 2 received SIGTERM; all ranks will stop before the same batch"],
         [],
     ]
     assert all(rank.agreement.is_asked for rank in ranks)
@@ -204,7 +204,7 @@ def test_a_call_that_has_ended_leaves(tmp_path: Path) -> None:
     trainer = SimpleNamespace(default_root_dir=tmp_path)
     limits = Limits(suspect_after_s=5, timeout_s=10, on_timeout="abort")
     watched = GuardedCall(trainer, limits, None, ending=Ending(), combined=list, sigterm_error=SystemExit)
-    watched._stop = rank.agreement
+    watched._features._stop = rank.agreement
     rank.step()
     watched.finish()
     assert rank.exchange.get_many(["stop/promise/0", "stop/knows/0"]) == {"stop/promise/0": b"1,0", "stop/knows/0": b""}
@@ -251,8 +251,8 @@ def test_where_a_rank_never_promises_those_that_were_sent_the_signal_stop_alone(
     settle(ranks[:3])
     assert give_up(ranks) == [(0, True), (2, False), (2, False), (2, False)]
     assert [len(rank.said) for rank in ranks] == [2, 1, 1, 0]
-    assert ranks[0].said[1].startswith("rank 0 stops alone: some rank was sent SIGTERM, and the ranks have not agreed")
-    assert ranks[1].said[0].startswith("rank 1 goes on alone: ")
+    assert ranks[0].said[1].startswith("rank 0 stops alone: a rank received SIGTERM, but the ranks did not agree")
+    assert ranks[1].said[0].startswith("rank 1 continues alone: ")
     settle(ranks)
     assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "what came too late changes nothing"
 
@@ -383,7 +383,10 @@ def test_the_rank_that_was_sent_the_signal_is_named_and_not_one_that_it_has_pass
     ranks[0].agreement.receive(pass_on)
     ranks[1].agreement.poll()
     settle(ranks)
-    assert [rank.said for rank in ranks[:2]] == [["rank 0 was sent SIGTERM: ranks stop, all before the same batch"], []]
+    assert [rank.said for rank in ranks[:2]] == [
+        ["rank 0 received SIGTERM; all ranks will stop before the same batch"],
+        [],
+    ]
 
 
 def test_the_signal_is_passed_on_once_and_also_without_an_exchange() -> None:

@@ -16,7 +16,8 @@ from lightning.fabric.plugins.environments import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ncclsafe import SafeDDP
-from lightning_ncclsafe.strategies.guarded_call import _meeting_place, _place
+from lightning_ncclsafe.strategies.call_exchanges import meeting_place
+from lightning_ncclsafe.strategies.guarded_call import _place
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 ELASTIC = {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
@@ -93,4 +94,4 @@ def test_the_place_is_that_of_lightnings_environment(
 )
 def test_the_ranks_of_one_start_meet_under_one_name(variables: dict[str, str], says: str) -> None:
     assert os.environ["MASTER_PORT"] == "29500"
-    assert _meeting_place(strategy_of(TorchElasticEnvironment(), 2)) == says
+    assert meeting_place(strategy_of(TorchElasticEnvironment(), 2)) == says

@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.loaders.stage import Stage
+from lightning_ncclsafe.loaders.collecting import Stage
 from lightning_ncclsafe.settings import AgreementSettings, Limits
-from lightning_ncclsafe.strategies import guarded_call
+from lightning_ncclsafe.strategies import features, guarded_call
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
 ONE_DEVICE = Path(__file__).with_name("one_device.py")
@@ -352,7 +352,7 @@ def test_a_healthy_fit_prints_one_line_and_leaves_no_report(safe: tuple[dict[str
     ours = [line for line in said.splitlines() if "ncclsafe" in line]
     # The script fits three times: with the strategy, with its name, which says the same, and with limits of phases.
     assert len(ours) == 2, said
-    asks = "asks why after what is unusual for the phase (at least 10 s), aborts after 1800 s"
+    asks = "asks why after a wait that is unusually long for the phase (at least 10 s), aborts after 1800 s"
     assert all(line.startswith(f"[ncclsafe] watching 1 rank: {asks}") for line in ours)
     assert "(init 50 s, first_batch 200 s, train 100 s, checkpoint 1200 s)" in ours[1]
     assert seen["steps"] == 2
@@ -431,8 +431,8 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
     """It looks in a thread of its own, on some ranks while the process group is made and on others after that."""
     looks: list[Any] = []
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(guarded_call, "Preflight", lambda look, **_: looks.append(look) or SimpleNamespace(begin=bool))
-    monkeypatch.setattr(guarded_call, "preflight_facts", lambda **given: seen.update(given))
+    monkeypatch.setattr(features, "Preflight", lambda look, **_: looks.append(look) or SimpleNamespace(begin=bool))
+    monkeypatch.setattr(features, "preflight_facts", lambda **given: seen.update(given))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -449,7 +449,7 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
         combined=object,
         sigterm_error=None,
     )
-    call._make_preflight(guarded_call.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
+    call._features.begin(guarded_call.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
     before = dict(os.environ)
     with _torch.recorder_of_size(7):
         looks[0]()

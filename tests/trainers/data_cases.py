@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.facts import VOTE_GROUPS
-from lightning_ncclsafe.loaders import stage
+from lightning_ncclsafe.loaders import collecting
 
 RANK = int(os.environ["LOCAL_RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
@@ -443,10 +443,10 @@ class BreakOurs(L.Callback):
     """Makes our probe of loaders fail for the length of one training."""
 
     def setup(self, *_: Any, **__: Any) -> None:
-        self.probe, stage.loader_facts = stage.loader_facts, self.fail
+        self.probe, collecting.loader_facts = collecting.loader_facts, self.fail
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        stage.loader_facts = self.probe
+        collecting.loader_facts = self.probe
 
     def fail(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("our own fault")

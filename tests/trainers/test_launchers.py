@@ -159,9 +159,9 @@ def test_torchrun_on_two_nodes_starts_again_and_says_what_the_first_start_ended_
     (folder,) = (outcome.root / "ncclsafe").iterdir()
     assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("failed-rank", [1])
     first, second = (line for line in outcome.said if line.startswith("watching 2 ranks"))
-    assert "the start before" not in first
+    assert "the previous start" not in first
     answer = (folder / "report.txt").read_text().splitlines()[0]
-    assert second.endswith(f"; the start before ended with incident 1: {folder}: {answer}")
+    assert second.endswith(f"; the previous start ended with incident 1: {folder}: {answer}")
     assert outcome.output.count("left behind: []") == 2
 
 

@@ -88,7 +88,7 @@ def agreed(outcome: Outcome, world_size: int) -> Rank:
     for rank in outcome.ranks.values():
         assert (rank.steps, rank.batches, rank.validation) == (first.steps, first.batches, first.validation)
     assert "done" not in outcome.output
-    assert outcome.output.count("was sent SIGTERM") == 1, outcome.output
+    assert outcome.output.count("received SIGTERM") == 1, outcome.output
     return first
 
 
@@ -161,7 +161,7 @@ def test_ranks_that_predict(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert sorted(outcome.ranks) == [0, 1, 2]
     assert "done" not in outcome.output
-    assert "rank 1 was sent SIGTERM: ranks stop, each before its next batch" in outcome.output
+    assert "rank 1 received SIGTERM; each rank will stop before its next batch" in outcome.output
 
 
 @pytest.mark.program(*PREDICTING_TOGETHER)
@@ -169,7 +169,7 @@ def test_ranks_that_need_one_another_to_predict(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert sorted(outcome.ranks) == [0, 1]
     assert "done" not in outcome.output
-    assert "rank 1 was sent SIGTERM: ranks stop, all before the same batch" in outcome.output
+    assert "rank 1 received SIGTERM; all ranks will stop before the same batch" in outcome.output
 
 
 @pytest.mark.program(*UNTOLD)

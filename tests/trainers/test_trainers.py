@@ -106,7 +106,7 @@ def test_a_rank_that_raises_is_named_with_its_line(outcome: Outcome, start_metho
 def test_the_traceback_is_printed_once_after_the_report_and_is_the_users_alone(outcome: Outcome) -> None:
     assert outcome.output.count("Traceback (most recent call last)") == 1, outcome.output
     report, _, traceback = outcome.output.partition("Traceback (most recent call last)")
-    assert "the run cannot go on" in report
+    assert "the run cannot continue" in report
     assert "[ncclsafe]" not in traceback
     files = re.findall(r'File "(.+)", line \d+', traceback)
     assert not [file for file in files if file.startswith(PACKAGE)], traceback
@@ -144,7 +144,7 @@ def test_the_death_of_rank_0_is_reported_by_the_others(outcome: Outcome) -> None
 def test_fork_and_the_limit(outcome: Outcome) -> None:
     assert first_finding(outcome)["location"].startswith(line_of("stall"))
     assert outcome.reports[0]["job"]["incident"]["kind"] == "timeout"
-    assert outcome.said[-1] == "the run cannot go on, it is ended"
+    assert outcome.said[-1] == "the run cannot continue and is being ended"
     assert outcome.exit_code != 0
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outco
     assert (finding["rule"], finding["ranks"]) == ("unpresented-loader", [0])
     assert finding["location"].startswith(line_of("estimate"))
     assert "barrier 'run-stage'" in finding["summary"]
-    assert outcome.said[-1] == "the run cannot go on, it is ended"
+    assert outcome.said[-1] == "the run cannot continue and is being ended"
 
 
 @pytest.mark.skipif(not _torch.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
@@ -203,7 +203,7 @@ def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> No
     # Rank 0 waits in a group of the data-parallel ranks, rank 3 in one of tensor-parallel peers.
     ranks = {facts["rank"]: facts for facts in outcome.reports[0]["job"]["ranks"]}
     assert {group["name"] for facts in ranks.values() for group in facts["groups"]} > {"0"}
-    assert outcome.said[-1] == "the run cannot go on, it is ended"
+    assert outcome.said[-1] == "the run cannot continue and is being ended"
     assert outcome.exit_code == EXIT_CODE
 
 

@@ -1,44 +1,108 @@
-"""Rank 0's part: from the measures of all ranks, one setting for each loader, the same on all."""
+"""Rank 0's part: from the measurements of all ranks, one setting for each loader, the same on all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_ncclsafe.loaders.tuning import words
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Decision, Setting
-from lightning_ncclsafe.loaders.tuning.observing import STRETCH_S
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch, worst_of
-from lightning_ncclsafe.loaders.tuning.trials import Room, Trials
+from lightning_ncclsafe.loaders.tuning.measuring import INTERVAL_S, Interval, Measurement, slowest_of
+from lightning_ncclsafe.loaders.tuning.trials import Forecast, Room, Trial, TrialOutcome, Trials
+from lightning_ncclsafe.report.times import share_words, time_words
 
-# Stretches that are kept of a rank until all ranks have measured them.
+# Why a loader stays as it is, and what to do.
+ADVICE_ONLY = "LoaderTuner(apply=False) only advises: set it"
+SEEDED = (
+    "the run is seeded, and random augmentation depends on num_workers: set it yourself, or let "
+    "LoaderTuner(apply_to_seeded=True) try it"
+)
+ITERABLE = "the batches of an iterable dataset may depend on num_workers: set it if yours do not"
+PERSISTS = "persistent workers may keep what they have read: set it"
+OWN_WAY = "its class overrides how it is iterated: set it"
+
+# Measurements of a rank that are kept until all ranks have measured the same intervals.
 _KEPT = 32
-_NEVER = Moment(0)
-# Ranks ask for what was decided every quarter of a second: they have it before an epoch of so long is over.
+_NEVER = Interval(0)
+# Ranks read the decision every quarter of a second: they have it before an epoch of this length is over.
 _LONG_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """What one rank has measured of one loader.
+
+    Attributes:
+        loader: Name of the loader: ``"train_dataloader"``, ``"val_dataloader[1]"``.
+        measurements: The last ones.
+        frozen: Whether the loader takes no more settings on this rank.
+    """
+
+    loader: str
+    measurements: tuple[Measurement, ...] = ()
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank publishes.
+
+    Attributes:
+        loaders: Its loaders.
+    """
+
+    loaders: tuple[LoaderReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSetting:
+    """What all ranks set one loader to.
+
+    Attributes:
+        loader: Name of the loader.
+        user_workers: The user's ``num_workers``, as far as there is room.
+        workers: ``num_workers``, from the next interval on.
+        trial: What is tried for one interval; None for nothing.
+    """
+
+    loader: str
+    user_workers: int
+    workers: int
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What rank 0 publishes.
+
+    Attributes:
+        settings: Those of all loaders.
+        settled: Whether no loader will change any more.
+    """
+
+    settings: tuple[LoaderSetting, ...] = ()
+    settled: bool = False
 
 
 @dataclass(kw_only=True)
 class _Loader:
-    """What is known of one loader.
+    """What rank 0 knows of one loader.
 
     Attributes:
-        group: Loaders with the same one are read at the same time.
-        users: What the user has set, as far as there is room for it.
-        why_fixed: Why it stays as it is, in words for the user, with what is to be done; empty if it does not.
-        trials: Decides.
-        stretches: What each rank has measured, by moment.
-        seen: When the last stretch was measured that all ranks have.
+        group: Loaders of the same group are read at the same time.
+        user_workers: The user's ``num_workers``, as far as there is room.
+        why_fixed: Why it stays as it is, and what the user can do; empty if it may change.
+        trials: Decides about it.
+        measurements: Those of each rank, by interval.
+        seen: The last interval that all ranks have measured.
         is_fixed: Whether it stays as it is.
-        is_over: Whether it takes no settings on some rank any more.
-        is_advised: Whether the user has been told what is to be gained.
+        is_over: Whether a rank takes no more settings for it.
+        is_advised: Whether the user knows what more workers would gain.
     """
 
     group: str
-    users: int
+    user_workers: int
     why_fixed: str
     trials: Trials
-    stretches: dict[int, dict[Moment, Stretch]] = field(default_factory=dict)
-    seen: Moment = _NEVER
+    measurements: dict[int, dict[Interval, Measurement]] = field(default_factory=dict)
+    seen: Interval = _NEVER
     is_fixed: bool = False
     is_over: bool = False
     is_advised: bool = False
@@ -48,9 +112,9 @@ class Deciding:
     """Decides for all loaders of one call of the Trainer.
 
     Args:
-        budget: What the loaders of a rank may use together: the least of all ranks.
+        budget: What the loaders of a rank may use together.
         world_size: Number of ranks.
-        applies_to_seeded: Whether loaders of seeded runs are changed, too.
+        applies_to_seeded: Whether loaders of seeded runs change, too.
         say: Prints a line to the user.
     """
 
@@ -61,43 +125,47 @@ class Deciding:
         self._say = say
         self._loaders: dict[str, _Loader] = {}
 
-    def begin(self, name: str, users: int, *, group: str, why_fixed: str, forks: bool) -> None:
-        """A loader is about to be used, for the first time or again.
+    def begin(self, name: str, user_workers: int, *, group: str, why_fixed: str, forks: bool) -> None:
+        """Notes that a loader is about to be used, for the first time or again.
 
         Args:
             name: Its name.
-            users: What the user has set, as far as there is room for it: what it begins with.
-            group: Loaders with the same one have workers at the same time.
-            why_fixed: Why it stays as it is, in words for the user; empty if it does not.
-            forks: Whether its workers are forked, and so started at once.
+            user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
+            group: Loaders of the same group have workers at the same time.
+            why_fixed: Why it stays as it is, for the user; empty if it may change.
+            forks: Whether its workers are forked, which starts them at once.
         """
         known = self._loaders.get(name)
-        if known is None or (known.users, known.why_fixed) != (users, why_fixed):
-            trials = Trials(users, forks=forks)
-            self._loaders[name] = _Loader(group=group, users=users, why_fixed=why_fixed, trials=trials)
+        if known is None or (known.user_workers, known.why_fixed) != (user_workers, why_fixed):
+            trials = Trials(user_workers, forks=forks)
+            self._loaders[name] = _Loader(group=group, user_workers=user_workers, why_fixed=why_fixed, trials=trials)
 
-    def add(self, rank: int, measured: AllMeasured) -> None:
+    def add(self, rank: int, measured: RankReport) -> None:
         """Takes what a rank has published."""
         for window in measured.loaders:
             loader = self._loaders.get(window.loader)
             if loader is None:
                 continue
-            # It has had to go back on one rank, and will not be asked again.
+            # One rank had to go back to fewer workers; the loader is left alone from then on.
             loader.is_over = loader.is_over or window.frozen
-            own = loader.stretches.setdefault(rank, {})
-            own.update((stretch.moment, stretch) for stretch in window.stretches if stretch.moment > loader.seen)
-            for moment in sorted(own)[:-_KEPT]:
-                del own[moment]
+            own = loader.measurements.setdefault(rank, {})
+            own.update(
+                (measurement.interval, measurement)
+                for measurement in window.measurements
+                if measurement.interval > loader.seen
+            )
+            for interval in sorted(own)[:-_KEPT]:
+                del own[interval]
 
     def decide(self) -> Decision:
-        """What all ranks are to set, from the next stretch on."""
+        """What all ranks set from the next interval on."""
         for name, loader in self._loaders.items():
-            for stretch in self._complete(loader):
-                self._consider(name, loader, stretch)
+            for measurement in self._complete(loader):
+                self._consider(name, loader, measurement)
         settings = (
-            Setting(
+            LoaderSetting(
                 loader=name,
-                users=loader.users,
+                user_workers=loader.user_workers,
                 workers=loader.trials.workers,
                 trial=None if loader.is_over else loader.trials.trial,
             )
@@ -107,46 +175,46 @@ class Deciding:
         is_settled = all(loader.is_fixed or loader.is_over for loader in self._loaders.values())
         return Decision(settings=tuple(settings), settled=is_settled)
 
-    def _complete(self, loader: _Loader) -> list[Stretch]:
-        """What all ranks have measured since the last time, with the same workers."""
-        ranks = loader.stretches
+    def _complete(self, loader: _Loader) -> list[Measurement]:
+        """What all ranks have measured since the last call, with the same workers."""
+        ranks = loader.measurements
         if len(ranks) < self._world_size:
             return []
-        moments = sorted(set.intersection(*(set(own) for own in ranks.values())))
-        found = [worst_of([own.pop(moment) for own in ranks.values()]) for moment in moments]
-        loader.seen = max([loader.seen, *moments])
-        return [stretch for stretch in found if stretch is not None]
+        intervals = sorted(set.intersection(*(set(own) for own in ranks.values())))
+        found = [slowest_of([own.pop(interval) for own in ranks.values()]) for interval in intervals]
+        loader.seen = max([loader.seen, *intervals])
+        return [measurement for measurement in found if measurement is not None]
 
-    def _consider(self, name: str, loader: _Loader, stretch: Stretch) -> None:
+    def _consider(self, name: str, loader: _Loader, measurement: Measurement) -> None:
         if loader.is_over:
             return
         room = self._room(loader)
         why_fixed = loader.why_fixed
-        if not why_fixed and stretch.seeded and not self._applies_to_seeded:
-            why_fixed = words.SEEDED
+        if not why_fixed and measurement.seeded and not self._applies_to_seeded:
+            why_fixed = SEEDED
         others = (other for other in self._loaders.values() if other is not loader)
         change = loader.trials.add(
-            stretch,
+            measurement,
             room,
-            begins=_begins(stretch),
+            begins=_begins(measurement),
             may_try=not why_fixed and all(other.trials.trial is None for other in others),
         )
         if change is not None:
-            self._say(words.changed(name, change))
-        if not why_fixed and stretch.persists:
-            why_fixed = words.PERSISTS
+            self._say(changed(name, change))
+        if not why_fixed and measurement.persists:
+            why_fixed = PERSISTS
         loader.is_fixed = bool(why_fixed)
         if why_fixed and not loader.is_advised:
             self._advise(name, loader, room, why_fixed)
 
     def _advise(self, name: str, loader: _Loader, room: Room, why_fixed: str) -> None:
-        promise = loader.trials.promise(room)
-        if promise is not None and loader.trials.is_sure(promise):
+        forecast = loader.trials.forecast(room)
+        if forecast is not None and loader.trials.is_sure(forecast):
             loader.is_advised = True
-            self._say(words.advised(name, promise, why_fixed))
+            self._say(advised(name, forecast, why_fixed))
 
     def _room(self, loader: _Loader) -> Room:
-        """What the loaders leave that have workers at the same time."""
+        """What is left by the loaders that have workers at the same time."""
         others = (other for other in self._loaders.values() if other is not loader and other.group == loader.group)
         return Room(
             workers=max(self._budget.workers - sum(other.trials.workers for other in others), 0),
@@ -155,9 +223,39 @@ class Deciding:
         )
 
 
-def _begins(stretch: Stretch) -> Moment:
-    """When all ranks have read what follows from a stretch: the next one has begun already, on some of them."""
-    took_s = stretch.batches * stretch.step_s
-    if stretch.part or took_s >= STRETCH_S / 2:
-        return Moment(stretch.epoch, stretch.part + 2)
-    return Moment(stretch.epoch + (1 if took_s >= _LONG_S else 2), 1)
+def _begins(measurement: Measurement) -> Interval:
+    """When all ranks know the decision that follows from it: some of them have begun the next interval already."""
+    took_s = measurement.batches * measurement.step_s
+    if measurement.part or took_s >= INTERVAL_S / 2:
+        return Interval(measurement.epoch, measurement.part + 2)
+    return Interval(measurement.epoch + (1 if took_s >= _LONG_S else 2), 1)
+
+
+def changed(name: str, change: TrialOutcome) -> str:
+    """How a trial ended, for the user."""
+    now, others = f"num_workers={change.workers}", f"num_workers={change.others}"
+    if change.kind == "kept":
+        share = share_words(change.wait_s / change.others_s)
+        return (
+            f"{name}: {now} instead of {change.others} from now on: a step takes {time_words(change.step_s)} instead of"
+            f" {time_words(change.others_s)}, of which {share} was waiting for data"
+        )
+    if change.kind == "no gain":
+        return (
+            f"{name}: {now} stays: {others} was tried once, and a step took {time_words(change.others_s)} instead of"
+            f" {time_words(change.step_s)}"
+        )
+    return (
+        f"{name}: {now} again: with {others} a step now takes {time_words(change.others_s)}; it took"
+        f" {time_words(change.step_s)} before. It is not tried again"
+    )
+
+
+def advised(name: str, forecast: Forecast, why_fixed: str) -> str:
+    """What more workers would gain where nothing is changed, for the user."""
+    known = forecast.known
+    return (
+        f"{name}: {share_words(known.wait_s / known.step_s)} of each step of {time_words(known.step_s)} is waiting for "
+        f"data; num_workers={forecast.workers} instead of {known.workers} would bring it to "
+        f"{time_words(forecast.step_s)}. It stays as it is: {why_fixed}"
+    )

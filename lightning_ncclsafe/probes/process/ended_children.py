@@ -49,6 +49,7 @@ class ChildWatch:
         self._wake = -1, -1
         self._thread: threading.Thread | None = None
         self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
 
     def note(self) -> None:
         """Looks for new children, at most once a second; takes some 10 µs for each thread of this process."""
@@ -61,13 +62,12 @@ class ChildWatch:
                 if len(self._fds) < _MOST:
                     self._watch(pid)
             self._known &= children
+            self._learn()
 
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
         """Those nobody has asked for yet, and those that ended after this rank stood still, or shortly before."""
+        self._learn()
         now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
-        for at_s, pid, process in [*self._taken]:
-            if (child := _known(pid, process)) is not None:
-                seen[pid] = at_s, child
         waiting = ended_children()
         found = [_aged(child, now_s - seen[child.pid][0] if child.pid in seen else None) for child in waiting]
         for pid in seen.keys() - {child.pid for child in waiting}:
@@ -97,6 +97,19 @@ class ChildWatch:
         self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid == pid}
         self._poll.register(fd, select.EPOLLIN)
 
+    def _learn(self) -> None:
+        """Notes what parents know by now; as long as their process is kept, so are its pipes."""
+        with self._lock:
+            taken = [self._taken.popleft() for _ in range(len(self._taken))]
+            for at_s, pid, process in taken:
+                # Of one that nobody has asked for yet, nothing is asked for here.
+                if psutil.pid_exists(pid) or (code := _exit_code(process)) is None:
+                    self._taken.append((at_s, pid, process))
+                elif code < 0:
+                    self._ended.append((at_s, EndedProcess(pid=pid, signal=signal_name(-code))))
+                elif code:
+                    self._ended.append((at_s, EndedProcess(pid=pid, exit_code=code)))
+
     def _run(self) -> None:
         poll = self._poll
         assert poll is not None
@@ -125,15 +138,11 @@ class ChildWatch:
         os.close(fd)
 
 
-def _known(pid: int, process: BaseProcess) -> EndedProcess | None:
-    """What its parent has learnt of one that has ended, and that is no zombie any more: nothing is asked for here."""
+def _exit_code(process: BaseProcess) -> int | None:
+    """None where its parent does not know yet; 0 also where it has closed it, and so has asked."""
     with suppress(ValueError):
-        code = None if psutil.pid_exists(pid) else process.exitcode
-        if code:
-            return (
-                EndedProcess(pid=pid, signal=signal_name(-code)) if code < 0 else EndedProcess(pid=pid, exit_code=code)
-            )
-    return None
+        return process.exitcode
+    return 0
 
 
 def _aged(child: EndedProcess, ago_s: float | None) -> EndedProcess:

@@ -1,12 +1,13 @@
 """The answer as a page shows it: causes with their evidence, each piece of which leads to the facts it is from."""
 
-from collections.abc import Callable, Container, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.compared import compares
-from lightning_ncclsafe.report.recorded import is_recorded
+from lightning_ncclsafe.report.opening import compares
+from lightning_ncclsafe.report.ranks import is_recorded, told_once
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
@@ -15,6 +16,10 @@ Place = Callable[[int, str], str]
 """Where on the page a rank's facts are that an observation of this source was made in; empty where they are not."""
 
 
+# A longer one takes more than two lines of a phone.
+_LONGEST_PLACE = 72
+# Hosts that are named.
+_MOST_HOSTS = 2
 # Tables of all ranks, for observations that are about several.
 _TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "loader": "data-1"}
 
@@ -26,13 +31,13 @@ class Told:
     Attributes:
         source: Where it comes from.
         text: The observation in words.
-        rank: The rank it was made on; empty if it is about several.
+        ranks: The ranks it was made on; empty if it is about several.
         link: Place on the page of the facts it was made in; empty where they are not on it.
     """
 
     source: str
     text: str
-    rank: str
+    ranks: str
     link: str
 
 
@@ -43,6 +48,9 @@ class Cause:
     Attributes:
         finding: What the rule has found.
         ranks: The ranks that cause it, in words.
+        process: Where these run: host, and process where it is one; empty where nobody knows.
+        alike: Other ranks of which the same was found; empty where there are none.
+        place: Its location, without the beginning of a long path.
         code: The line at its location, where the source was there.
         waits: Who waits, and in what; empty where nobody does, or nobody can be told to.
         evidence: How we know.
@@ -50,6 +58,9 @@ class Cause:
 
     finding: Finding
     ranks: str
+    process: str
+    alike: str
+    place: str
     code: str
     waits: str
     evidence: tuple[Told, ...]
@@ -68,12 +79,35 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
         Cause(
             finding=finding,
             ranks=capitalised(ranks_words(finding.ranks)),
+            process=_process(view, finding.ranks),
+            alike=ranks_words(alike) if alike else "",
+            place=_short_place(finding.location),
             code=_code(view, finding),
             waits="" if compares(diagnosis.job) else _waits(view, finding),
-            evidence=tuple(_told(item, finding, place, tables) for item in finding.evidence),
+            evidence=tuple(_told(finding, place, tables)),
         )
-        for finding in diagnosis.findings
+        for finding, alike in told_once(diagnosis.findings)
     ]
+
+
+def _process(view: Timeline, ranks: Sequence[int]) -> str:
+    """``"process 4711 on node-3"``, ``"on node-3, node-4"``, ``"on 64 hosts"``."""
+    facts = [view.facts[rank] for rank in ranks if rank in view.facts]
+    hosts = [*dict.fromkeys(one.host for one in facts if one.host)]
+    pids = [one.pid for one in facts if one.pid] or [
+        view.witnesses[rank].pid for rank in ranks if rank in view.witnesses
+    ]
+    where = f"on {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} hosts'}" if hosts else ""
+    return " ".join(filter(None, [f"process {pids[0]}" if len(ranks) == len(pids) == 1 else "", where]))
+
+
+def _short_place(location: str) -> str:
+    """The end of a long path tells more than its beginning."""
+    if len(location) <= _LONGEST_PLACE:
+        return location
+    parts = location.split("/")
+    kept = next((first for first in range(1, len(parts)) if len("/".join(parts[first:])) < _LONGEST_PLACE - 1), -1)
+    return f"…/{'/'.join(parts[kept:])}"
 
 
 def _waits(view: Timeline, finding: Finding) -> str:
@@ -87,13 +121,17 @@ def _waits(view: Timeline, finding: Finding) -> str:
     return capitalised(ranks_words(ranks) if ranks and words in finding.summary else words)
 
 
-def _told(evidence: Evidence, finding: Finding, place: Place, tables: Container[str]) -> Told:
-    ranks = finding.ranks[:1] if evidence.rank is None else (evidence.rank,)
-    link = next((place(rank, evidence.source) for rank in ranks), "")
-    if evidence.rank is None and (table := _TABLES.get(evidence.source, "")) in tables:
-        link = table
-    rank = "" if evidence.rank is None else f"rank {evidence.rank}"
-    return Told(source=evidence.source, text=evidence.text, rank=rank, link=link)
+def _told(finding: Finding, place: Place, tables: Container[str]) -> Iterator[Told]:
+    """Its evidence; what was observed alike on several ranks once."""
+    alike: dict[tuple[str, str], list[Evidence]] = defaultdict(list)
+    for evidence in finding.evidence:
+        alike[evidence.source, evidence.text].append(evidence)
+    for (source, text), observed in alike.items():
+        made_on = [evidence.rank for evidence in observed if evidence.rank is not None]
+        link = next((place(rank, source) for rank in made_on or finding.ranks[:1]), "")
+        if not made_on and (table := _TABLES.get(source, "")) in tables:
+            link = table
+        yield Told(source=source, text=text, ranks=ranks_words(made_on) if made_on else "", link=link)
 
 
 def _code(view: Timeline, finding: Finding) -> str:

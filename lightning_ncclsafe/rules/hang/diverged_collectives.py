@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     broken_off,
     broken_off_alone,
     call_evidence,
+    called_by_threads,
     called_or_ended,
     calls_location,
     calls_words,
@@ -81,6 +82,11 @@ _REMEDY_PASSES = (
     "one of them, and use no optimizer that asks for the loss as often as each rank's own values say (LBFGS). What was "
     "trained since that batch has mixed gradients."
 )
+_REMEDY_THREADS = (
+    "Call collectives in one thread only, the one that trains: let the other thread leave its numbers to a hook, which "
+    "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
+    "own (torch.distributed.new_group, on all ranks), and call there the same collectives on all ranks."
+)
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
     "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
@@ -111,7 +117,8 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         collectives on ranks", or a hang without any message.
 
     Cause:
-        A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block.
+        A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
+        in a thread of its own, whose calls come between those of the training.
 
     Remedy:
         Make every rank call the same collectives in the same order.
@@ -124,7 +131,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
         return
-    if told := _more_passes(view) or _monitored_by_some(view):
+    if told := _in_threads(view) or _more_passes(view) or _monitored_by_some(view):
         yield told
         return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
@@ -136,6 +143,34 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
     elif found := _broken(view) or _elsewhere(view):
         yield found
+
+
+def _in_threads(view: Timeline) -> Finding | None:
+    """The collectives of two threads come in an order of chance."""
+    lines = called_by_threads(view)
+    if not lines:
+        return None
+    ranks, line = tuple(lines), next(iter(lines.values()))
+    ended, split = aborted(view), view.divergence or view.lost_divergence
+    called = f" {capitalised(calls_words(view, split))} as one." if split is not None else ""
+    gone = f" The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
+    text = (
+        f"{clause(ranks, 'has|have called')} a collective {place_words(line)}, in another thread than the one that "
+        f"trains: the two threads' collectives come in another order on each rank, and meet what does not fit."
+    )
+    return finding(
+        view,
+        ranks,
+        f"{text}{called}{gone}",
+        severity=Severity.ERROR if ended else None,
+        location=location_of(line),
+        evidence=(
+            *(call_evidence(split) if split is not None else ()),
+            *gone_evidence(view, ended),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY_THREADS,
+    )
 
 
 def _more_passes(view: Timeline) -> Finding | None:

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     broken_off_alone,
     call_evidence,
     called_at,
+    called_by_threads,
     calls_location,
     calls_words,
     capitalised,
@@ -67,7 +68,7 @@ _DECIDES = (
 @hang_rule(
     after="failed-rank",
     follows=("different-trainer-settings", "stopped-early"),
-    unless=(alone_in_trainer, ended_first, gathering_alone),
+    unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same collective, but the number of elements or the data type differs between them.

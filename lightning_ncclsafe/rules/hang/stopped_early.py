@@ -79,7 +79,12 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
-    elif ends == {LoopEnd.UNKNOWN} and all(_is_cut_short(told[rank]) for rank in early):
+    # Who has gone on from a validation that others are in has begun another epoch.
+    elif (
+        ends == {LoopEnd.UNKNOWN}
+        and all(_is_cut_short(told[rank]) for rank in early)
+        and any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in others)
+    ):
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
@@ -233,6 +233,28 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     gone_on = has_gone_on(view, ranks) or skips_handled(view, ranks)[0] if len(ranks) == len(split.calls) else ()
     by_site = few_by_site(view, every) if ended else ()
     return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
+
+
+@once
+def called_by_threads(view: Timeline) -> dict[int, Frame]:
+    """The line at which each rank has called a collective in a thread of its own, where collectives do not fit.
+
+    That thread's calls and those of the main thread come in another order on each rank. Where the recorder knows from
+    where the call was made that does not fit, it has to be that thread's.
+    """
+    split = view.divergence or view.lost_divergence
+    calls = split.calls if split is not None else {}
+    told = {rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)}
+    told |= {rank: view.witnesses[rank].thread_stack for rank in aborted(view)}
+    if split is None and not aborted(view):
+        return {}
+    lines = {rank: deepest_user_frame(stack) for rank, stack in sorted(told.items()) if stack}
+    return {rank: line for rank, line in lines.items() if line is not None}
+
+
+def _may_be_of_thread(call: Collective | None, facts: RankFacts) -> bool:
+    places = {(frame.file, frame.line) for frame in facts.thread_stack}
+    return call is None or not call.site or all((frame.file, frame.line) in places for frame in call.stack)
 
 
 def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:

@@ -72,11 +72,15 @@ def _has_aborted(view: Timeline, rank: int) -> bool:
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
-    """Whether its main thread was in a collective, below the last line of the user's own, on gloo."""
-    stack = view.witnesses[rank].stack
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    called = is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
+    """Whether one of its threads was in a collective, below the last line of the user's own, on gloo."""
+    process = view.witnesses[rank]
+    called = _is_in_collective(process.stack) or _is_in_collective(process.thread_stack)
     return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+
+
+def _is_in_collective(stack: tuple[Frame, ...]) -> bool:
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    return is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
 
 
 @once

@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_ncclsafe.facts import Capacity
-from lightning_ncclsafe.loaders.tuning.agreed_budget import least_budget
-from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of
+from lightning_ncclsafe.loaders.tuning.budget import Budget, budget_of, least_budget
 
 GB = 10**9
 

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.loaders.tuning import words
+from lightning_ncclsafe.loaders.tuning import deciding
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.deciding import Deciding
-from lightning_ncclsafe.loaders.tuning.messages import AllMeasured, Measured, Setting
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch
+from lightning_ncclsafe.loaders.tuning.deciding import Deciding, LoaderReport, LoaderSetting, RankReport
+from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
 BUDGET = Budget(cores=8.0, workers=8, memory_bytes=10**10, shm_bytes=10**9, cores_from="8 cores")
-SLOW = Stretch(epoch=1, workers=0, batches=100, gap_s=0.01, data_s=4.0, start_s=0.04, cpu_s=0.05, process_bytes=10**8)
+SLOW = Measurement(
+    epoch=1, workers=0, batches=100, gap_s=0.01, data_s=4.0, start_s=0.04, cpu_s=0.05, process_bytes=10**8
+)
 
 
 class Job:
@@ -24,19 +25,21 @@ class Job:
         self.deciding = Deciding(budget, ranks, applies_to_seeded=to_seeded, say=self.said.append)
         self.epochs = 0
 
-    def begin(self, name: str = "train_dataloader", users: int = 0, **changes: Any) -> None:
+    def begin(self, name: str = "train_dataloader", user_workers: int = 0, **changes: Any) -> None:
         options = {"group": name.partition("[")[0], "why_fixed": "", "forks": True, **changes}
-        self.deciding.begin(name, users, **options)
+        self.deciding.begin(name, user_workers, **options)
 
-    def measure(self, stretch: Stretch, *ranks: int, name: str = "train_dataloader", frozen: bool = False) -> None:
+    def measure(
+        self, measurement: Measurement, *ranks: int, name: str = "train_dataloader", frozen: bool = False
+    ) -> None:
         for rank in ranks or range(self.ranks):
-            one = Measured(loader=name, stretches=(stretch,), frozen=frozen)
-            self.deciding.add(rank, AllMeasured(loaders=(one,)))
+            one = LoaderReport(loader=name, measurements=(measurement,), frozen=frozen)
+            self.deciding.add(rank, RankReport(loaders=(one,)))
 
-    def setting(self, name: str = "train_dataloader") -> Setting:
+    def setting(self, name: str = "train_dataloader") -> LoaderSetting:
         return next(setting for setting in self.deciding.decide().settings if setting.loader == name)
 
-    def train(self, epochs: int = 8, of: Stretch = SLOW, name: str = "train_dataloader") -> Setting:
+    def train(self, epochs: int = 8, of: Measurement = SLOW, name: str = "train_dataloader") -> LoaderSetting:
         """Epochs that none is tried in."""
         for _ in range(epochs):
             self.epochs += 1
@@ -59,7 +62,7 @@ def test_more_workers_are_tried_once_all_ranks_have_measured_the_same_epochs() -
     job.measure(replace(SLOW, epoch=4), 1)
     trial = job.setting().trial
     assert trial is not None and trial.workers == 4
-    assert (trial.moment, job.said) == (Moment(5, 1), [])
+    assert (trial.interval, job.said) == (Interval(5, 1), [])
 
 
 def test_an_epoch_in_which_ranks_had_different_workers_says_nothing() -> None:
@@ -77,10 +80,10 @@ def test_what_is_kept_is_set_on_all_and_said() -> None:
     trial = job.train().trial
     assert trial is not None
     tried = replace(SLOW, epoch=6, workers=trial.workers, data_s=0.5, start_s=0.4)
-    for stretch in (replace(SLOW, epoch=5), tried, replace(SLOW, epoch=7)):
-        job.measure(stretch)
+    for measurement in (replace(SLOW, epoch=5), tried, replace(SLOW, epoch=7)):
+        job.measure(measurement)
     setting = job.setting()
-    assert (setting.users, setting.workers, setting.trial) == (0, 4, None)
+    assert (setting.user_workers, setting.workers, setting.trial) == (0, 4, None)
     (line,) = job.said
     assert line.startswith(
         "train_dataloader: num_workers=4 instead of 0 from now on: a step takes 15 ms instead of 50 ms"
@@ -89,17 +92,17 @@ def test_what_is_kept_is_set_on_all_and_said() -> None:
 
 @pytest.mark.parametrize(
     ("took_s", "part", "begins"),
-    [(1.0, 0, Moment(6, 1)), (20.0, 0, Moment(5, 1)), (120.0, 0, Moment(4, 2)), (20.0, 3, Moment(4, 5))],
+    [(1.0, 0, Interval(6, 1)), (20.0, 0, Interval(5, 1)), (120.0, 0, Interval(4, 2)), (20.0, 3, Interval(4, 5))],
 )
-def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int, begins: Moment) -> None:
+def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int, begins: Interval) -> None:
     job = Job()
     job.begin()
-    stretch = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05), part=part)
+    measurement = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05), part=part)
     for epoch in (1, 2, 3, 4):
-        job.measure(replace(stretch, epoch=epoch))
+        job.measure(replace(measurement, epoch=epoch))
     trial = job.setting().trial
     # An epoch of a second cannot lose what forking may cost.
-    assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.moment == begins
+    assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.interval == begins
 
 
 def test_one_loader_is_tried_at_a_time() -> None:
@@ -114,7 +117,7 @@ def test_one_loader_is_tried_at_a_time() -> None:
 def test_loaders_that_are_read_at_the_same_time_share_the_cores() -> None:
     job = Job()
     job.begin("train_dataloader[0]")
-    job.begin("train_dataloader[1]", users=6)
+    job.begin("train_dataloader[1]", user_workers=6)
     trial = job.train(name="train_dataloader[0]").trial
     assert trial is not None and trial.workers == 2
 
@@ -128,7 +131,7 @@ def test_a_seeded_run_is_told_once_what_is_to_be_gained_and_left_alone() -> None
     assert line.startswith(
         "train_dataloader: 79 % of each step of 50 ms is waiting for data; num_workers=4 instead of 0"
     )
-    assert words.SEEDED in line and "LoaderTuner(apply_to_seeded=True)" in line
+    assert deciding.SEEDED in line and "LoaderTuner(apply_to_seeded=True)" in line
     assert job.deciding.decide().settled
 
 
@@ -150,14 +153,14 @@ def test_a_seeded_run_is_changed_where_that_is_allowed() -> None:
 
 def test_nothing_is_said_where_nothing_is_to_be_gained_for_sure() -> None:
     job = Job()
-    job.begin(why_fixed=words.ADVICE_ONLY)
+    job.begin(why_fixed=deciding.ADVICE_ONLY)
     for epoch in range(1, 20):
         job.measure(replace(SLOW, epoch=epoch, data_s=0.2, cpu_s=0.012))
         job.deciding.decide()
     assert not job.said
 
 
-@pytest.mark.parametrize("why", [words.ADVICE_ONLY, words.ITERABLE])
+@pytest.mark.parametrize("why", [deciding.ADVICE_ONLY, deciding.ITERABLE])
 def test_advice_is_said_once_and_changes_nothing(why: str) -> None:
     job = Job()
     job.begin(why_fixed=why)
@@ -165,7 +168,7 @@ def test_advice_is_said_once_and_changes_nothing(why: str) -> None:
         job.measure(replace(SLOW, epoch=epoch))
         assert job.deciding.decide().settings == ()
     (line,) = job.said
-    assert line.endswith(f"It is left as it is: {why}")
+    assert line.endswith(f"It stays as it is: {why}")
 
 
 def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
@@ -174,8 +177,8 @@ def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
     job.train(epochs=3)
     job.begin()
     assert job.train(epochs=1).trial is not None
-    job.begin(users=2)
-    assert job.setting() == Setting(loader="train_dataloader", users=2, workers=2)
+    job.begin(user_workers=2)
+    assert job.setting() == LoaderSetting(loader="train_dataloader", user_workers=2, workers=2)
 
 
 def test_a_rank_that_takes_no_settings_any_more_ends_the_trying() -> None:
@@ -192,4 +195,4 @@ def test_a_rank_that_measures_nothing_does_not_fill_the_memory() -> None:
     job.begin()
     for epoch in range(1, 200):
         job.measure(replace(SLOW, epoch=epoch), 0)
-    assert len(job.deciding._loaders["train_dataloader"].stretches[0]) <= 32
+    assert len(job.deciding._loaders["train_dataloader"].measurements[0]) <= 32

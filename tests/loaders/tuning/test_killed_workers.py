@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader
+from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 
 PIPE_BYTES = 65536
 
@@ -56,13 +56,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def workers_of(tuned: TunedLoader) -> list[psutil.Process]:
+def workers_of(tuned: ResizableLoader) -> list[psutil.Process]:
     (epoch,) = tuned._epochs
     assert epoch.pool is not None
     return [psutil.Process(pid) for pid in epoch.pool.pids]
 
 
-def iterator_of(tuned: TunedLoader) -> Any:
+def iterator_of(tuned: ResizableLoader) -> Any:
     (epoch,) = tuned._epochs
     assert epoch.pool is not None
     return epoch.pool.iterator
@@ -73,12 +73,12 @@ def indices(epoch: Iterator[Any]) -> list[int]:
 
 
 @pytest.fixture
-def tuned() -> Iterator[Callable[..., TunedLoader]]:
-    made: list[TunedLoader] = []
+def tuned() -> Iterator[Callable[..., ResizableLoader]]:
+    made: list[ResizableLoader] = []
 
-    def make(dataset: Any, *, users: int = 0, workers: int = 1, **keywords: Any) -> TunedLoader:
-        loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=users, **keywords)
-        made.append(TunedLoader(loader, workers=workers, prefetch=2, say=lambda line: None))
+    def make(dataset: Any, *, user_workers: int = 0, workers: int = 1, **keywords: Any) -> ResizableLoader:
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=user_workers, **keywords)
+        made.append(ResizableLoader(loader, workers=workers, prefetch=2, say=lambda line: None))
         return made[-1]
 
     yield make
@@ -112,7 +112,7 @@ REAPERS = [reaped_by_psutil, reaped_by_waitpid, reaped_by_nobody, reaped_by_anot
 @pytest.mark.parametrize("reap", REAPERS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_worker_is_noticed_whoever_has_reaped_it(
-    reap: Callable[[psutil.Process], None], workers: int, tuned: Callable[..., TunedLoader]
+    reap: Callable[[psutil.Process], None], workers: int, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Items(), workers=workers)
     epoch = loader.begin()
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_noticed_whoever_has_reaped_it(
     assert loader.frozen and loader.workers == 0
 
 
-def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., TunedLoader]) -> None:
+def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items())
     epoch = loader.begin()
     next(epoch)
@@ -140,7 +140,7 @@ def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_worker_is_killed_in_the_middle_of_sending_with_the_lock_of_the_pipe(
-    workers: int, tuned: Callable[..., TunedLoader]
+    workers: int, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Items(10 * PIPE_BYTES), workers=workers)
     epoch = loader.begin()
@@ -158,7 +158,7 @@ def test_a_worker_is_killed_in_the_middle_of_sending_with_the_lock_of_the_pipe(
     assert indices(epoch) == list(range(1, 12))
 
 
-def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable[..., TunedLoader]) -> None:
+def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), workers=2)
     epoch = loader.begin()
     next(epoch)
@@ -170,7 +170,7 @@ def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_workers_end_though_nobody_gives_back_the_lock_of_their_event(
-    killed: bool, tuned: Callable[..., TunedLoader]
+    killed: bool, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Items(), workers=2)
     epoch = loader.begin()
@@ -194,9 +194,9 @@ def test_workers_end_though_nobody_gives_back_the_lock_of_their_event(
     ],
 )
 def test_a_run_with_the_users_own_workers_ends_with_the_signal_and_the_worker(
-    end: Callable[[], None], said: str, tuned: Callable[..., TunedLoader]
+    end: Callable[[], None], said: str, tuned: Callable[..., ResizableLoader]
 ) -> None:
-    loader = tuned(Ending(end), users=2, workers=2)
+    loader = tuned(Ending(end), user_workers=2, workers=2)
     epoch = loader.begin()
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid \d+\) {said}"):
         indices(epoch)
@@ -206,9 +206,9 @@ def test_a_run_with_the_users_own_workers_ends_with_the_signal_and_the_worker(
 
 
 def test_a_worker_of_the_users_that_somebody_has_reaped_is_said_to_have_ended_somehow(
-    tuned: Callable[..., TunedLoader],
+    tuned: Callable[..., ResizableLoader],
 ) -> None:
-    loader = tuned(Items(), users=1)
+    loader = tuned(Items(), user_workers=1)
     epoch = loader.begin()
     next(epoch)
     (worker,) = workers_of(loader)
@@ -219,9 +219,9 @@ def test_a_worker_of_the_users_that_somebody_has_reaped_is_said_to_have_ended_so
 
 
 def test_a_long_timeout_of_the_users_does_not_keep_a_dead_worker_from_being_noticed(
-    tuned: Callable[..., TunedLoader],
+    tuned: Callable[..., ResizableLoader],
 ) -> None:
-    loader = tuned(Items(), workers=1, users=1, timeout=3600)
+    loader = tuned(Items(), workers=1, user_workers=1, timeout=3600)
     epoch = loader.begin()
     next(epoch)
     (worker,) = workers_of(loader)
@@ -230,8 +230,8 @@ def test_a_long_timeout_of_the_users_does_not_keep_a_dead_worker_from_being_noti
         indices(epoch)
 
 
-def test_workers_that_persist_are_killed_between_epochs(tuned: Callable[..., TunedLoader]) -> None:
-    loader = tuned(Items(), users=1, workers=2, persistent_workers=True)
+def test_workers_that_persist_are_killed_between_epochs(tuned: Callable[..., ResizableLoader]) -> None:
+    loader = tuned(Items(), user_workers=1, workers=2, persistent_workers=True)
     assert indices(loader.begin()) == list(range(12))
     assert loader._kept is not None
     worker = psutil.Process(loader._kept.pids[0])
@@ -252,7 +252,7 @@ def stops_in_the_middle_of_sending(worker: psutil.Process, reader: threading.Thr
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_worker_is_killed_where_a_thread_pins_memory(
-    sends: bool, tuned: Callable[..., TunedLoader], monkeypatch: pytest.MonkeyPatch
+    sends: bool, tuned: Callable[..., ResizableLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The thread and its queue are torch's own; a device for it is not here.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -273,7 +273,7 @@ def test_a_worker_is_killed_where_a_thread_pins_memory(
 
 
 def test_no_signal_goes_to_a_process_that_has_the_number_of_a_dead_worker(
-    tuned: Callable[..., TunedLoader], monkeypatch: pytest.MonkeyPatch
+    tuned: Callable[..., ResizableLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = tuned(Items(), workers=2)
     epoch = loader.begin()

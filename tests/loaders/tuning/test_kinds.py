@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from lightning_ncclsafe.loaders.tuning.fitted import Fitted, FittedByEpoch, FittedByPools, is_seeded, kind_of
-from lightning_ncclsafe.loaders.tuning.forkable import holds_generator
+from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded
+from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, IterableLoader, MapStyleLoader, kind_of
 from lightning_ncclsafe.settings import TunerSettings
 
 ALL = TunerSettings(apply=True, apply_to_iterables=True)
@@ -35,12 +35,12 @@ def test_a_dataset_that_one_process_alone_can_use_is_watched_until_the_user_has_
     guarded, lines = Guarded(torch.zeros(5)), Lines(lock=threading.Lock())
     guarded.lock = threading.Lock()
     kinds = [kind_of(DataLoader(dataset, num_workers=workers), ALL) for dataset in (guarded, lines)]
-    assert kinds == ([Fitted, Fitted] if workers < 2 else [FittedByPools, FittedByEpoch])
+    assert kinds == ([AdvisedLoader, AdvisedLoader] if workers < 2 else [MapStyleLoader, IterableLoader])
 
 
 def test_others_are_fitted() -> None:
     kinds = [kind_of(DataLoader(dataset), ALL) for dataset in (Guarded(torch.zeros(5)), Lines())]
-    assert kinds == [FittedByPools, FittedByEpoch]
+    assert kinds == [MapStyleLoader, IterableLoader]
 
 
 @pytest.fixture

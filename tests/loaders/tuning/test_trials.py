@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.loaders.tuning import words
-from lightning_ncclsafe.loaders.tuning.stretches import Moment, Stretch, worst_of
-from lightning_ncclsafe.loaders.tuning.trials import Change, Room, Trials
+from lightning_ncclsafe.loaders.tuning import deciding
+from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement, slowest_of
+from lightning_ncclsafe.loaders.tuning.trials import Room, TrialOutcome, Trials
 
 EIGHT = Room(workers=8, cores=8.0)
 
@@ -41,7 +41,7 @@ class Loader:
     cores: float = 8.0
     jitter: float = 0.0
 
-    def epoch(self, workers: int, chance: random.Random | None = None) -> Stretch:
+    def epoch(self, workers: int, chance: random.Random | None = None) -> Measurement:
         own_s, batch_s = self.gap_s, self.batch_s
         cpu_s = own_s + self.computes * batch_s
         if workers:
@@ -52,7 +52,7 @@ class Loader:
         else:
             start_s, data_s = batch_s, self.batches * batch_s
         noise = chance.gauss(1, self.jitter) if chance is not None else 1.0
-        return Stretch(
+        return Measurement(
             epoch=0,
             workers=workers,
             batches=self.batches,
@@ -69,37 +69,37 @@ class Loader:
 
 def train(
     loader_at: Callable[[int], Loader],
-    users: int,
+    user_workers: int,
     epochs: int,
     *,
     room: Room | None = None,
     forks: bool = True,
     chance: random.Random | None = None,
-) -> tuple[list[int], list[Change]]:
+) -> tuple[list[int], list[TrialOutcome]]:
     """The workers of each epoch, and what was said. What is decided after an epoch begins with the next but one."""
-    trials = Trials(users, forks=forks)
+    trials = Trials(user_workers, forks=forks)
     workers, changes, tried = [], [], 0
-    setting, trial = users, None
+    setting, trial = user_workers, None
     for epoch in range(1, epochs + 1):
         loader = loader_at(epoch)
         now = setting
-        if trial is not None and trial.number != tried and Moment(epoch) >= trial.moment:
+        if trial is not None and trial.number != tried and Interval(epoch) >= trial.interval:
             now, tried = trial.workers, trial.number
         workers.append(now)
         # By the time at which the next epoch begins, this one has not been decided on.
         setting, trial = trials.workers, trials.trial
-        stretch = replace(loader.epoch(now, chance), epoch=epoch)
+        measurement = replace(loader.epoch(now, chance), epoch=epoch)
         space = room or Room(workers=int(loader.cores), cores=loader.cores)
-        change = trials.add(stretch, space, begins=Moment(epoch + 1, 1), may_try=True)
+        change = trials.add(measurement, space, begins=Interval(epoch + 1, 1), may_try=True)
         if change is not None:
             changes.append(change)
     return workers, changes
 
 
-def worst_of_20(loader_at: Callable[[int], Loader], workers: list[int], users: int) -> float:
+def worst_of_20(loader_at: Callable[[int], Loader], workers: list[int], user_workers: int) -> float:
     """The most by which any 20 epochs in a row took longer than with what the user has set."""
     tuned = [loader_at(epoch).took_s(count) for epoch, count in enumerate(workers, 1)]
-    stock = [loader_at(epoch).took_s(users) for epoch in range(1, len(workers) + 1)]
+    stock = [loader_at(epoch).took_s(user_workers) for epoch in range(1, len(workers) + 1)]
     starts = range(len(workers) - 19)
     return max(sum(tuned[start : start + 20]) / sum(stock[start : start + 20]) for start in starts)
 
@@ -117,18 +117,18 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("users", [0, 1, 3])
+@pytest.mark.parametrize("user_workers", [0, 1, 3])
 @pytest.mark.parametrize("computes", [0.0, 1.0])
-def test_no_20_epochs_are_2_percent_slower_than_with_what_the_user_has_set(users: int, computes: float) -> None:
+def test_no_20_epochs_are_2_percent_slower_than_with_what_the_user_has_set(user_workers: int, computes: float) -> None:
     slower, faster = [], 0
     for costs in GRID:
         loader = Loader(computes=computes, **costs)  # type: ignore[arg-type]
         # Workers that take seconds to start are spawned.
-        workers, _ = train(lambda _, loader=loader: loader, users, 30, forks=loader.start_s < 1)
-        worst = worst_of_20(lambda _, loader=loader: loader, workers, users)
+        workers, _ = train(lambda _, loader=loader: loader, user_workers, 30, forks=loader.start_s < 1)
+        worst = worst_of_20(lambda _, loader=loader: loader, workers, user_workers)
         if worst > 1.02:
             slower.append((costs, worst, workers))
-        faster += loader.took_s(workers[-1]) < 0.8 * loader.took_s(users)
+        faster += loader.took_s(workers[-1]) < 0.8 * loader.took_s(user_workers)
     assert not slower, (len(slower), slower[:3])
     assert faster > 10, "and many are a lot faster"
 
@@ -146,9 +146,9 @@ def test_nor_where_epochs_vary_by_a_twentieth(seed: int) -> None:
     assert not slower, (len(slower), slower[:3])
 
 
-def quiet(loader: Loader, users: int = 0, **options: Any) -> bool:
-    workers, changes = train(lambda _: loader, users, 60, **options)
-    return set(workers) == {users} and not changes
+def quiet(loader: Loader, user_workers: int = 0, **options: Any) -> bool:
+    workers, changes = train(lambda _: loader, user_workers, 60, **options)
+    return set(workers) == {user_workers} and not changes
 
 
 @pytest.mark.parametrize("gap_s", [0.0001, 0.001, 0.01])
@@ -170,7 +170,7 @@ def test_nothing_is_tried_where_there_are_no_cores_for_it() -> None:
 
 
 def test_workers_that_are_fast_enough_stay() -> None:
-    assert quiet(Loader(gap_s=0.01, batch_s=0.015, batches=1000), users=2)
+    assert quiet(Loader(gap_s=0.01, batch_s=0.015, batches=1000), user_workers=2)
 
 
 def test_dear_batches_get_workers_and_keep_them() -> None:
@@ -178,7 +178,7 @@ def test_dear_batches_get_workers_and_keep_them() -> None:
     workers, (kept,) = train(lambda _: loader, 0, 15)
     assert workers[:5] == [0] * 5 and workers[-1] == 3
     assert (kept.kind, kept.others) == ("kept", 0)
-    line = words.changed("train_dataloader", kept)
+    line = deciding.changed("train_dataloader", kept)
     assert line.startswith(f"train_dataloader: num_workers={workers[-1]} instead of 0 from now on: a step takes ")
     assert "instead of 40 ms, of which 75 % was waiting for data" in line
 
@@ -188,7 +188,7 @@ def test_what_has_failed_is_said_and_never_tried_again() -> None:
     workers, (failed,) = train(lambda _: locked, 0, 200)
     assert sum(count > 0 for count in workers) == 1
     assert (failed.kind, failed.workers) == ("no gain", 0)
-    assert "num_workers=0 stays: num_workers=" in words.changed("train_dataloader", failed)
+    assert "num_workers=0 stays: num_workers=" in deciding.changed("train_dataloader", failed)
 
 
 def test_a_trial_is_compared_with_the_epochs_before_and_after_it() -> None:
@@ -204,7 +204,7 @@ def test_what_has_become_a_loss_is_taken_back_and_not_tried_again() -> None:
     workers, changes = train(lambda epoch: first if epoch < 15 else later, 0, 200)
     assert [change.kind for change in changes] == ["kept", "taken back"]
     assert workers[-1] == 0 and sum(count > 0 for count in workers[20:]) == 0
-    assert "num_workers=0 again: with num_workers=" in words.changed("train_dataloader", changes[-1])
+    assert "num_workers=0 again: with num_workers=" in deciding.changed("train_dataloader", changes[-1])
 
 
 def test_the_users_workers_are_looked_at_again_now_and_then() -> None:
@@ -231,10 +231,10 @@ def test_the_first_epoch_says_nothing() -> None:
 def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> None:
     def workers(memory_bytes: int | None) -> int:
         trials = Trials(0, forks=True)
-        stretch = replace(Loader(gap_s=0.01, batch_s=0.03, batches=400).epoch(0), process_bytes=10**9)
+        measurement = replace(Loader(gap_s=0.01, batch_s=0.03, batches=400).epoch(0), process_bytes=10**9)
         room = replace(EIGHT, memory_bytes=memory_bytes)
         for epoch in range(1, 6):
-            trials.add(replace(stretch, epoch=epoch), room, begins=Moment(9), may_try=True)
+            trials.add(replace(measurement, epoch=epoch), room, begins=Interval(9), may_try=True)
         return trials.trial.workers if trials.trial is not None else 0
 
     assert workers(None) == 3
@@ -244,25 +244,25 @@ def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> Non
 
 def test_workers_that_persist_are_not_changed() -> None:
     trials = Trials(1, forks=True)
-    stretch = replace(Loader(gap_s=0.01, batch_s=0.03).epoch(1), persists=True)
+    measurement = replace(Loader(gap_s=0.01, batch_s=0.03).epoch(1), persists=True)
     for epoch in range(1, 10):
-        trials.add(replace(stretch, epoch=epoch), EIGHT, begins=Moment(99), may_try=True)
+        trials.add(replace(measurement, epoch=epoch), EIGHT, begins=Interval(99), may_try=True)
     assert trials.trial is None
 
 
 def test_a_trial_that_not_all_ranks_have_read_of_in_time_counts_as_one() -> None:
     trials = Trials(0, forks=True)
-    stretch = Loader(gap_s=0.01, batch_s=0.03).epoch(0)
+    measurement = Loader(gap_s=0.01, batch_s=0.03).epoch(0)
     begun = set()
     for epoch in range(1, 100):
-        trials.add(replace(stretch, epoch=epoch), EIGHT, begins=Moment(epoch + 1, 1), may_try=True)
+        trials.add(replace(measurement, epoch=epoch), EIGHT, begins=Interval(epoch + 1, 1), may_try=True)
         begun.add(trials.trial.number if trials.trial is not None else 0)
     assert 1 <= max(begun) <= 10
 
 
 def test_the_rank_whose_loader_is_the_slowest_counts() -> None:
-    one = Stretch(epoch=3, workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
-    other = Stretch(epoch=3, workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
-    worst = worst_of([one, other])
+    one = Measurement(epoch=3, workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
+    other = Measurement(epoch=3, workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
+    worst = slowest_of([one, other])
     assert worst == replace(other, cpu_s=0.001, process_bytes=5)
-    assert worst_of([one, replace(other, workers=2)]) is None
+    assert slowest_of([one, replace(other, workers=2)]) is None

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.facts import Capacity
-from lightning_ncclsafe.loaders.tuning import agreed_budget, tuner
-from lightning_ncclsafe.loaders.tuning.agreed_budget import agree_on_budget, least_budget
-from lightning_ncclsafe.loaders.tuning.deadlines import Deadlines
+from lightning_ncclsafe.loaders.tuning import budget, tuner
+from lightning_ncclsafe.loaders.tuning.budget import agree_on_budget, least_budget
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
+from lightning_ncclsafe.loaders.tuning.worker_pool import Deadlines
 from lightning_ncclsafe.settings import TunerSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -125,10 +125,10 @@ def test_all_ranks_come_to_one_budget() -> None:
 
 
 def test_a_rank_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreed_budget, "BUDGET_S", 0.05)
+    monkeypatch.setattr(budget, "BUDGET_S", 0.05)
     exchange = MemoryExchange()
-    budget = agree_on_budget(exchange, HOST, rank=0, world_size=2, over=threading.Event())
-    assert budget is not None and budget.workers == 8
+    agreed = agree_on_budget(exchange, HOST, rank=0, world_size=2, over=threading.Event())
+    assert agreed is not None and agreed.workers == 8
     other = MemoryExchange()
     assert agree_on_budget(other, HOST, rank=1, world_size=2, over=threading.Event()) is None
 
@@ -142,7 +142,7 @@ def decide(ranks: Ranks, workers: int, name: str = "train_dataloader") -> None:
 
     def is_known(one: Tuner) -> bool:
         one._wake.set()
-        setting = one._fitted[name].setting
+        setting = one._loaders[name].setting
         return setting is not None and setting.workers == workers
 
     until(lambda: all(is_known(one) for one in ranks.tuners))
@@ -170,7 +170,7 @@ def test_ranks_begin_with_what_the_user_has_set_and_get_the_same_workers_from_an
         assert tuning is not None
         epoch = tuning(lambda: iter(()))
         seen = next(epoch).tolist()
-        assert one._fitted["train_dataloader"]._reads.workers == 2
+        assert one._loaders["train_dataloader"]._reads.workers == 2
         assert seen + [int(sample) for batch in epoch for sample in batch] == list(range(40))
     assert ranks.said == [[], []]
     assert [loader.num_workers for loader in loaders] == [0, 0]
@@ -202,7 +202,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
     assert line == (
-        "train_dataloader: num_workers=4 instead of 16: on every rank, that is far more than there are cores for "
+        "train_dataloader: num_workers=4 instead of 16 on every rank: that is far more than there are cores for "
         "(2 cores shared by 2 ranks)"
     )
     assert ranks.said[1] == []
@@ -342,7 +342,7 @@ def test_a_rank_that_has_waited_for_too_long_decides_for_all_that_nothing_change
 def test_iterable_datasets_stay_as_they_are_where_a_rank_takes_no_part(
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreed_budget, "BUDGET_S", 0.05)
+    monkeypatch.setattr(budget, "BUDGET_S", 0.05)
     one_core, exchange = Capacity(machine="a", cpus=(0,)), MemoryExchange()
     alone = Tuner(TunerSettings(apply_to_iterables=True), exchange, rank=0, world_size=2, capacity=one_core)
     alone.start()

@@ -51,8 +51,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     codec,
 )
-from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.terms import terms_of
+from lightning_ncclsafe.loaders.agreement import Agreement, epoch_ends
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.report.folder import write_report
@@ -158,7 +157,7 @@ def _many_rows(name: str, presented: Sequence[Contribution], folder: Path, repea
     parts: dict[str, Callable[[], object]] = {
         "decode": lambda: [codec.decode(Contribution, message) for message in messages],
         "judge": lambda: judge(job, AGREEMENT_RULES),
-        "terms": lambda: terms_of(data),
+        "epoch ends": lambda: epoch_ends(data),
     }
     if diagnosis.findings:
         parts["text of the error"] = lambda: render_mismatch(diagnosis)

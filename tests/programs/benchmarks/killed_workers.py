@@ -27,7 +27,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ncclsafe.loaders.tuning.pools import TunedLoader
+from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 
 HANGS_AFTER_S = 60.0
 SAMPLES = 48
@@ -101,7 +101,7 @@ class Trial:
 
     def run(self) -> str:
         """How it ended: ``"undisturbed"``, ``"made again"``, ``"raised"``, or what is wrong."""
-        tuned = TunedLoader(
+        tuned = ResizableLoader(
             self.loader,
             workers=self.workers,
             prefetch=random.randint(1, 4),

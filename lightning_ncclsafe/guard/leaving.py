@@ -1,0 +1,223 @@
+"""How a rank leaves its call of the Trainer: with an exception, at the end, or because the run is ended."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeGuard
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.code.libraries import TRAINER_STAGE
+from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
+from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.guard.connection import Connection
+from lightning_ncclsafe.guard.ended_run import EndedRun
+from lightning_ncclsafe.guard.ending import Ending, say_goodbye, wait_for_others
+from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
+from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.probes.process import stacks
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.settings import Limits
+
+# How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
+LINGER_S = 5.0
+# How long the end of an incident may take to reach every rank once training has finished.
+_SETTLE_S = 1.0
+# For all ranks that wait for the last one; the questions are cheap.
+_FINISH_POLL_S, _FINISH_POLLS_PER_S = 0.01, 5000.0
+
+
+class Leaving:
+    """What one rank does on its main thread when the Trainer's function has raised or returned.
+
+    Args:
+        place: Which rank of which job this is.
+        limits: When to ask and when to end.
+        state: What is known of the incident that is open.
+        connection: What the ranks share.
+        probe: Sees this rank.
+        ending: Whether the run is being ended.
+        ended_run: What is done then.
+        phase_kind: What kind of phase the Trainer is in, and the index of its batch.
+        wake_watchdog: Makes the watchdog's next tick come at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        limits: Limits,
+        state: GuardState,
+        connection: Connection,
+        probe: RankProbe,
+        ending: Ending,
+        ended_run: EndedRun,
+        phase_kind: Callable[[], tuple[PhaseKind, int]],
+        wake_watchdog: Callable[[], None],
+    ) -> None:
+        self._place = place
+        self._limits = limits
+        self._state = state
+        self._connection = connection
+        self._probe = probe
+        self._ending = ending
+        self._ended_run = ended_run
+        self._phase_kind = phase_kind
+        self._wake_watchdog = wake_watchdog
+
+    @marked(Mark.STORE)
+    def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
+        """The Trainer's function raised: before this rank leaves, the others are informed and the report is written.
+
+        Args:
+            error: What was raised.
+
+        Returns:
+            The error to raise in its place, if it only follows from a broken collective and the cause is known. At the
+            limit it does not return: the process exits.
+        """
+        state = self._state
+        is_consequence = self._ending.is_closed or _torch.is_communication_error(error)
+        if self._leaves_at_the_end(error):
+            self.finish()
+            return None
+        if isinstance(error, KeyboardInterrupt):
+            self._share_last_facts(error)
+        nobody_to_ask = state.is_off or self._place.world_size == 1 or _is_orderly(error)
+        if not nobody_to_ask and not self._is_explained(is_consequence):
+            self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
+            state.main_thread_left.set()
+            self._wake_watchdog()
+            state.exception_is_reported.wait(2 * report_deadline_s(self._place.world_size))
+        state.main_thread_left.set()
+        if not self._is_explained(is_consequence):
+            if _is_success(error):
+                self._leave_with_success(error)
+            return None
+        self._ended_run.leave()
+        self._ending.exit_after_main_thread()
+        return state.error()
+
+    @marked(Mark.STORE)
+    def finish(self) -> None:
+        """The Trainer's function returned. Waits until it has returned on all ranks, and answers them meanwhile.
+
+        A rank that left would take its facts with it, and rank 0 the job's store, while others still wait for them.
+
+        Raises:
+            CollectiveTimeoutError: If the others wait for this rank in vain.
+        """
+        self._probe.finished = True
+        self._state.main_thread_left.set()
+        rank, world_size = self._place.rank, self._place.world_size
+        if world_size == 1:
+            return
+        exchange, began = self._connection.newest, time.monotonic()
+        with suppress(ExchangeError):
+            stay_until_all_finished(
+                exchange,
+                rank=rank,
+                world_size=world_size,
+                may_leave=lambda: self._may_leave(time.monotonic() - began),
+                leave_behind=self._ask_who_stays,
+            )
+            self._settle()
+            say_goodbye(exchange, rank)
+            if _torch.hosts_store(rank) and not self._state.ends_run:
+                wait_for_others(exchange, rank, world_size)
+        if self._state.ends_run:
+            self._ended_run.leave()
+            raise self._state.error()
+
+    def _leaves_at_the_end(self, error: BaseException) -> bool:
+        """Whether it leaves with success once its loops are over: no rank waits for it, unlike for one that trains."""
+        if self._state.is_off or self._phase_kind()[0].phase is Phase.INIT or not _is_success(error):
+            return False
+        stack = stacks.exception_facts(error, is_consequence=False).stack
+        return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
+
+    def _leave_with_success(self, error: SystemExit) -> None:
+        """As far as that is known: no rank is left that trains on."""
+        verdict = self._state.verdict
+        if verdict is not None and not verdict.is_joint:
+            # Whoever has started the ranks would take it for the status of the run.
+            error.code = 1
+        elif verdict is not None and not verdict.ends_run:
+            self.finish()
+
+    def _share_last_facts(self, error: BaseException) -> None:
+        """No rank is asked, as most of them are interrupted, too; one that is not can report why this rank left."""
+        exception = stacks.exception_facts(error, is_consequence=False)
+        with suppress(ExchangeError):
+            share_last_facts(self._connection.newest, replace(self._probe.glance(0.0), exception=exception))
+
+    def _is_explained(self, is_consequence: bool) -> bool:
+        """Whether what ends the run has been reported already, and an exception only follows from it."""
+        return is_consequence and self._state.ends_run
+
+    def _may_leave(self, waited_s: float) -> bool:
+        # Others may have work of their own left, and then this rank may go; not so soon if a rank waits for it.
+        stay_s = self._limits.suspect_after_s if self._state.open_incident is None else self._limits.longest_s
+        return waited_s > stay_s + LINGER_S or self._cannot_ask()
+
+    def _cannot_ask(self) -> bool:
+        return self._state.ends_run or self._state.is_off or bool(self._connection.exchange.lost)
+
+    def _ask_who_stays(self) -> None:
+        """Once this rank has left, perhaps with the store, no rank can find out any more what the others do."""
+        if self._state.open_incident is None and not self._cannot_ask():
+            self._state.is_leaving = True
+            self._wake_watchdog()
+            self._state.leaving_is_reported.wait(report_deadline_s(self._place.world_size))
+
+    def _settle(self) -> None:
+        """An incident that was open a moment ago is over; there is still time to say so."""
+
+        def is_settled() -> bool:
+            if self._state.open_incident is None:
+                return True
+            self._wake_watchdog()
+            return False
+
+        wait_for(is_settled, deadline_s=_SETTLE_S, give_up=lambda: self._may_leave(0))
+
+
+@marked(Mark.STORE)
+def stay_until_all_finished(
+    exchange: Exchange, *, rank: int, world_size: int, may_leave: Callable[[], bool], leave_behind: Callable[[], None]
+) -> None:
+    """Waits until all ranks have finished, or this one may leave without them.
+
+    Rank 0 counts and announces it, so that not every rank asks the store for every rank.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        may_leave: Whether this rank has stayed for long enough.
+        leave_behind: Called before it leaves without others.
+    """
+    exchange.set(f"finished/{rank}", b"")
+    keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
+    poll_s = poll_interval_s(world_size, least_s=_FINISH_POLL_S, polls_per_s=_FINISH_POLLS_PER_S)
+    finished = wait_for_keys(exchange, keys, deadline_s=math.inf, poll_s=poll_s, give_up=may_leave)
+    if len(finished) < len(keys):
+        leave_behind()
+    if rank == 0:
+        exchange.set("finished/all", b"")
+
+
+def _is_success(error: BaseException) -> TypeGuard[SystemExit]:
+    """Whether it would end the process with status 0; not where all stop on SIGTERM."""
+    return isinstance(error, SystemExit) and not error.code and not _is_orderly(error)
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
+    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError)
+    return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")

@@ -1,0 +1,172 @@
+"""Taking part in an incident: this rank's facts are gathered with those of the others, and it acts on the verdict."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from lightning_ncclsafe.exchange import ExchangeError
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.guard.connection import Connection
+from lightning_ncclsafe.guard.ended_run import EndedRun
+from lightning_ncclsafe.guard.ending import AT_LIMIT_S, Ending
+from lightning_ncclsafe.guard.gathering import Gathering
+from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
+from lightning_ncclsafe.guard.rank_hosts import RankHosts
+from lightning_ncclsafe.guard.reporter import Reporter, Verdict
+from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.stuck import StuckDetector
+from lightning_ncclsafe.probes.network.reach import try_addresses
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.report.folder import IncidentNumbers
+from lightning_ncclsafe.rules.kit.activity import activity
+from lightning_ncclsafe.settings import Limits
+
+# By how much ranks that all raise the same may differ, so that this is not taken for the failure of one.
+_SAME_EXCEPTION_S = 2.0
+
+
+class Participation:
+    """What one rank does for each entry of the log of incidents. Belongs to the watchdog's thread.
+
+    Args:
+        place: Which rank of which job this is.
+        limits: When to ask and when to end.
+        state: What is known of the incident that is open.
+        connection: What the ranks share.
+        probe: Sees this rank.
+        local_ranks: The other ranks of this host.
+        rank_hosts: Where all ranks run.
+        detector: Hears what comes of an incident.
+        reporter: Judges and reports, if this rank is the one to do it.
+        ending: Ends this process in time at the limit.
+        ended_run: What is done once the run cannot go on.
+        incidents: Numbers of the incidents of this process.
+        say: Prints one or more lines to the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        limits: Limits,
+        state: GuardState,
+        connection: Connection,
+        probe: RankProbe,
+        local_ranks: LocalRanks,
+        rank_hosts: RankHosts,
+        detector: StuckDetector,
+        reporter: Reporter,
+        ending: Ending,
+        ended_run: EndedRun,
+        incidents: IncidentNumbers,
+        say: Callable[[str], None],
+    ) -> None:
+        self._place = place
+        self._limits = limits
+        self._state = state
+        self._connection = connection
+        self._probe = probe
+        self._local_ranks = local_ranks
+        self._rank_hosts = rank_hosts
+        self._detector = detector
+        self._reporter = reporter
+        self._ending = ending
+        self._ended_run = ended_run
+        self._incidents = incidents
+        self._say = say
+
+    def take_part(self, entry: IncidentEntry, idle_s: float) -> None:
+        """Answers for this rank, waits for the verdict and acts on it.
+
+        Args:
+            entry: The entry of the log.
+            idle_s: Seconds since this rank last made progress.
+        """
+        incident, state = entry.incident, self._state
+        if entry.recovered_after_s is not None:
+            self._close_incident(incident, entry.recovered_after_s)
+            return
+        self._detector.takes_part(idle_s)
+        before, state.open_incident = state.open_incident, incident
+        if incident.kind is IncidentKind.TIMEOUT and self._limits.on_timeout == "abort":
+            # Whatever the report is written to may be what hangs.
+            self._ending.exit_within(AT_LIMIT_S)
+        verdict = self._gather(incident, idle_s)
+        if verdict is not None and not verdict.ends_run:
+            self._ending.go_on()
+        self._incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
+        if entry.is_leaving:
+            # No rank waits, and what ranks that work on are asked about is no incident of theirs.
+            state.open_incident = before
+            state.leaving_is_reported.set()
+        elif verdict is not None and verdict.is_joint and not verdict.ends_run:
+            # Nor here: no rank is left that could be waited for.
+            state.open_incident, state.verdict = before, verdict
+        elif verdict is not None and verdict.quiet_s > 0:
+            state.open_incident = before
+            self._detector.be_quiet_for(verdict.quiet_s)
+        else:
+            self._detector.count(incident.kind)
+            state.verdict = verdict or state.verdict
+            self._say_on_other_hosts(verdict)
+            # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see
+            # StuckDetector.reason.
+            if state.ends_run and incident.kind is IncidentKind.TIMEOUT:
+                self._ended_run.end()
+
+    def _close_incident(self, incident: Incident, after_s: float) -> None:
+        was_reported = self._state.open_incident is not None
+        self._state.open_incident = self._state.verdict = None
+        if self._place.rank == 0 and was_reported:
+            self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
+
+    def _say_on_other_hosts(self, verdict: Verdict | None) -> None:
+        """The report is printed on one host; on each of the others nobody would know why its ranks end."""
+        is_first, here = self._place.local_rank == 0, self._probe.card.host
+        if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
+            where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
+            self._say(f"rank {self._place.rank}: the run is being ended: {verdict.answer}{where}")
+
+    def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
+        state, connection = self._state, self._connection
+        if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
+            # Often the same is about to be raised here, a moment later.
+            state.main_thread_left.wait(_SAME_EXCEPTION_S)
+        # Does nothing for ranks that have left their cards.
+        self._local_ranks.search()
+        facts = self._probe.look(idle_s)
+        gathering = Gathering(
+            connection.exchange,
+            round_number=connection.log.number,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            peers=self._probe.peers,
+            witness=self._probe.witness,
+            is_dropped=lambda: state.is_off or connection.is_superseded,
+            leave_cards=connection.has_joined,
+        )
+        try:
+            gathering.publish(facts)
+            verdict = gathering.hold(incident, self._report)
+            if not connection.has_joined:
+                with suppress(ExchangeError):
+                    state.answered = gathering.answered()
+            return verdict
+        except ExchangeError as error:
+            if state.is_off:
+                return None
+            alone = JobFacts(
+                incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),)
+            )
+            return self._report(alone)
+        finally:
+            if facts.exception is not None:
+                state.exception_is_reported.set()
+
+    def _report(self, job: JobFacts) -> Verdict:
+        job = replace(job, tried=try_addresses(job, self._probe.card.host))
+        known = self._state.verdict
+        is_same = known is not None and known.incident.number == job.incident.number
+        verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)
+        return replace(verdict, reported_on=self._probe.card.host)

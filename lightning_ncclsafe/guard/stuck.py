@@ -1,0 +1,194 @@
+"""Where a rank decides that it is stuck: what it then writes to the log of incidents, so that all ranks are asked."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, RankFacts
+from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
+from lightning_ncclsafe.guard.connection import Connection
+from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard.local_ranks import LocalRanks
+from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.thresholds import Thresholds
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.report.folder import IncidentNumbers
+from lightning_ncclsafe.rules.kit.activity import activity
+from lightning_ncclsafe.rules.kit.expected import is_compiling
+from lightning_ncclsafe.settings import Limits
+
+# A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
+MAX_SUSPICIONS = 20
+# The same of ranks that have waited up to the limit, where that does not end the run.
+MAX_REPORTS_AT_LIMIT = 20
+# Rounds that report nothing, as what ranks waited for was to be expected, leave a few entries each on the store. After
+# so many, ranks are asked only when they have waited for longer than can be expected.
+MAX_QUIET_ROUNDS = 500
+# A shorter standstill between two ticks is none.
+_LEAST_STANDSTILL_S = 0.025
+
+
+class StuckDetector:
+    """Decides whether a rank is stuck, and whether one that was stuck makes progress again.
+
+    A rank is stuck if it waits for other ranks or for data, for longer than :class:`Thresholds` allows in its phase,
+    and nothing that it knows itself explains the wait. A rank that works is never stuck, however long it takes: the
+    ranks that wait for it are. Belongs to the watchdog's thread.
+
+    Args:
+        rank: This rank.
+        limits: When to ask and when to end.
+        state: What is known of the incident that is open.
+        connection: Whether ranks have joined the process group.
+        probe: Sees this rank.
+        local_ranks: Knows whether a rank of this host was lost before it joined.
+        phase_kind: What kind of phase the Trainer is in, and the index of its batch.
+        incidents: Numbers of the incidents of this process.
+        end_run: Called where this rank still waits although the run cannot go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        limits: Limits,
+        state: GuardState,
+        connection: Connection,
+        probe: RankProbe,
+        local_ranks: LocalRanks,
+        phase_kind: Callable[[], tuple[PhaseKind, int]],
+        incidents: IncidentNumbers,
+        end_run: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._limits = limits
+        self._state = state
+        self._connection = connection
+        self._probe = probe
+        self._local_ranks = local_ranks
+        self._phase_kind_now = phase_kind
+        self._phase_kind = phase_kind()[0]
+        self._incidents = incidents
+        self._end_run = end_run
+        self._thresholds = Thresholds(limits)
+        self._suspicions = 0
+        self._reports_at_limit = 0
+        self._quiet_rounds = 0
+        # Of the standstill under way at the last tick, and of the one that was over by then.
+        self._idle_s = 0.0
+        self._ended_s = 0.0
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the Trainer was in at the last tick."""
+        return self._phase_kind.phase
+
+    def observe(self, idle_s: float) -> None:
+        """A tick of the watchdog, in each of which the detector learns what is usual.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+        """
+        self._phase_kind, batch_idx = self._phase_kind_now()
+        self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
+
+    def has_reason_before_joining(self, idle_s: float) -> bool:
+        """Whether to read the log at all: before there is a store there are only files, which may be the very trouble.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+        """
+        patience_s = self._thresholds.suspect_after_s(self._phase_kind, joined=False)
+        return self._probe.exception is not None or self._local_ranks.has_lost or idle_s >= patience_s
+
+    def entry(self, idle_s: float) -> IncidentEntry | None:
+        """What this rank has to write to the log, if anything: that it is stuck, has failed, leaves or has recovered.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+        """
+        if (recovery := self.recovery(idle_s)) is not None:
+            return recovery
+        if self._state.is_leaving and not self._state.leaving_is_reported.is_set():
+            return IncidentEntry(incident=self.incident(IncidentKind.SUSPECT, idle_s), is_leaving=True)
+        kind = self.reason(idle_s)
+        return IncidentEntry(incident=self.incident(kind, idle_s)) if kind is not None else None
+
+    def recovery(self, idle_s: float) -> IncidentEntry | None:
+        """The end of the open incident, if this rank was stuck in it and makes progress again."""
+        ended_s, self._ended_s = self._ended_s, self._idle_s if idle_s < self._idle_s else 0.0
+        self._idle_s = idle_s
+        incident = self._state.open_incident
+        # Not only the rank that opened it: that one may be gone.
+        if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
+            return None
+        # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
+        if self._probe.exception is not None:
+            return None
+        return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))
+
+    def reason(self, idle_s: float) -> IncidentKind | None:
+        """Why all ranks are to be asked what they are doing; None if there is no reason."""
+        exception = self._probe.exception
+        if exception is not None and not self._state.exception_is_reported.is_set():
+            if not (exception.is_consequence and self._state.ends_run):
+                return IncidentKind.EXCEPTION
+            self._state.exception_is_reported.set()  # its cause has been reported meanwhile
+        has_joined = self._connection.has_joined
+        is_time = self._thresholds.is_time_to_look(idle_s, self._phase_kind, joined=has_joined)
+        if not is_time and not self._local_ranks.has_lost:
+            return None
+        facts = self._probe.glance(idle_s)
+        doing = activity(facts)
+        if self._state.ends_run and doing.waits_for_peers:
+            self._end_run()
+        is_out = self._thresholds.is_out(idle_s, doing, self._phase_kind)
+        is_at_limit = is_out and not self._state.limit_is_reported
+        if is_at_limit and (self._limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
+            return IncidentKind.TIMEOUT
+        waits = doing.waits_for_peers or doing.waits_for_data
+        may_ask = waits and self._state.open_incident is None and self._suspicions < MAX_SUSPICIONS
+        return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
+
+    def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
+        """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""
+        if self._thresholds.is_quiet:
+            return True
+        if not self._limits.learned or idle_s >= min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2):
+            return False
+        if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
+            return True
+        # Lightning lets the others wait for prepare_data without limit; but not for a rank that is gone.
+        return activity(facts).exempt and not self._local_ranks.has_lost
+
+    def incident(self, kind: IncidentKind, idle_s: float) -> Incident:
+        """The incident that this rank opens; at the limit it is the one that is open already."""
+        idle_s, limit_s = round(idle_s, 1), self._thresholds.limit_s(self._phase_kind)
+        known = self._state.open_incident
+        if kind is IncidentKind.TIMEOUT and known is not None:
+            return replace(known, kind=kind, opened_by=self._rank, idle_s=idle_s, timeout_s=limit_s)
+        return Incident(
+            number=self._incidents.last + 1,
+            kind=kind,
+            opened_by=self._rank,
+            opened_ns=time.time_ns(),
+            idle_s=idle_s,
+            suspect_after_s=round(self._thresholds.suspect_after_s(self._phase_kind, joined=True), 3),
+            timeout_s=limit_s,
+        )
+
+    # What comes of an incident.
+
+    def takes_part(self, idle_s: float) -> None:
+        """This rank takes part in an incident: in such a tick nothing else is noted of its own standstill."""
+        self._idle_s = max(self._idle_s, idle_s)
+
+    def be_quiet_for(self, quiet_s: float) -> None:
+        """What the rank waits for is known to take so many seconds: until then it is not stuck."""
+        self._quiet_rounds += 1
+        self._thresholds.be_quiet_for(quiet_s)
+
+    def count(self, kind: IncidentKind) -> None:
+        """An incident of this kind has been reported."""
+        self._suspicions += kind is IncidentKind.SUSPECT
+        self._reports_at_limit += kind is IncidentKind.TIMEOUT

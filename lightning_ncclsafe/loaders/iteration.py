@@ -1,0 +1,155 @@
+"""Replaces how a loader is iterated: the object stays the same and of the same type."""
+
+import copyreg
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+# Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
+_HEAP_TYPE = 1 << 9
+
+Begin = Callable[[], Iterator[Any]]
+Iterate = Callable[[Begin], Iterator[Any]]
+
+
+class ReplacedIteration:
+    """A loader whose iteration is replaced until :meth:`restore`.
+
+    Users, Lightning and PyTorch ask ``isinstance(loader, DataLoader)``, so the object stays what it is: its class
+    becomes a subclass of its own class.
+
+    Args:
+        loader: The loader; see :func:`replaceable`.
+        iterate: Creates the iterator that Lightning's loops get, from a function that begins the loader's own;
+            everybody else gets the loader's own.
+        length: The length that the loader reports; None for its own.
+        hides_length: Whether it reports no length.
+
+    Attributes:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any, iterate: Iterate, *, length: int | None = None, hides_length: bool = False) -> None:
+        self.loader = loader
+        self._type = type(loader)
+        methods: dict[str, Any] = {"__iter__": _iter_method(self._type, iterate), "__reduce_ex__": _reduce(self._type)}
+        if hides_length or length is not None:
+            methods["__len__"] = _len_method(self._type, None if hides_length else length)
+        loader.__class__ = _subclass(self._type, methods)
+
+    def restore(self) -> None:
+        """Restores the loader."""
+        self.loader.__class__ = self._type
+
+
+def replaceable(loader: Any) -> Any:
+    """The loader itself, or one around it if its class cannot be replaced: that of a list, a generator or a tensor."""
+    if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
+        return loader
+    return StandIn(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
+
+
+def _is_plain_python(cls: type) -> bool:
+    """Whether no part of a class is written in C: such a part may keep the class it was created with, as tensors do."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+
+
+class StandIn:
+    """Stands for an iterable of a built-in type.
+
+    Attributes:
+        stands_for: The iterable.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self.stands_for = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stands_for)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "stands_for" not in vars(self):  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.stands_for, name)
+
+
+class _Sized(StandIn):
+    """Stands for one that has a length."""
+
+    def __len__(self) -> int:
+        return len(self.stands_for)
+
+
+def _subclass(parent: type, methods: dict[str, Any]) -> type:
+    names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
+    # Without slots it would get a __dict__, which the parent may not have, and could not replace its class.
+    slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
+    return type(parent.__name__, (parent,), {**names, **slots, **methods})
+
+
+class _Batches:
+    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own iterator; the copy is empty."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._next = batches.__next__
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._next()
+
+    def __reduce__(self) -> Any:
+        return iter, ((),)
+
+
+def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any]]:
+    def __iter__(self: Any) -> Iterator[Any]:
+        def begin() -> Iterator[Any]:
+            return parent.__iter__(self)  # type: ignore[attr-defined, no-any-return]
+
+        # A user who looks at a batch, perhaps on one rank only, gets the loader's own iterator.
+        return _Batches(iterate(begin)) if _asked_by_a_loop(sys._getframe(1)) else begin()
+
+    return __iter__
+
+
+def _asked_by_a_loop(frame: FrameType | None) -> bool:
+    """Whether one of Lightning's loops begins to read: its fetcher has its ``CombinedLoader`` create the iterators."""
+    asked = _module(frame)
+    while frame is not None and _module(frame).endswith(".utilities.combined_loader"):
+        frame = frame.f_back
+    return _module(frame) != asked and _module(frame).endswith(".loops.fetchers")
+
+
+def _module(frame: FrameType | None) -> str:
+    return str(frame.f_globals.get("__name__")) if frame is not None else ""
+
+
+def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:
+    def __len__(self: Any) -> int:
+        if length is None:
+            raise TypeError(f"object of type {parent.__name__!r} has no len(): not all ranks know its length")
+        return length
+
+    return __len__
+
+
+def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
+    """A copy, or a pickle, is of the class that everybody can import."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = parent.__reduce_ex__(self, protocol)
+        if isinstance(made, str):
+            return made
+        function, arguments, *state = made
+        # Pickle accepts copyreg's function only for objects of exactly that class.
+        make = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
+        return make, tuple(parent if item is type(self) else item for item in arguments), *state
+
+    return __reduce_ex__
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)

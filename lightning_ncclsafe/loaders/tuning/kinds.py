@@ -1,0 +1,193 @@
+"""One rank's loaders as the tuner has them: map-style, iterable, or only advised on."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.loaders.iteration import Begin
+from lightning_ncclsafe.loaders.tuning.deciding import LoaderReport, LoaderSetting
+from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded, unresizable, unsafe
+from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval, Measurement, ObservedLoader
+from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
+from lightning_ncclsafe.settings import TunerSettings
+
+# Measurements of a loader that a rank publishes: rank 0 sees every interval even if each lasts a tenth of a second.
+_PUBLISHED = 8
+# How often a dataset is searched, at about 2 µs an object, all before anything is decided.
+_LOOKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How to read a loader.
+
+    Attributes:
+        user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
+        epochs: Number of its earlier epochs.
+        most_ahead: See :class:`ResizableLoader`.
+        say: Prints a line about it to the user.
+        measured: Called when there is something new to publish.
+    """
+
+    user_workers: int
+    epochs: int
+    most_ahead: Callable[[BatchSize], int | None]
+    say: Callable[[str], None]
+    measured: Callable[[], None]
+
+
+class AdvisedLoader:
+    """A loader that is only measured, for advice.
+
+    Args:
+        loader: The ``DataLoader``.
+        options: How to read it.
+
+    Attributes:
+        advises: Whether it stays as it is.
+        iterable: Whether all ranks must begin an epoch with the same setting.
+        user_workers: The user's ``num_workers``, as far as there is room.
+        setting: The last decision of rank 0; None before the first.
+    """
+
+    advises: ClassVar[bool] = True
+    iterable: ClassVar[bool] = False
+
+    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+        self.user_workers = options.user_workers
+        self.setting: LoaderSetting | None = None
+        self._loader = loader
+        self._tried = 0
+        self._last: deque[Measurement] = deque(maxlen=_PUBLISHED)
+        self._measured = options.measured
+        self._has_generator = False
+        self._reads = self._make(options)
+
+    @property
+    def epochs(self) -> int:
+        """Number of epochs that have begun."""
+        return int(self._reads.observer.interval.epoch)
+
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
+        """Begins an epoch.
+
+        Args:
+            begin: Begins the loader's own iteration.
+            workers: Number of workers, where it must be the same on all ranks; None for no change.
+        """
+        own: Iterator[Any] = self._reads.begin(begin)
+        return own
+
+    def workers_at(self, interval: Interval) -> int | None:
+        """How many workers to use in the interval that begins; None for no change. A trial lasts for one interval."""
+        setting = self.setting
+        if setting is None:
+            return None
+        trial = setting.trial
+        if trial is None or trial.number == self._tried or interval < trial.interval:
+            return setting.workers
+        self._tried = trial.number
+        return trial.workers
+
+    def measured(self, name: str) -> LoaderReport:
+        """What to publish."""
+        return LoaderReport(loader=name, measurements=tuple(self._last), frozen=self._frozen)
+
+    def close(self) -> None:
+        """Restores everything."""
+
+    @property
+    def _frozen(self) -> bool:
+        return False
+
+    def _make(self, options: LoaderOptions) -> Any:
+        return ObservedLoader(self._loader, on_measured=self._keep, epochs=options.epochs)
+
+    def _keep(self, measurement: Measurement) -> None:
+        loader = self._loader
+        # It may be created with the first sample.
+        if len(self._last) < _LOOKS:
+            self._has_generator = self._has_generator or holds_generator(loader.dataset)
+        seeded = self._has_generator or is_seeded(loader)
+        persists = bool(loader.persistent_workers) and loader.num_workers > 0
+        self._last.append(replace(measurement, seeded=seeded, persists=persists))
+        self._measured()
+
+
+class MapStyleLoader(AdvisedLoader):
+    """A loader of a map-style dataset, whose workers can be changed at any time."""
+
+    advises = False
+
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
+        """Begins an epoch, without the loader's own iteration."""
+        own: Iterator[Any] = self._reads.begin()
+        return own
+
+    def close(self) -> None:
+        """Ends its workers."""
+        self._reads.close()
+
+    @property
+    def _frozen(self) -> bool:
+        return bool(self._reads.frozen)
+
+    def _make(self, options: LoaderOptions) -> Any:
+        return ResizableLoader(
+            self._loader,
+            workers=options.user_workers,
+            user_workers=options.user_workers,
+            prefetch=self._loader.prefetch_factor or 2,
+            say=options.say,
+            on_measured=self._keep,
+            workers_at=self.workers_at,
+            most_ahead=options.most_ahead,
+            epochs=options.epochs,
+        )
+
+
+class IterableLoader(AdvisedLoader):
+    """A loader of an iterable dataset: its batches may depend on its workers, so these stay for an epoch."""
+
+    advises = False
+    iterable = True
+
+    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
+        """Begins an epoch with the setting for it."""
+        if workers is not None:
+            self._set(workers, (self._before[1] or 2) if workers else None)
+        return super().begin(begin, workers)
+
+    def close(self) -> None:
+        """Restores the loader's setting."""
+        self._set(*self._before)
+
+    def _make(self, options: LoaderOptions) -> Any:
+        self._before = (self._loader.num_workers, self._loader.prefetch_factor)
+        self._set(options.user_workers, self._loader.prefetch_factor)
+        return super()._make(options)
+
+    def _set(self, workers: int, prefetch: int | None) -> None:
+        loader = self._loader
+        if (workers, prefetch) != (loader.num_workers, loader.prefetch_factor):
+            loader.num_workers, loader.prefetch_factor = workers, prefetch
+            # Persistent workers would be used again, however many there are.
+            loader._iterator = None
+
+
+def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
+    """How a loader is tuned; None for what is not a ``DataLoader``.
+
+    Args:
+        loader: What Lightning iterates.
+        settings: What the user has set.
+    """
+    if not _torch.is_dataloader(loader):
+        return None
+    if settings.apply and not unresizable(loader):
+        return MapStyleLoader
+    if settings.apply and settings.apply_to_iterables and _torch.has_iterable_dataset(loader):
+        return AdvisedLoader if unsafe(loader) else IterableLoader
+    return AdvisedLoader

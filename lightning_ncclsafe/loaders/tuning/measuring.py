@@ -1,0 +1,416 @@
+"""Measures a loader where its batches are used: the only data that the tuner decides by."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import psutil
+
+from lightning_ncclsafe.report.terminal import say_own_failure
+
+# Enough for any collated batch; of any other, what is seen stands for the rest.
+_MOST_VALUES = 256
+_MOST_OF_ONE = 64
+_DEEPEST = 6
+# A longer epoch is measured, and decided on, in parts.
+INTERVAL_S = 120.0
+# Steps whose times are kept: of more steps every second, every fourth, …
+_MOST_STEPS = 1000
+# A gap of so many usual ones is not a step but a validation or a checkpoint.
+_LONGEST_GAPS = 20.0
+# Fewer do not tell how long a step takes.
+_LEAST_BATCHES = 3
+
+
+class Interval(NamedTuple):
+    """An epoch of a loader, or a part of one that lasts for minutes; the same on all ranks.
+
+    Attributes:
+        epoch: Counts the epochs of the loader, from 1.
+        part: Counts the parts of a long epoch, from 0.
+    """
+
+    epoch: int
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one rank measures of one loader over an interval.
+
+    Attributes:
+        epoch: See :class:`Interval`.
+        part: See :class:`Interval`.
+        workers: Its workers.
+        batches: Batches that it yielded.
+        gap_s: Mean time from getting a batch to asking for the next, seconds; gaps with a validation or a checkpoint
+            are left out.
+        data_s: Time that the training thread spends in the loader, seconds: starting workers, waiting for batches,
+            receiving them, and ending workers.
+        start_s: Of that, the time until the first batch and that of ending the workers; 0 if they were there before.
+        cpu_s: Mean processor time of this process for a step and its batch, without worker processes, seconds.
+        batch_bytes: Size of the largest batch seen.
+        tensors: Most tensors of a batch seen.
+        process_bytes: Memory of this process: a worker forked from it may come to use as much.
+        seeded: Whether the run, or the loader, has a seed.
+        persists: Whether its workers stay from one epoch to the next.
+    """
+
+    epoch: int
+    part: int = 0
+    workers: int
+    batches: int
+    gap_s: float
+    data_s: float
+    start_s: float = 0.0
+    cpu_s: float = 0.0
+    batch_bytes: int = 0
+    tensors: int = 0
+    process_bytes: int = 0
+    seeded: bool = False
+    persists: bool = False
+
+    @property
+    def interval(self) -> Interval:
+        """The interval that was measured."""
+        return Interval(self.epoch, self.part)
+
+    @property
+    def step_s(self) -> float:
+        """What a step costs, including all that the loader costs; seconds."""
+        return self.gap_s + self.data_s / self.batches
+
+    @property
+    def wait_s(self) -> float:
+        """How long a step waits for its batch once workers have started; seconds."""
+        return (self.data_s - self.start_s) / self.batches
+
+
+def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
+    """One interval of all ranks, as measured by the rank whose loader is slowest; None if workers differ.
+
+    Processor time and memory are the largest of all ranks. The others wait for that rank in a collective, which is
+    part of their gaps, so that steps take equally long on all ranks.
+
+    Args:
+        ranks: What each rank measured in one interval; at least one.
+    """
+    if len({rank.workers for rank in ranks}) > 1:
+        return None
+    return replace(
+        max(ranks, key=lambda rank: rank.data_s / rank.batches),
+        batches=min(rank.batches for rank in ranks),
+        cpu_s=max(rank.cpu_s for rank in ranks),
+        batch_bytes=max(rank.batch_bytes for rank in ranks),
+        tensors=max(rank.tensors for rank in ranks),
+        process_bytes=max(rank.process_bytes for rank in ranks),
+        seeded=any(rank.seeded for rank in ranks),
+        persists=any(rank.persists for rank in ranks),
+    )
+
+
+def bytes_of(batch: Any) -> int:
+    """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
+
+    Of a long list the first 64 items stand for the others. About 256 values are looked at, which takes about 0.2 ms.
+
+    Args:
+        batch: What a loader yielded.
+    """
+    return int(_bytes_of(batch, _DEEPEST, _Count(_all_bytes)))
+
+
+def tensors_of(batch: Any) -> int:
+    """Number of tensors in a batch, found as :func:`bytes_of` finds them."""
+    return int(_bytes_of(batch, _DEEPEST, _Count(_tensors)))
+
+
+class _Count:
+    def __init__(self, weigh: Callable[[Any, int], float]) -> None:
+        self.left = _MOST_VALUES
+        self.weigh = weigh
+
+
+def _all_bytes(value: Any, size: int) -> float:
+    return float(size)
+
+
+def _tensors(value: Any, size: int) -> float:
+    return 1.0 if hasattr(value, "share_memory_") else 0.0
+
+
+def _bytes_of(value: Any, depth: int, count: _Count) -> float:
+    count.left -= 1
+    # A class with dynamic attributes may fail in any way.
+    with suppress(Exception):
+        size = getattr(value, "nbytes", None)
+        if isinstance(size, int):
+            return count.weigh(value, size)
+        if isinstance(value, (str, bytes, bytearray)):
+            return count.weigh(value, len(value))
+        parts = _parts_of(value)
+        if depth and parts:
+            return _sum_of(parts, depth - 1, count)
+    return 0.0
+
+
+def _sum_of(parts: Any, depth: int, count: _Count) -> float:
+    seen = total = 0.0
+    for part in islice(_values(parts), _MOST_OF_ONE):
+        if count.left <= 0:
+            break
+        total += _bytes_of(part, depth, count)
+        seen += 1
+    return total * len(parts) / seen if seen else 0.0
+
+
+def _parts_of(value: Any) -> Any:
+    if isinstance(value, (Mapping, list, tuple, Set)):
+        return value
+    slots = {name: getattr(value, name, None) for name in getattr(type(value), "__dataclass_fields__", ())}
+    return slots or getattr(value, "__dict__", None)
+
+
+def _values(parts: Any) -> Iterable[Any]:
+    return parts.values() if isinstance(parts, Mapping) else parts
+
+
+class BatchSize(NamedTuple):
+    """The largest batch seen so far.
+
+    Attributes:
+        size_bytes: Its size.
+        tensors: How many tensors it has.
+    """
+
+    size_bytes: int = 0
+    tensors: int = 0
+
+
+class _StepTimes(NamedTuple):
+    gap_s: float
+    cpu_s: float
+
+
+class _StepSample:
+    """A sample of all steps, evenly spread."""
+
+    def __init__(self) -> None:
+        self._kept: list[_StepTimes] = []
+        self._seen, self._every = 0, 1
+
+    def add(self, step: _StepTimes) -> None:
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self._kept.append(step)
+        if len(self._kept) >= _MOST_STEPS:
+            self._kept, self._every = self._kept[1::2], 2 * self._every
+
+    def mean(self) -> _StepTimes:
+        most_s = _LONGEST_GAPS * median(step.gap_s for step in self._kept)
+        steps = [step for step in self._kept if step.gap_s <= most_s]
+        return _StepTimes(fmean(step.gap_s for step in steps), fmean(step.cpu_s for step in steps))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums since an interval began."""
+
+    began_at: float
+    workers: int
+    data_s: float = 0.0
+    start_s: float = 0.0
+    batches: int = 0
+
+
+class Observer:
+    """Measures one loader, on the thread that reads it; a few microseconds a batch.
+
+    Args:
+        on_measured: Called on that thread with each measurement.
+        interval_s: The longest epoch that is measured as a whole, seconds.
+        epochs: Number of earlier epochs of the loader.
+
+    Attributes:
+        interval: The current interval.
+        size: The largest of the first, second, fourth, … batches of each epoch; None before the first.
+    """
+
+    def __init__(
+        self, on_measured: Callable[[Measurement], None], *, interval_s: float = INTERVAL_S, epochs: int = 0
+    ) -> None:
+        self.interval = Interval(epochs)
+        self.size: BatchSize | None = None
+        self._on_measured = on_measured
+        self._interval_s = interval_s
+        self._process = psutil.Process()
+        self._has_failed = False
+        self._sums: _Sums | None = None
+        self._steps = _StepSample()
+        self._of_epoch = 0
+        self._asked_at = self._given_at = self._own_s = 0.0
+
+    def begins(self, workers: int, took_s: float) -> None:
+        """An epoch has begun.
+
+        Args:
+            workers: Workers that it has, or will have with its first batch.
+            took_s: How long beginning it has taken so far, seconds.
+        """
+        self.interval = Interval(self.interval.epoch + 1)
+        self._of_epoch = 0
+        self._begin_interval(workers)
+        assert self._sums is not None
+        self._sums.data_s = self._sums.start_s = took_s
+
+    def asked(self) -> None:
+        """Notes that the next batch is asked for."""
+        self._asked_at = time.perf_counter()
+
+    def given(self, batch: Any) -> bool:
+        """Notes that it is handed out.
+
+        Returns:
+            Whether the interval ends with it: see :meth:`goes_on`.
+        """
+        sums = self._sums
+        if self._has_failed or sums is None:
+            return False
+        try:
+            return self._given(sums, batch)
+        except Exception as error:
+            self._fail(error)
+            return False
+
+    def _given(self, sums: _Sums, batch: Any) -> bool:
+        given_at, own_s = time.perf_counter(), time.process_time()
+        wait_s = given_at - self._asked_at
+        sums.data_s += wait_s
+        if self._of_epoch == 0:
+            sums.start_s += wait_s
+        else:
+            self._steps.add(_StepTimes(self._asked_at - self._given_at, own_s - self._own_s))
+        sums.batches += 1
+        self._of_epoch += 1
+        if not self._of_epoch & (self._of_epoch - 1):
+            size = self.size or BatchSize()
+            self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
+        # The time from here on, including what this method takes, belongs to the step.
+        self._given_at, self._own_s = given_at, own_s
+        return given_at - sums.began_at >= self._interval_s
+
+    def goes_on(self, workers: int) -> None:
+        """Ends a part of the epoch and begins the next."""
+        self._report()
+        self.interval = Interval(self.interval.epoch, self.interval.part + 1)
+        self._begin_interval(workers)
+
+    def ends(self, took_s: float = 0.0) -> None:
+        """Ends the epoch.
+
+        Args:
+            took_s: How long its workers took to end, seconds.
+        """
+        if self._sums is not None:
+            self._sums.data_s += took_s
+            self._sums.start_s += took_s
+            self._report()
+        self._sums = None
+
+    def _begin_interval(self, workers: int) -> None:
+        self._sums = _Sums(began_at=time.perf_counter(), workers=workers)
+        self._steps = _StepSample()
+
+    def _report(self) -> None:
+        sums = self._sums
+        if self._has_failed or sums is None or sums.batches < _LEAST_BATCHES:
+            return
+        try:
+            step, size = self._steps.mean(), self.size or BatchSize()
+            self._on_measured(
+                Measurement(
+                    epoch=self.interval.epoch,
+                    part=self.interval.part,
+                    workers=sums.workers,
+                    batches=sums.batches,
+                    gap_s=step.gap_s,
+                    data_s=sums.data_s,
+                    start_s=sums.start_s,
+                    cpu_s=step.cpu_s,
+                    batch_bytes=size.size_bytes,
+                    tensors=size.tensors,
+                    process_bytes=int(self._process.memory_info().rss),
+                )
+            )
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        self.size = self.size or BatchSize()
+        say_own_failure(error, what="the measuring of a loader")
+
+
+class ObservedLoader:
+    """Measures a loader that is read unchanged.
+
+    Args:
+        loader: The loader.
+        on_measured: Called with each measurement, on the thread that reads.
+        interval_s: The longest epoch that is measured as a whole, seconds.
+        epochs: Number of earlier epochs of the loader.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        on_measured: Callable[[Measurement], None],
+        interval_s: float = INTERVAL_S,
+        epochs: int = 0,
+    ) -> None:
+        self._loader = loader
+        self.observer = Observer(on_measured, interval_s=interval_s, epochs=epochs)
+
+    def begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begins an epoch.
+
+        Args:
+            begin: Begins the loader's own iteration.
+        """
+        self.observer.ends()
+        began_at = time.perf_counter()
+        iterator = begin()
+        self.observer.begins(self.workers, time.perf_counter() - began_at)
+        return _Observed(iterator, self)
+
+    @property
+    def workers(self) -> int:
+        """Its number of workers."""
+        return int(getattr(self._loader, "num_workers", 0))
+
+
+class _Observed:
+    """An iterator over an iterator."""
+
+    def __init__(self, iterator: Iterator[Any], loader: ObservedLoader) -> None:
+        self._iterator = iterator
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        observer = self._loader.observer
+        observer.asked()
+        batch = next(self._iterator)
+        if observer.given(batch):
+            observer.goes_on(self._loader.workers)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type] # as long as it is

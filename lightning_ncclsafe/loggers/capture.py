@@ -1,0 +1,144 @@
+"""How the calls of a logger are captured: methods are replaced, arguments copied, the scalars of one call collected."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.loggers.intake import LoggedScalars
+
+FIRST_S = 0.5
+"""How long the first log waits for its file, so that whoever looks for one finds it, as without an offload."""
+# Nobody nests what is logged deeper than this, but for a list that holds itself.
+_DEEPEST = 20
+# About the memory of a number in a list.
+_ITEM_BYTES = 32
+
+
+class Replacements:
+    """Methods of a logger and of its experiment that are replaced for a while."""
+
+    def __init__(self) -> None:
+        self._replaced: list[ReplacedMethod] = []
+
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces a method; returns the original.
+
+        Raises:
+            AttributeError: If the owner does not have it, or refuses to have it replaced.
+        """
+        replaced = ReplacedMethod(owner, name, call)
+        # Now, so that it is undone if the next one fails.
+        self._replaced.append(replaced)
+        return replaced.original
+
+    def undo(self) -> None:
+        """Restores all methods."""
+        while self._replaced:
+            self._replaced.pop().remove()
+
+
+class ScalarCollector(threading.local):
+    """Collects the scalars of one call of ``log_metrics``, on each thread for itself."""
+
+    def __init__(self) -> None:
+        self._found: list[LoggedScalars] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread is in such a call."""
+        return self._found is not None
+
+    @contextmanager
+    def scalars(self) -> Iterator[list[LoggedScalars]]:
+        """What is collected within it, in order. A nested call leaves everything to the outer one."""
+        if self._found is not None:
+            yield []
+            return
+        self._found = []
+        try:
+            yield self._found
+        finally:
+            self._found = None
+
+    def call(
+        self, put: Callable[[LoggedScalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a logger's ``log_metrics`` and passes on the scalars that it logs, even if it raises."""
+        with self.scalars() as collected:
+            try:
+                return log_metrics(*args, **kwargs)
+            finally:
+                for scalars in collected:
+                    put(scalars)
+
+    def add(self, tag: str, value: float, step: int | None, created: float) -> None:
+        """Adds a scalar."""
+        assert self._found is not None
+        last = self._found[-1] if self._found else None
+        if last is None or last.step != step or tag in last.values:
+            self._found.append(LoggedScalars(step=step, values={tag: value}, created=created))
+        else:
+            last.values[tag] = value
+
+
+@dataclass(slots=True)
+class ArgumentCopier:
+    """Copies arguments as they are at the moment of a call, and counts what the copies hold.
+
+    Attributes:
+        data_bytes: Memory of the copies.
+        events: CUDA events after which the copies of device tensors are complete.
+    """
+
+    data_bytes: int = 0
+    events: list[Any] = field(default_factory=list)
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        """Copies tensors, arrays, images and the lists, tuples and dicts that hold them; all else stays as it is."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray):
+            self.data_bytes += value.nbytes
+            return value.copy()
+        if isinstance(value, (str, bytes, bytearray)):
+            self.data_bytes += len(value)
+            return bytes(value) if isinstance(value, bytearray) else value
+        if depth < _DEEPEST and isinstance(value, (list, tuple, set, dict)):
+            self.data_bytes += _ITEM_BYTES * len(value)
+            return self._collection(value, depth + 1)
+        if type(value).__module__.startswith("PIL."):
+            self.data_bytes += 4 * value.width * value.height
+            return value.copy()
+        return value
+
+    def _collection(self, value: Any, depth: int) -> Any:
+        if type(value) in (list, tuple, set):
+            return type(value)(self.copy(item, depth) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.copy(item, depth) for item in value))
+        if isinstance(value, dict):
+            # Also an OrderedDict or a defaultdict, with everything else that its class holds.
+            copied = value.copy()
+            copied.update({key: self.copy(item, depth) for key, item in value.items()})
+            return copied
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.data_bytes += tensor.nelement() * tensor.element_size()
+        try:
+            copied = tensor.detach().clone()
+        except torch.OutOfMemoryError:
+            # The device has no memory to spare: the copy waits for it, as Lightning's own does.
+            return tensor.detach().to("cpu", copy=True)
+        if copied.is_cuda:
+            # Waiting here would stop the training thread until the device has caught up.
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(copied.device))
+            self.events.append(event)
+        return copied

@@ -1,0 +1,311 @@
+"""What runs beside one call of the Trainer: what its callbacks ask for, and the agreement on where to stop on SIGTERM.
+
+The Trainer and its strategy are used by duck type; Lightning is not imported here.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.errors import HostPreflightError
+from lightning_ncclsafe.exchange import Exchange
+from lightning_ncclsafe.exchange.meeting import Meeting
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.loaders.agreement import Agreement
+from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
+from lightning_ncclsafe.loaders.tuning.tuner import Tuner
+from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.preflight.load import loaders_load, model_load
+from lightning_ncclsafe.preflight.probe import preflight_facts
+from lightning_ncclsafe.probes.host.capacity import capacity
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import TrainerProbe
+from lightning_ncclsafe.report.folder import IncidentNumbers
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.rules.kit.data import TRAIN
+from lightning_ncclsafe.settings import (
+    AgreementSettings,
+    Limits,
+    PreflightSettings,
+    TimerSettings,
+    TunerSettings,
+)
+from lightning_ncclsafe.sigterm.agreement import StopAgreement
+from lightning_ncclsafe.sigterm.handler import StopSignal
+
+T = TypeVar("T")
+
+# How long ranks wait for one another's loaders after the guard has looked at what holds them up.
+_PRESENT_S = 30.0
+
+
+class Features:
+    """The features of one call: preflight, agreement on data, tuning of loaders, timing of collectives, SIGTERM.
+
+    Most of them fail on their own: that is said once, and the call goes on without the one that has failed.
+
+    Args:
+        trainer: The ``Trainer``.
+        limits: The hard limits.
+        report_dir: The folder of reports.
+        tracker: What Lightning is doing.
+        trainer_probe: Where the Trainer stands.
+        incidents: Numbers of the incidents of this process.
+        combined: Lightning's ``CombinedLoader``.
+        sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
+
+    Attributes:
+        timer: Times collectives; None where nobody asks for it.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        limits: Limits,
+        report_dir: Path,
+        *,
+        tracker: ActionTracker,
+        trainer_probe: TrainerProbe,
+        incidents: IncidentNumbers,
+        combined: type,
+        sigterm_error: type[BaseException] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._limits = limits
+        self._report_dir = report_dir
+        self._tracker = tracker
+        self._trainer_probe = trainer_probe
+        self._incidents = incidents
+        self._combined = combined
+        self._sigterm_error = sigterm_error
+        self.timer: AttachedTimer | None = None
+        self._preflight: Preflight | None = None
+        self._collector: LoaderCollector | None = None
+        self._tuner: Tuner | None = None
+        self._stop: StopAgreement | None = None
+        self._stop_signal: StopSignal | None = None
+
+    # From the beginning of the call to its end.
+
+    def begin(self, place: Place) -> None:
+        """Starts what needs no other rank: the preflight looks at this host."""
+        self._preflight = self._make_preflight(place)
+
+    def connect(self, strategy: Any, place: Place, exchange: Exchange) -> None:
+        """All ranks are there: compares hosts, and starts the rest.
+
+        Raises:
+            HostPreflightError: On all ranks, if the user wants that.
+        """
+        self._compare_hosts(lambda preflight: preflight.compare(exchange))
+        self._tuner = self._make_tuner(place, exchange)
+        if place.world_size > 1 or self._tuner is not None or self._preflight is not None:
+            self._collector = self._make_collector(strategy, place, exchange)
+            self._collector.attach()
+        if place.world_size > 1:
+            self._stop_together(strategy, place, exchange)
+            self.timer = self._make_timer(place, exchange)
+
+    def prepared(self, loader: Any) -> Any:
+        """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
+
+        Raises:
+            DatasetMismatchError: On all ranks, if they disagree.
+        """
+        return loader if self._collector is None else self._collector.prepared(loader)
+
+    def before_evaluation_batch(self) -> None:
+        """Called before each batch of validation, test and prediction.
+
+        Raises:
+            BaseException: Lightning's on SIGTERM, where the ranks have agreed to stop here.
+        """
+        if self._stop_signal is not None:
+            self._stop_signal.before_evaluation_batch()
+
+    def poll(self) -> None:
+        """Called on the watchdog's thread while the run goes on: carries the agreement on where to stop forward."""
+        if self._stop is not None:
+            self._stop.poll()
+
+    def leave(self) -> None:
+        """This rank has no further batch."""
+        if self._stop is not None:
+            self._stop.leave()
+
+    def detach(self, unharmed: Callable[[Callable[[], None]], object]) -> None:
+        """Lightning is as it was, but for what the timer listens to.
+
+        Args:
+            unharmed: Makes each step, and keeps what it raises from the others.
+        """
+        collector, self._collector = self._collector, None
+        stop_signal, self._stop_signal = self._stop_signal, None
+        tuner, self._tuner = self._tuner, None
+        for attached in (collector, stop_signal):
+            if attached is not None:
+                unharmed(attached.detach)
+        if tuner is not None:
+            unharmed(tuner.close)
+
+    def detach_timer(self) -> None:
+        """The timer ends last: where there was an error, it waits for what the other ranks have timed."""
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.detach()
+
+    # Hosts.
+
+    def _make_preflight(self, place: Place) -> Preflight | None:
+        settings = settings_of(self._trainer, PreflightSettings)
+        if settings is None:
+            return None
+        trainer = self._trainer
+        # As the user has set it: meanwhile the recorder of this job is given its size there.
+        environment = dict(os.environ)
+        preflight = Preflight(
+            lambda: preflight_facts(
+                environment=environment,
+                directories=_directories(self._trainer_probe, settings),
+                load=model_load(trainer.lightning_module),
+                local_rank=place.local_rank,
+                gpu_index=trainer.strategy.root_device.index,
+                is_cuda=trainer.strategy.root_device.type == "cuda",
+            ),
+            on_problem=settings.on_problem,
+            identity=_identity(place),
+            world_size=place.world_size,
+            report_dir=self._report_dir,
+            incidents=self._incidents,
+            say=say_on_stderr,
+        )
+        preflight.begin()
+        return preflight
+
+    def _compare_hosts(self, compare: Callable[[Preflight], object]) -> None:
+        preflight, self._preflight = self._preflight, None
+        if preflight is None:
+            return
+        try:
+            with self._tracker.action("preflight"):
+                compare(preflight)
+        except HostPreflightError:
+            raise
+        except Exception as error:  # the run goes on without
+            say_own_failure(error, what="the comparison of hosts")
+        else:
+            self._preflight = preflight
+
+    def _compare_load(self, stage: Stage) -> None:
+        """What loaders ask of a host is known once they are there; a tuner reports itself what it has lowered."""
+        settings = settings_of(self._trainer, TunerSettings)
+        if stage.name == TRAIN and not (settings is not None and settings.apply):
+            loaders = [*stage.loaders, *self._trainer_probe.validation_loaders()]
+            self._compare_hosts(lambda preflight: preflight.compare_load(loaders_load(loaders)))
+
+    # Loaders.
+
+    def _make_tuner(self, place: Place, exchange: Exchange) -> Tuner | None:
+        settings = settings_of(self._trainer, TunerSettings)
+        if settings is None:
+            return None
+        try:
+            tuner = Tuner(settings, exchange, rank=place.rank, world_size=place.world_size, capacity=capacity())
+            tuner.start()
+        except Exception as error:  # the loaders stay as they are
+            say_own_failure(error, what="the tuning of loaders")
+            return None
+        return tuner
+
+    def _make_collector(self, strategy: Any, place: Place, exchange: Exchange) -> LoaderCollector:
+        return LoaderCollector(
+            trainer=self._trainer,
+            strategy=strategy,
+            agreement=self._make_agreement(place, exchange) if place.world_size > 1 else None,
+            # What stock trains on, different data on each rank for instance, is refused only on request.
+            settings=settings_of(self._trainer, AgreementSettings) or AgreementSettings(on_mismatch="raise_on_hang"),
+            combined=self._combined,
+            tracker=self._tracker,
+            timeout_s=self._limits.longest_s,
+            tuner=self._tuner,
+            on_stage=self._compare_load,
+        )
+
+    def _make_agreement(self, place: Place, exchange: Exchange) -> Agreement:
+        return Agreement(
+            meeting=Meeting(
+                exchange=exchange,
+                rank=place.rank,
+                world_size=place.world_size,
+                deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
+                say=say_on_stderr,
+            ),
+            world_size=place.world_size,
+            identity=_identity(place),
+            report_dir=self._report_dir,
+            incidents=self._incidents,
+            say=say_on_stderr,
+        )
+
+    # SIGTERM, and timing.
+
+    def _stop_together(self, strategy: Any, place: Place, exchange: Exchange) -> None:
+        """On SIGTERM; a rank that has no others stops as Lightning has it."""
+        if self._sigterm_error is None:
+            return
+        self._stop = StopAgreement(
+            exchange,
+            rank=place.rank,
+            world_size=place.world_size,
+            hosts_store=_torch.hosts_store(place.rank),
+            # Where ranks may have different numbers of batches, and wait for nobody.
+            each_alone=self._trainer.state.fn == "predict" and not strategy.forward_communicates,
+        )
+        self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error)
+        self._stop_signal.attach()
+
+    def _make_timer(self, place: Place, exchange: Exchange) -> AttachedTimer | None:
+        settings = settings_of(self._trainer, TimerSettings)
+        if settings is None:
+            return None
+        try:
+            return AttachedTimer(
+                self._trainer,
+                self._tracker,
+                exchange,
+                settings,
+                rank=place.rank,
+                world_size=place.world_size,
+                report_dir=self._report_dir,
+            )
+        except Exception as error:  # the guard can do without
+            say_own_failure(error, what="the timing of collectives")
+            return None
+
+
+def settings_of(trainer: Any, kind: type[T]) -> T | None:
+    """Those of the Trainer's callback for this: a callback only says what is wanted."""
+    found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
+    return next((settings for settings in found if isinstance(settings, kind)), None)
+
+
+def _identity(place: Place) -> RankFacts:
+    return RankFacts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        progress=Progress(phase=Phase.INIT),
+    )
+
+
+def _directories(probe: TrainerProbe, settings: PreflightSettings) -> dict[str, str]:
+    """What the run writes to and reads from, by what it is for."""
+    found = probe.directories()
+    return found if settings.data_dir is None else {**found, "data": settings.data_dir}

@@ -1,0 +1,209 @@
+"""A loader whose iteration is replaced stays what it is."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_ncclsafe.loaders import iteration
+from lightning_ncclsafe.loaders.iteration import Begin, ReplacedIteration, replaceable
+
+
+@pytest.fixture
+def asked_by_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if one of Lightning's loops iterated, and not this test."""
+    monkeypatch.setattr(iteration, "_asked_by_a_loop", lambda frame: True)
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's loader with an attribute, a method and a property of its own."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.colour = "blue"
+
+    @property
+    def double(self) -> int:
+        return 2 * len(self)
+
+
+class Slotted:
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items = [1, 2]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+
+class Indexed:
+    """Iterable by ``__getitem__`` alone."""
+
+    def __getitem__(self, index: int) -> int:
+        return [1, 2][index]
+
+
+def first_two(begin: Begin) -> Iterator[Any]:
+    iterator = begin()
+    return iter([next(iterator), next(iterator)])
+
+
+def loader() -> OwnLoader:
+    return OwnLoader(torch.arange(8), batch_size=2)
+
+
+@pytest.mark.usefixtures("asked_by_a_loop")
+def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
+    own = loader()
+    ReplacedIteration(own, first_two, length=2)
+    assert [batch.tolist() for batch in own] == [[0, 1], [2, 3]]
+    assert len(own) == 2
+    assert isinstance(own, OwnLoader)
+    assert (type(own).__name__, type(own).__module__, own.colour, own.double) == ("OwnLoader", __name__, "blue", 4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda read: pickle.loads(pickle.dumps(read))])
+def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None:
+    """A Trainer that is copied in the middle of an epoch has iterators of its loaders: here, generators."""
+    own = loader()
+    ReplacedIteration(own, lambda begin: (batch for batch in begin()))
+    combined = CombinedLoader({"a": own})
+    fetcher = _DataFetcher()
+    fetcher.setup(combined)
+    iter(fetcher)
+    next(fetcher)
+    copied(combined)
+    assert [batch["a"].tolist() for batch, _, _ in read_on(fetcher)] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_the_length_is_the_own_one_unless_another_is_given() -> None:
+    own = loader()
+    ReplacedIteration(own, first_two)
+    assert len(own) == 4
+
+
+def test_a_hidden_length_is_none_to_lightning() -> None:
+    from lightning.fabric.utilities.data import sized_len
+
+    own = loader()
+    ReplacedIteration(own, first_two, hides_length=True)
+    assert sized_len(own) is None
+
+
+@pytest.mark.usefixtures("asked_by_a_loop")
+def test_it_is_iterated_anew_every_time() -> None:
+    own = loader()
+    ReplacedIteration(own, first_two)
+    assert [len(list(own)) for _ in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("asked_by_a_loop")
+def test_persistent_workers_are_kept() -> None:
+    own = OwnLoader(torch.arange(8), batch_size=2, num_workers=1, persistent_workers=True)
+    ReplacedIteration(own, lambda begin: begin())
+    assert [batch.tolist() for batch in own] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    workers = own._iterator._workers  # type: ignore[union-attr]
+    assert len(list(own)) == 4
+    assert own._iterator._workers is workers  # type: ignore[union-attr]
+    own._iterator._shutdown_workers()  # type: ignore[union-attr]
+
+
+def test_it_can_be_undone() -> None:
+    own = loader()
+    replaced = ReplacedIteration(own, first_two, length=2)
+    replaced.restore()
+    assert type(own) is OwnLoader
+    assert len(list(own)) == len(own) == 4
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
+def test_a_copy_is_the_users_own_loader_again(copied: Any) -> None:
+    own = loader()
+    ReplacedIteration(own, first_two, length=2)
+    other = copied(own)
+    assert type(other) is OwnLoader
+    assert len(list(other)) == 4
+    assert other.colour == "blue"
+
+
+@pytest.mark.parametrize("own", [Slotted(), loader()])
+def test_what_can_be_replaced_stays_the_same_object(own: Any) -> None:
+    before = type(own)
+    assert replaceable(own) is own
+    assert type(own) is before
+
+
+@pytest.mark.parametrize(
+    "own", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}, torch.tensor([1, 2])]
+)
+def test_what_cannot_is_stood_for(own: Any) -> None:
+    assert replaceable(own) is not own
+    stand_in = replaceable(own)
+    assert hasattr(type(stand_in), "__len__") == hasattr(own, "__len__")
+    ReplacedIteration(stand_in, lambda begin: begin())
+    assert list(stand_in) == [1, 2]
+    copy.copy(stand_in)
+
+
+@pytest.mark.usefixtures("asked_by_a_loop")
+def test_what_is_iterated_by_index() -> None:
+    own = replaceable(Indexed())
+    assert not isinstance(own, Indexed)
+    ReplacedIteration(own, first_two)
+    assert list(own) == [1, 2]
+
+
+def test_attributes_of_what_is_stood_for_are_there() -> None:
+    assert replaceable({1: 0}).get(1) == 0
+    with pytest.raises(AttributeError):
+        _ = replaceable([1]).nothing
+
+
+class Fetcher:
+    """Begins to read as Lightning's loops do."""
+
+    def __init__(self, loaders: Any, mode: str, fetcher: type = _PrefetchDataFetcher) -> None:
+        self.fetcher = fetcher()
+        self.fetcher.setup(CombinedLoader(loaders, mode))  # type: ignore[arg-type]
+        iter(self.fetcher)
+
+    def read(self) -> list[Any]:
+        return [batch for batch, _, _ in read_on(self.fetcher)]
+
+
+def read_on(fetcher: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(fetcher)
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+@pytest.mark.parametrize("fetcher", [_PrefetchDataFetcher, _DataFetcher])
+def test_lightnings_loops_get_what_was_agreed_on(mode: str, fetcher: type) -> None:
+    own = loader()
+    ReplacedIteration(own, first_two, length=2)
+    assert len(Fetcher([own], mode, fetcher).read()) == 2
+
+
+def test_a_loader_that_goes_round_ends_every_time_as_agreed() -> None:
+    short, long = loader(), OwnLoader(torch.arange(10), batch_size=2)
+    ReplacedIteration(short, first_two, length=2)
+    batches = Fetcher([short, long], "max_size_cycle").read()
+    assert [batch[0].tolist()[0] for batch in batches] == [0, 2, 0, 2, 0]
+
+
+def test_a_user_who_looks_gets_the_loaders_own() -> None:
+    own = loader()
+    ReplacedIteration(own, first_two, hides_length=True)
+    assert len(list(own)) == 4
+    assert len([*iter(own)]) == 4
+    assert len([batch for batch, _, _ in iter(CombinedLoader([own], "sequential"))]) == 4

@@ -1,0 +1,121 @@
+"""What we print in a terminal: coloured, as wide as it is, the answer first; and plain lines wherever it is none."""
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from incidents import incident_of
+
+from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.text import render_short, render_text
+
+SAY = (
+    "import sys; from lightning_ncclsafe.report.terminal import say_on_stderr; say_on_stderr(open(sys.argv[1]).read());"
+)
+RENDER = "import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['render', sys.argv[1]]));"
+ESCAPE = re.compile(r"\x1b\[([\d;]*)m")
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|9\d)(?:;[\d;]*)?m")
+DIAGNOSIS = incident_of(512, silent=tuple(range(3, 500, 2)))
+LONG_PATH = "/gpfs/projects/vision/users/a.longname/checkouts/2026-11-21/src/retrieval/training/loops/contrastive.py:93"
+
+
+def in_terminal(program: str, file: Path, *, columns: int, **environ: str) -> str:
+    """What a program writes to a terminal so wide."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(file)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**kept, "TERM": "xterm-256color", **environ},
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            written += part
+    except OSError:  # the terminal is gone with the program
+        pass
+    finally:
+        os.close(ours)
+        assert process.wait(30) == 0, written
+    return written.decode().replace("\r\n", "\n")
+
+
+def to_file(program: str, file: Path, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(file)],
+        capture_output=True,
+        check=True,
+        timeout=30,
+        env={**os.environ, "TERM": "xterm-256color", **environ},
+    )
+    return (done.stdout + done.stderr).decode()
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    path = tmp_path / "short.txt"
+    path.write_text(f"{render_short(DIAGNOSIS)}\nreport: {LONG_PATH}")
+    return path
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "report.json"
+    path.write_bytes(report_json(DIAGNOSIS))
+    return path
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_lines_fit_the_terminal_and_are_ours(short: Path, columns: int) -> None:
+    written = in_terminal(SAY, short, columns=columns)
+    lines = ESCAPE.sub("", written).splitlines()
+    assert all(line.startswith("[ncclsafe] ") for line in lines)
+    assert [line for line in lines if len(line) > columns] == [
+        line for line in lines if LONG_PATH in line and columns < 119
+    ]
+    assert any(LONG_PATH in line for line in lines), "a path stays whole"
+    joined = " ".join(line.removeprefix("[ncclsafe] ").strip() for line in lines)
+    assert joined == " ".join(short.read_text().split())
+
+
+def test_the_answer_stands_out_and_comes_first(short: Path) -> None:
+    written = in_terminal(SAY, short, columns=80)
+    answer = render_short(DIAGNOSIS).partition("\n")[0]
+    bold = "".join(re.findall(r"\x1b\[1m([^\x1b]*)", written))
+    for word in answer.partition(": ")[2].split():
+        assert word in bold
+    first, *rest = written.splitlines()
+    assert re.match(r"\x1b\[2m\[ncclsafe\]\x1b\[0m\x1b\[1m \x1b\[0m\x1b\[1;31mstopped-process\x1b\[0m\x1b\[1m: ", first)
+    assert any(re.search(r"\x1b\[1m +remedy:\x1b\[0m", line) for line in rest)
+
+
+def test_no_color_asks_for_no_colour(short: Path) -> None:
+    assert COLOUR.search(in_terminal(SAY, short, columns=80))
+    assert not COLOUR.search(in_terminal(SAY, short, columns=80, NO_COLOR="1"))
+    assert "\x1b" not in in_terminal(SAY, short, columns=80, TERM="dumb")
+
+
+@pytest.mark.parametrize("environ", [{}, {"FORCE_COLOR": "1"}, {"COLUMNS": "40"}], ids=["plain", "forced", "narrow"])
+def test_a_log_has_whole_lines_and_no_escapes(short: Path, report: Path, environ: dict[str, str]) -> None:
+    said = short.read_text().splitlines()
+    assert to_file(SAY, short, **environ) == "".join(f"[ncclsafe] {line}\n" for line in said)
+    assert to_file(RENDER, report, **environ) == render_text(DIAGNOSIS)
+
+
+@pytest.mark.parametrize("columns", [60, 250])
+def test_a_report_is_as_wide_as_can_be_read(report: Path, columns: int) -> None:
+    written = in_terminal(RENDER, report, columns=columns)
+    plain = ESCAPE.sub("", written)
+    assert COLOUR.search(written)
+    assert not [line for line in plain.splitlines() if len(line) > min(columns, 110) and len(line.split()) > 1]
+    assert "".join(plain.split()).replace("-", "") == "".join(render_text(DIAGNOSIS).split()).replace("-", "")

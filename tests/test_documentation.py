@@ -1,0 +1,68 @@
+"""What the documentation shows is what is in our files, and what happens."""
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from warm import Warm, ranks_of
+
+from lightning_ncclsafe.guard.ending import EXIT_CODE
+
+DOCS = Path(__file__).parents[1] / "docs"
+LIMIT_S = 100
+# Of the program on the page: what is to be deleted, so that it trains.
+MISTAKE = re.compile(r"\n    def on_train_epoch_end.*?\n\n\n", re.DOTALL)
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    """What stands in the blocks of a page, without its indentation."""
+    text = (DOCS / page).read_text()
+    found = re.findall(rf"^( *)```(?:{'|'.join(languages)})\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [dedent(block) for _, block in found]
+
+
+@pytest.mark.parametrize(
+    ("block", "file"),
+    zip(
+        blocks("how/adding-a-cause.md", "python", "text"),
+        ("lightning_ncclsafe/rules/hang/at_breakpoint.py", "tests/rules/scenes.py", "tests/rules/scenes.py"),
+        strict=True,
+    ),
+    ids=["rule", "scene", "its place"],
+)
+def test_the_cause_that_is_added_is_there(block: str, file: str) -> None:
+    assert block.strip() in (DOCS.parent / file).read_text()
+
+
+def trained(warm: Warm, folder: Path, program: str) -> tuple[list[int], str]:
+    """The exit codes of two ranks, and what they said."""
+    path = folder / "train.py"
+    path.write_text(program)
+    return warm.run([str(path)], folder, timeout_s=LIMIT_S, envs=ranks_of(2))
+
+
+def said(output: str) -> str:
+    """In one line, with what differs from run to run and from version to version left out."""
+    words = " ".join(output.replace("[ncclsafe]", " ").split())
+    return re.sub(r"(?<=for )\d+(?= s)|(?<=sequence number )\d+", "…", words)
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_program_of_the_first_page_hangs_and_says_why(warm: Warm, tmp_path: Path) -> None:
+    codes, output = trained(warm, tmp_path, blocks("start.md", "python")[0])
+    assert said(blocks("start.md", "text")[0]) in said(output), output
+    assert codes == [EXIT_CODE, EXIT_CODE]
+    assert {path.name for path in tmp_path.glob("ncclsafe/*/*")} >= {"report.html", "report.json", "report.txt"}
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_without_its_mistake_it_trains_and_one_line_is_ours(warm: Warm, tmp_path: Path) -> None:
+    program = blocks("start.md", "python")[0]
+    mended, count = MISTAKE.subn("\n\n", program)
+    assert count == 1 and len(program.splitlines()) - len(mended.splitlines()) == 7
+    codes, output = trained(warm, tmp_path, mended)
+    assert codes == [0, 0], output
+    ours = [line for line in output.splitlines() if "[ncclsafe]" in line]
+    assert len(ours) == 1 and ours[0].startswith("[ncclsafe] watching 2 ranks"), output
+    assert not (tmp_path / "ncclsafe").exists()
