@@ -42,19 +42,19 @@ _DECIDES = (
 
 @hang_rule(after="unmatched-p2p", follows=("different-trainer-settings", "stopped-early"))
 def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
-    """A value that one rank has logged is reduced between all ranks, and others have not logged it.
+    """One rank logged a value that is reduced across all ranks, and the others did not log it.
 
     Symptom:
-        A hang in self.log, or at the end of an epoch, where the values of the epoch are reduced.
+        A hang in self.log, or at the end of an epoch, when the values of the epoch are reduced.
 
     Cause:
-        self.log(..., sync_dist=True), or a metric that is logged, under a condition on the rank or on the data.
+        self.log(..., sync_dist=True), or a logged metric, under a condition on the rank or on the data.
 
     Remedy:
-        The same keys on all ranks, in the same order.
+        Log the same keys on all ranks, in the same order.
 
     Cannot see:
-        Keys in another order that still meet: each value is then reduced with another key's, and nothing waits.
+        Keys in different orders that still pair up: each value is then reduced with another key's, and nothing waits.
     """
     reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
     # Who works may come to log it yet.

@@ -51,23 +51,23 @@ _REMEDY_STEPS = (
     reads_exceptions=True,
 )
 def skipped_step(view: Timeline) -> Iterator[Finding]:
-    """One rank left out a backward pass of a batch, or one of several, and so exchanged no gradients for it.
+    """One rank skipped a backward pass of a batch, and so exchanged no gradients for it.
 
     Symptom:
-        Peers wait in the gradients' all-reduce; the rank is in a later batch, or Lightning has refused to go on
-        ("Skipping the `training_step` by returning None in distributed training is not supported").
+        "Skipping the `training_step` by returning None in distributed training is not supported", or the others wait in
+        the gradients' all-reduce while the rank is in a later batch.
 
     Cause:
         "return None" for a batch without labels, with a loss that is not finite, or after an out-of-memory error; with
-        manual optimization, a turn of one optimizer (a GAN's generator) that one rank leaves out, or gradients that
-        ranks accumulate over different numbers of batches.
+        manual optimization, a turn of one optimizer (a GAN's generator) that one rank skips, or gradients that ranks
+        accumulate over different numbers of batches.
 
     Remedy:
         Skip on all ranks or on none.
 
     Cannot see:
-        A backward pass that is called as loss.backward() instead of self.manual_backward(loss); which of several
-        returns it was.
+        A backward pass called as loss.backward() instead of self.manual_backward(loss); which of several return
+        statements it was.
     """
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:

@@ -47,20 +47,20 @@ _REMEDY_CLOCK = (
 
 @hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",))
 def stopped_early(view: Timeline) -> Iterator[Finding]:
-    """Some ranks have left the training loop while others are in a batch, and the Trainer says why.
+    """Some ranks left the training loop while others are in a batch, and the Trainer shows why.
 
     Symptom:
-        The run hangs at a batch in the midst of an epoch; some ranks are in validation, save, or have finished.
+        The run hangs at a batch in the middle of an epoch; some ranks are in validation, save, or have finished.
 
     Cause:
         trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock; a
-        StopIteration that leaves a hook; optimizer steps that are not counted alike.
+        StopIteration that leaves a hook; optimizer steps that are counted differently.
 
     Remedy:
         Decide on all ranks together when to stop and when to validate.
 
     Cannot see:
-        Who has set trainer.should_stop; loops of the user's own.
+        Who set trainer.should_stop; loops of the user's own.
     """
     early = ended_first(view)
     told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
