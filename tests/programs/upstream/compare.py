@@ -230,6 +230,8 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=3, help="how often a test is run again of which only ours failed")
     parser.add_argument("--json", type=Path, help="where all that was found goes")
     arguments = parser.parse_args()
+    # So that what was started is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     python = installed("upstream", REQUIREMENTS)
     if isinstance(python, str):
         sys.exit(f"What Lightning's tests need {python}.")
