@@ -122,7 +122,10 @@ class StepFacts:
         groups_made: How many process groups this rank has taken part in making, as a member or not, with the one that
             it is making; -1 where that is not known.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
-            functions that the main thread is in; looked for only while it makes a group.
+            functions that the main thread is in, else in those of the module and callbacks; looked for only while it
+            makes a group.
+        accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``;
+            looked for only where passes have reduced nothing.
     """
 
     with_backward: int = 0
@@ -151,6 +154,7 @@ class StepFacts:
     peer: int = -1
     groups_made: int = -1
     groups_at: tuple[str, ...] = ()
+    accumulates_at: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

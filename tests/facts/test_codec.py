@@ -418,6 +418,7 @@ RANK = RankFacts(
         peer=3,
         groups_made=4,
         groups_at=("train.py:12 in setup",),
+        accumulates_at=("train.py:30 in on_train_batch_start",),
     ),
     trainer=TrainerFacts(
         settings={"max_steps": "20"},

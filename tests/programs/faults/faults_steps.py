@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import lightning as L
 import torch
-from training import Here, Net
+from training import IN_THE_MIDDLE, Here, Net
 from truths import Moment, fault
 
 
@@ -105,3 +106,17 @@ def epoch_mean_logged_on_some_ranks(here: Here) -> None:
             return loss
 
     here.fit(net=Logging(here))
+
+
+@fault("skipped-step", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+def accumulation_by_each_ranks_own_batch(here: Here) -> None:
+    """A budget of tokens that one rank's batch does not use up; what was set is as it was again afterwards."""
+
+    class Budget(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            tokens = 1 if here.is_hit and batch_idx == IN_THE_MIDDLE else 3
+            if tokens < 3:
+                here.begins()
+            trainer.accumulate_grad_batches = 3 // tokens  # <- here
+
+    here.fit(callbacks=[Budget()])
