@@ -75,11 +75,13 @@ class MetricFacts:
         name: Its name in the model, ``"val_accuracy"``.
         type: Its class.
         states: Names of its states.
+        by_entry: Of these, lists that are not reduced: each entry is gathered by collectives of its own.
     """
 
     name: str
     type: str = ""
     states: tuple[str, ...] = ()
+    by_entry: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -413,7 +413,7 @@ RANK = RankFacts(
                 name="score", hook="on_train_epoch_end", place="train.py:9", rank_condition="if x:", states=("total",)
             ),
         ),
-        metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
+        metrics=(MetricFacts(name="score", type="Mean", states=("total", "count"), by_entry=("boxes",)),),
         reducing="loss",
         peer=3,
         groups_made=4,

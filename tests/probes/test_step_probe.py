@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torchmetrics import Metric
 
 from lightning_ncclsafe.facts import MetricFacts
 from lightning_ncclsafe.probes.trainer import steps
@@ -616,11 +618,26 @@ def test_noting_a_step_costs_next_to_nothing() -> None:
     assert record.facts().with_backward == 10_000
 
 
+class BoxCount(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", default=[], dist_reduce_fx=None)
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx=None)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(len(self.boxes))  # type: ignore[arg-type]
+
+
 def test_metrics_that_the_model_holds_are_told_with_their_states() -> None:
     module = Module()
     held = SimpleNamespace(metric_state={"total": 0, "count": 0})
-    parts = [("", module), ("scores", SimpleNamespace(metric_state={})), ("scores.mean", held)]
+    boxes = BoxCount()
+    parts = [("", module), ("scores", SimpleNamespace(metric_state={})), ("scores.mean", held), ("boxes", boxes)]
     module.named_modules = lambda: parts  # type: ignore[attr-defined]
     assert begun(module)[1].facts().metrics == (
         MetricFacts(name="scores.mean", type="SimpleNamespace", states=("total", "count")),
+        MetricFacts(name="boxes", type="BoxCount", states=("boxes", "scores", "count"), by_entry=("boxes",)),
     )

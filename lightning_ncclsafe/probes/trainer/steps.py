@@ -366,7 +366,18 @@ def _metrics(module: Any) -> Iterator[MetricFacts]:
     for name, part in getattr(module, "named_modules", tuple)():
         states = getattr(part, "metric_state", None)
         if isinstance(states, dict) and states:
-            yield MetricFacts(name=str(name), type=type(part).__name__, states=tuple(map(str, states)))
+            yield MetricFacts(
+                name=str(name),
+                type=type(part).__name__,
+                states=tuple(map(str, states)),
+                by_entry=tuple(str(state) for state in states if _is_gathered_by_entry(part, state)),
+            )
+
+
+def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
+    """Whether a state is a list with ``dist_reduce_fx=None``."""
+    defaults, reductions = getattr(metric, "_defaults", {}), getattr(metric, "_reductions", {})
+    return isinstance(defaults.get(state), list) and reductions.get(state, "") is None
 
 
 def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[HookSource, int]:
