@@ -5,6 +5,7 @@
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
+# make upstream let Lightning's own tests run with its classes and with ours in their place (an hour and a half)
 # make package wheel and sdist, checked, installed into an empty environment, and tried there
 # make pictures those of the documentation, of a real hang and a real straggler; needs Chromium
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCUMENTED := $(VENV)/.documented
 
-.PHONY: demo hangs test suite lint docs matrix bench soak faults clients gpu package pictures install clean
+.PHONY: demo hangs test suite lint docs matrix bench soak faults clients upstream gpu package pictures install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -55,7 +56,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict
 
 docs: $(DOCUMENTED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python docs/site/links.py
 	$(BIN)/python docs/site/search.py build/site
 
@@ -81,6 +82,10 @@ faults: $(INSTALLED)
 # CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
 clients: $(INSTALLED)
 	$(BIN)/python tests/programs/clients/run.py $(CLIENTS)
+
+# UPSTREAM takes options: make upstream UPSTREAM="--only strategies trainer/test_trainer.py --checkout ../pytorch-lightning"
+upstream: $(INSTALLED)
+	$(BIN)/python tests/programs/upstream/compare.py $(UPSTREAM)
 
 # See tests/programs/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.
 gpu: $(INSTALLED)

@@ -34,6 +34,19 @@ OTHER_NAMES = {
     r"\bimport lightning as L\b": "import pytorch_lightning as L",
     r"\bfrom lightning import\b": "from pytorch_lightning import",
 }
+# Of a checkout, what is no part of the repository; and the package, which is used as it is.
+LEFT_OUT = (
+    ".git",
+    ".nox",
+    ".venv",
+    ".clients",
+    ".*_cache",
+    "build",
+    "dist",
+    "runs",
+    "__pycache__",
+    "lightning_ncclsafe",
+)
 # These are about both names. What needs both packages is skipped where one is missing.
 OF_BOTH_NAMES = {"test_import_names.py", "other_name.py"}
 
@@ -63,10 +76,10 @@ def under_the_other_name(folder: Path) -> Path:
     """A copy of this repository whose tests, examples and pages import ``pytorch_lightning``."""
     copy = folder / "repository"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(".", copy, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "lightning_ncclsafe"))
+    shutil.copytree(".", copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     (copy / "lightning_ncclsafe").symlink_to(Path("lightning_ncclsafe").resolve())
     for file in [*copy.glob("docs/**/*"), *copy.glob("tests/**/*"), *copy.glob("examples/**/*")]:
-        if file.suffix in {".py", ".md", ".yaml"} and file.name not in OF_BOTH_NAMES:
+        if file.suffix in {".py", ".md", ".yaml", ".ipynb"} and file.name not in OF_BOTH_NAMES:
             text = file.read_text()
             for pattern, name in OTHER_NAMES.items():
                 text = re.sub(pattern, name, text)

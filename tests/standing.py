@@ -13,9 +13,8 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, wait_for
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.guard.watchdog import Watchdog
-from lightning_ncclsafe.loggers.intake import Intake
+from lightning_ncclsafe.loggers.intake import Intake, Scalars
 from lightning_ncclsafe.loggers.offload import Offload
-from lightning_ncclsafe.loggers.thinning import Scalars
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process import stacks
 

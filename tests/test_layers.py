@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 IMPORTS_TORCH = {
     "_torch",
     "collectives.scalars",
-    "loggers.copies",
+    "loggers.capture",
     "loggers.csv_backend",
     "loggers.events",
     "loggers.starting",

@@ -193,9 +193,7 @@ def _page(name: str, told: list[Cause], leading: list[tuple[str, str]], names: C
     return "\n".join(_lines(name, told, leading, linked)) + "\n"
 
 
-def _lines(
-    name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]
-) -> Iterator[str]:
+def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]) -> Iterator[str]:
     first = told[0]
     yield from ("---", f"title: {name}", f"description: {json.dumps(first.summary)}", "---", "")
     yield from (f"# {first.title}", "")

@@ -23,7 +23,7 @@ from catalogue import CASES  # noqa: E402
 from made_logs import TRACEBACK, timeout  # noqa: E402
 from pages import RULES, facts_file  # noqa: E402
 from preflight_scenes import SCENES as PREFLIGHT_SCENES  # noqa: E402
-from recorded import RECORDINGS, _told  # noqa: E402
+from recorded import RECORDINGS, without_defaults  # noqa: E402
 from running import run_case  # noqa: E402
 from scores import score_fault  # noqa: E402
 from simulated_incidents import incidents  # noqa: E402
@@ -64,7 +64,7 @@ def from_training(kind: str, name: str, warm: Warm, wanted: str = "") -> Iterato
             )
             if source := case.scenario.source:
                 made += f" It was written after [a public thread]({source})."
-            yield {"made": made, "job": _told(job)}
+            yield {"made": made, "job": without_defaults(job)}
 
 
 def _strategies(case: Case) -> tuple[str, ...]:
@@ -104,7 +104,8 @@ def from_scene(kind: str, name: str) -> Iterator[Recorded]:
         if scene.rule == name:
             job = scene.job if hasattr(scene, "job") else _built(scene)
             if first_finding(kind, job) == name:
-                yield {"made": CONSTRUCTED.format(f"the scene “{scene.name}” in tests/rules"), "job": _told(job)}
+                made = CONSTRUCTED.format(f"the scene “{scene.name}” in tests/rules")
+                yield {"made": made, "job": without_defaults(job)}
 
 
 def _built(scene: Any) -> JobFacts:
@@ -150,7 +151,7 @@ def from_made_log(kind: str, name: str) -> Iterator[Recorded]:
         evidence = Evidence()
         evidence.read(str(log))
     if (job := evidence.job()) is not None and first_finding(kind, job) == name:
-        yield {"made": CONSTRUCTED.format("a log with PyTorch's own words for it"), "job": _told(job)}
+        yield {"made": CONSTRUCTED.format("a log with PyTorch's own words for it"), "job": without_defaults(job)}
 
 
 LOADER_ERRORS = {
@@ -184,7 +185,7 @@ def from_simulation(kind: str, name: str) -> Iterator[Recorded]:
         job = evidence.job()
         if name in incident.rules and first_finding(kind, job) == name:
             made = f"Of the dumps of a simulated NCCL job on {len(incident.dumps)} GPUs (`{SIMULATOR}`)."
-            yield {"made": made, "job": _told(job)}
+            yield {"made": made, "job": without_defaults(job)}
 
 
 SIMULATOR = "tests/reading/simulated_incidents.py"

@@ -65,6 +65,28 @@ QUERIES = (
         "hangs/process-killed/",
     ),
     (
+        "Lightning-AI/pytorch-lightning#19487",
+        "[E ProcessGroupNCCL.cpp:458] [Rank 4] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=64090,"
+        " OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800741 milliseconds before timing out.",
+        "hangs/watchdog-timeout/",
+    ),
+    (
+        "hkchengrex/STCN#132",
+        "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that dataloader's"
+        " workers are out of shared memory. Please try to raise your shared memory limit.",
+        "hangs/dataloader-worker-killed/",
+    ),
+    (
+        "sgl-project/sglang#3226",
+        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
+        "hangs/cannot-connect/",
+    ),
+    (
+        "zai-org/GLM-130B#31",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+        "hangs/process-killed/",
+    ),
+    (
         "vllm-project/vllm-ascend#1767",
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
         " [127.0.0.1]:33817",
@@ -102,6 +124,10 @@ class Search:
         self._engine.eval(f"answers.length = 0; void listener({{ data: {json.dumps(message)} }})")
         return json.loads(self._engine.eval("JSON.stringify(answers)"))
 
+    def close(self) -> None:
+        """Ends its engine, whose threads would go on."""
+        self._engine.close()
+
     def pages(self, query: str) -> list[str]:
         """Addresses of the pages found, the first one first."""
         self._engine.eval(f"var words = plainWords({json.dumps(query)})")
@@ -117,6 +143,7 @@ def main() -> None:
         if found[:1] != [page]:
             wrong += 1
             print(f"{thread}: the search finds {', '.join(found[:3]) or 'nothing'} and not {page} for: {query}")
+    search.close()
     print(f"{len(QUERIES) - wrong} of {len(QUERIES)} texts of public threads lead to their page at once.")
     raise SystemExit(1 if wrong else 0)
 

@@ -9,8 +9,7 @@ from typing import Any
 from lightning_ncclsafe._lightning import LightningModule, Logger, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
-from lightning_ncclsafe.loggers.starting import goes_to_storage, is_mock, start_offload, writes_on_this_rank
-from lightning_ncclsafe.loggers.trial import Trial
+from lightning_ncclsafe.loggers.starting import CallTimer, goes_to_storage, is_mock, start_offload, writes_on_this_rank
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
@@ -88,7 +87,7 @@ class LoggerOffloadHooks:
             if goes_to_storage(logger):
                 self._start(logger, parts.offloads)
             else:
-                parts.trials.append(Trial(logger, partial(self._start, logger, parts.slow)))
+                parts.timers.append(CallTimer(logger, partial(self._start, logger, parts.slow)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Comes first from now on, once there is something to catch up with."""
@@ -133,8 +132,8 @@ class LoggerOffloadHooks:
 
     def _end(self, trainer: Trainer, *, for_good: bool = False) -> None:
         parts = self._parts.pop(id(trainer), _Parts())
-        for trial in parts.trials:
-            trial.end()
+        for timer in parts.timers:
+            timer.end()
         for logger, offload in [*parts.offloads, *parts.slow]:
             offload.ending = True
             # The Trainer has others by now, and finalizes only those.
@@ -149,6 +148,6 @@ class _Parts:
     """What was put between the loggers of one Trainer and their callers."""
 
     offloads: list[tuple[Logger, Offload]] = field(default_factory=list)
-    trials: list[Trial] = field(default_factory=list)
+    timers: list[CallTimer] = field(default_factory=list)
     # Offloads of those that have proved slow: they may be read from memory.
     slow: list[tuple[Logger, Offload]] = field(default_factory=list)

@@ -9,9 +9,14 @@ from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.loggers.manifest import StagingError, is_staging, read_manifest, staging_folders
 from lightning_ncclsafe.loggers.recovery import Recovered, recover
-from lightning_ncclsafe.loggers.staging import default_staging_dir
+from lightning_ncclsafe.loggers.staging import (
+    StagingError,
+    default_staging_dir,
+    is_staging,
+    read_manifest,
+    staging_folders,
+)
 from lightning_ncclsafe.report.safe import safe
 
 _LOGS = "what loggers have staged locally and their storage does not have"

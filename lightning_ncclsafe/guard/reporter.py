@@ -27,7 +27,7 @@ class Verdict:
         incident: The incident.
         answer: The report's first line.
         folder: Where the report was written; empty where it could not be.
-        is_reported: Whether anything was written or printed: not where all ranks raise the same, or the wait is expected.
+        is_reported: Whether anything was written or printed; not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
         quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;

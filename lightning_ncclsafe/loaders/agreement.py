@@ -1,4 +1,4 @@
-"""Compares what the ranks are about to read, and says what follows: an error on all ranks, a warning, or epoch ends."""
+"""Compares what the ranks are about to read: the outcome is an error on all ranks, a warning, or how epochs end."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -27,11 +27,11 @@ class Agreement:
     """The comparisons of one call of ``fit``, ``validate``, ``test`` or ``predict``, seen from one rank.
 
     Args:
-        meeting: Where all ranks come to one verdict.
+        meeting: Brings all ranks to one verdict.
         world_size: Number of ranks.
-        identity: Who this rank is.
-        report_dir: The folder of all reports; made when there is one.
-        incidents: Numbers of the incidents of this process.
+        identity: This rank, without data.
+        report_dir: The folder of all reports; created with the first one.
+        incidents: Numbers the incidents of this process.
         say: Prints one or more lines to the user.
     """
 
@@ -54,13 +54,13 @@ class Agreement:
         self._said: set[str] = set()
 
     def compare(self, data: DataFacts) -> tuple[EpochEnd, ...]:
-        """Presents this rank's loaders, waits for all other ranks', and returns what follows for each loader.
+        """Shares this rank's loaders, waits for those of all other ranks, and returns how their epochs end.
 
         Args:
             data: What this rank is about to read.
 
         Returns:
-            How an epoch of each loader ends; none where some rank takes no part.
+            How an epoch of each loader ends; none where a rank takes no part.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -69,7 +69,7 @@ class Agreement:
         return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
 
     def all_can(self, can: bool) -> bool:
-        """Whether all ranks can do what each of them has just tried.
+        """Whether every rank can do what each has just tried.
 
         Args:
             can: Whether this rank can.
@@ -78,19 +78,19 @@ class Agreement:
         return self._meeting.meet(facts, lambda ranks: Agreed(complete=self._is_complete(ranks))).complete
 
     def withdraw(self) -> None:
-        """This rank takes no part from now on, and the others compare nothing without it."""
+        """From now on this rank takes no part, and the others compare nothing without it."""
         self._meeting.withdraw(self._identity)
 
     def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead]) -> UnevenDataError:
-        """The data of some rank has ended. All ranks know the same, and come to the same words.
+        """Some rank's data has ended. All ranks know the same facts and phrase them alike.
 
         Args:
-            data: What this rank has presented.
+            data: What this rank has shared.
             loader: The loader that has ended.
-            readings: How far each rank has come with it.
+            readings: How many batches of it each rank has read.
 
         Returns:
-            What to raise where that is an error; where it is not, it is said once.
+            What to raise where that is an error. Where it is not, it is reported once.
         """
         ranks = tuple(
             RankFacts(
@@ -111,20 +111,20 @@ class Agreement:
         return UnevenDataError(render_mismatch(diagnosis), findings=diagnosis.findings, report_folder=folder)
 
     def first_batches(self, data: DataFacts, loader: LoaderFacts, votes: Votes, *digests: int) -> None:
-        """All ranks have their first two batches: those of two ranks must not be the same.
+        """All ranks have their first two batches; no two ranks may have the same ones.
 
         Args:
-            data: What this rank has presented.
+            data: What this rank has shared.
             loader: The loader that is read.
-            votes: What ranks vote with.
-            digests: Of this rank's batches; 0 where one has none.
+            votes: How ranks vote.
+            digests: Those of this rank's batches; 0 where there is none.
 
         Raises:
-            DatasetMismatchError: On all ranks, if ranks read the same.
+            DatasetMismatchError: On all ranks, if two ranks read the same data.
         """
         ranks = []
         for rank, (data_rank, *theirs) in enumerate(votes.gather(data.data_rank, *digests)):
-            # Batches that are alike among themselves are made up, to measure speed for instance, and say nothing.
+            # Batches that equal each other are synthetic, for a benchmark for instance, and prove nothing.
             tells = all(theirs) and len(set(theirs)) == len(theirs)
             fingerprints = {"first batches": "".join(f"{digest:016x}" for digest in theirs)} if tells else {}
             loaders = (replace(_alike(loader), fingerprints=fingerprints),)
@@ -141,7 +141,7 @@ class Agreement:
     def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
-            return Agreed()  # the rank that takes no part has said why
+            return Agreed()  # the rank that takes no part has reported why
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
         ends = epoch_ends(data) if self._is_complete(ranks) else ()
@@ -162,9 +162,9 @@ class Agreement:
         return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
 
     def _warn(self, diagnosis: Diagnosis) -> int:
-        """Once, also where loaders are made anew for every epoch, and with them data that differs in another way.
+        """Warns once, even where every epoch creates new loaders whose data differs in another way.
 
-        Where only what would hang is refused, all else is no incident, and gets no report.
+        Where only what would hang is refused, anything else is not an incident and gets no report.
 
         Returns:
             The incident's number; 0 without one.
@@ -207,7 +207,7 @@ class Agreement:
 
 
 def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
-    """Whoever is refused is told how to train all the same."""
+    """Adds to what is refused how to train anyway."""
     way = way_on(diagnosis.findings, diagnosis.job)
     findings = (
         replace(finding, remedy=joined((finding.remedy, way))) if finding.severity is Severity.ERROR else finding
@@ -217,7 +217,7 @@ def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _alike(loader: LoaderFacts) -> LoaderFacts:
-    """What other ranks can be taken to have in common with this one: all that could differ has been compared before."""
+    """What other ranks have in common with this one: everything else has been compared before."""
     return LoaderFacts(
         name=loader.name,
         loader=loader.loader,
@@ -228,10 +228,10 @@ def _alike(loader: LoaderFacts) -> LoaderFacts:
 
 
 def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
-    """How an epoch of each loader of a stage ends: does it need a vote, does its length change.
+    """How an epoch of each loader of a stage ends: whether it needs a vote, whether its length changes.
 
     Args:
-        ranks: What each rank presents.
+        ranks: What each rank shares.
 
     Returns:
         One for each loader; none where ranks have different numbers of loaders.
@@ -239,7 +239,7 @@ def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
     data = list(ranks)
     if not data or len({len(one.loaders) for one in data}) != 1:
         return ()
-    # Ranks predict, and mostly evaluate, each for itself, and may end when they like.
+    # When they predict, and mostly when they evaluate, ranks are independent and may end at any batch.
     if all(map(goes_alone, data)) or _ends_together(data):
         return tuple(EpochEnd() for _ in data[0].loaders)
     on_uneven = data[0].on_uneven
@@ -250,7 +250,7 @@ def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
 
 
 def _ends_together(ranks: list[DataFacts]) -> bool:
-    """Whether all lengths are known and make epochs that are equally long on all ranks."""
+    """Whether all lengths are known and epochs are equally long on all ranks."""
     known = all(loader.length is not None for data in ranks for loader in data.loaders)
     return known and len({epoch_batches(data) for data in ranks}) == 1
 
@@ -272,5 +272,5 @@ def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_
         )
     if length is not None:
         return EpochEnd(length=length)
-    # One more than the shortest rank has: in asking for that one all ranks meet the end.
+    # One more than the shortest rank has: asking for that one, all ranks reach the end.
     return EpochEnd(length=min(known) + 1, ends_at=min(known), lengths=known)

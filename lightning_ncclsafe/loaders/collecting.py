@@ -52,7 +52,7 @@ class Stage:
         return len(self.loaders) >= self.expected
 
     def facts(self, trainer: Any, strategy: Any, settings: AgreementSettings) -> DataFacts:
-        """What this rank presents of the stage.
+        """What this rank shares about the stage.
 
         Args:
             trainer: The ``Trainer``.
@@ -81,7 +81,7 @@ class Stage:
         )
 
     def most_batches(self, trainer: Any) -> int | None:
-        """After how many batches of a loader Lightning stops to ask, where that is one number for each loader."""
+        """After how many batches of a loader Lightning stops asking, where that is the same for each loader."""
         limit = self._limit(trainer)
         alone = len(self.loaders) == 1 or self.mode == "sequential"
         return limit if alone and isinstance(limit, int) else None
@@ -108,17 +108,17 @@ class Stage:
 
 
 class LoaderCollector:
-    """Presents the loaders of every stage of one call of the Trainer, on one rank.
+    """Compares, tunes and iterates the loaders of every stage of one call of the Trainer, on one rank.
 
     Args:
         trainer: The ``Trainer``.
         strategy: Its strategy.
-        agreement: Compares them with those of the other ranks; None where there are none.
+        agreement: Compares them with those of the other ranks; None where there are no others.
         settings: What the user has set for that.
-        combined: Lightning's ``CombinedLoader``: flattens lists, dicts and what else loaders may come in.
+        combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
-        tuner: Fits them to the host; None where nobody asks for it.
+        tuner: Tunes them; None if nobody asks for it.
         on_stage: Called on all ranks with the loaders of a stage, before anything else.
     """
 
@@ -152,7 +152,7 @@ class LoaderCollector:
         self._is_off = False
 
     def attach(self) -> None:
-        """Listens to what the loops' hooks give: how many loaders there are is not known otherwise."""
+        """Intercepts what the loops' hooks return: the number of loaders is not known otherwise."""
         self._unharmed(self._attach)
 
     def _attach(self) -> None:
@@ -160,7 +160,7 @@ class LoaderCollector:
             self._methods.append(_Requests(self, loop._data_source))
 
     def detach(self) -> None:
-        """Everything is as it was."""
+        """Restores everything."""
         while self._methods:
             self._methods.pop().remove()
         for stage in [*self._replaced]:
@@ -170,7 +170,7 @@ class LoaderCollector:
             self._close_votes(looks_ahead)
 
     def _give_back(self) -> None:
-        """Where something had to stand for a user's loader, that loader takes its place again."""
+        """Puts the user's loaders back where something had to stand for them."""
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, StandIn) for loader in loaders):
@@ -184,7 +184,7 @@ class LoaderCollector:
         return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
 
     def requested(self, name: str, loaders: Any) -> None:
-        """One of the loops' hooks has given its loaders; Lightning will prepare them one by one."""
+        """One of the loops' hooks has returned its loaders; Lightning prepares them one by one."""
         self._unharmed(lambda: self._open(name, loaders))
 
     def _open(self, name: str, loaders: Any) -> None:
@@ -195,15 +195,15 @@ class LoaderCollector:
             self._compare(self._stage)
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader; with the last one of its stage, all ranks are compared.
+        """Lightning has prepared a loader. With the last one of a stage, all ranks are compared.
 
         Returns:
-            What is to be iterated: the loader itself wherever that is possible.
+            What to iterate: the loader itself wherever possible.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        # One and the same loader may be given again, for the next epochs or for another stage.
+        # The same loader may come again, for the next epochs or for another stage.
         for stage in [*self._replaced]:
             self._release(stage, loader)
         loader = replaceable(loader)
@@ -211,7 +211,7 @@ class LoaderCollector:
         return loader
 
     def _add(self, loader: Any) -> None:
-        # A loop that Lightning's own hooks know nothing of has each loader for itself.
+        # In a loop that Lightning's own hooks do not know, each loader is a stage of its own.
         stage = self._stage or Stage(name="dataloader")
         stage.loaders.append(loader)
         if stage.is_complete:
@@ -229,7 +229,7 @@ class LoaderCollector:
                     self._replace(stage, index, iteration or _Iteration(), tuning)
 
     def _agreed(self, stage: Stage) -> dict[int, "_Iteration"]:
-        """How the loaders are iterated that do not end as they would for themselves, by index; ranks agree on it.
+        """How to iterate the loaders that would not end together by themselves, by index; ranks agree on it.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -272,14 +272,14 @@ class LoaderCollector:
         self._replaced.setdefault(stage.name, []).append(replaced)
 
     def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
-        """Makes the groups that ranks vote on, where they have to; all of them can use one, or none does."""
+        """Creates the groups that ranks vote on, where needed; either all ranks can use a group, or none does."""
         for looks_ahead in sorted(wanted - self._votes.keys()):
             error: Exception | None = None
             try:
                 self._votes[looks_ahead] = _torch.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
                     timeout_s=self._timeout_s + BACKSTOP_S,
-                    # Well before the guard would end the run: without votes it can go on.
+                    # Well before the guard would end the run, which can go on without votes.
                     connect_s=min(_CONNECT_S, self._timeout_s / 2),
                 )
             except Exception as failure:
@@ -294,7 +294,7 @@ class LoaderCollector:
             votes.close()
 
     def _unharmed(self, act: Callable[[], None]) -> None:
-        """Our own failure is said once, and this rank compares no more; nobody waits for it, training goes on."""
+        """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
         try:
             act()
         except (DatasetMismatchError, HostPreflightError):
@@ -320,7 +320,7 @@ class LoaderCollector:
         return _Iteration(iterate=iterate, length=end.length, hides_length=end.hides_length)
 
     def _release(self, stage: str, loader: Any = None) -> None:
-        """Takes our hands off the loaders that a stage had before, or off one of them."""
+        """Restores the loaders that a stage had before, or one of them."""
         for replaced in self._replaced.pop(stage, []):
             if loader is None or replaced.loader is loader:
                 replaced.restore()
@@ -332,7 +332,7 @@ class LoaderCollector:
     ) -> Iterate:
         ahead, tell = end.looks_ahead, partial(agreement.uneven, data, facts)
         votes = self._votes[ahead]
-        # Where ranks have peers these have to evaluate the same, too.
+        # Ranks that share a batch must evaluate the same data, too.
         has_peers = data.data_ranks < self._strategy.world_size
         compares = (data.stage == TRAIN or has_peers) and data.content != "off"
         first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
@@ -353,9 +353,9 @@ class _Iteration:
     """How one loader is iterated.
 
     Attributes:
-        iterate: Makes its iterators, from a function that begins the loader's own.
-        length: The length that it has for others; None for its own.
-        hides_length: Whether it has none.
+        iterate: Creates its iterators, from a function that begins the loader's own.
+        length: The length that others see; None for its own.
+        hides_length: Whether others see none.
     """
 
     iterate: Iterate = lambda begin: begin()
@@ -372,7 +372,7 @@ def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: Dat
 
 
 class _Requests(ReplacedMethod):
-    """Stands for the ``dataloader`` of a loop's data source."""
+    """Replaces the ``dataloader`` of a loop's data source."""
 
     def __init__(self, collector: LoaderCollector, source: Any) -> None:
         super().__init__(source, "dataloader", lambda: self._request(collector, source.name))

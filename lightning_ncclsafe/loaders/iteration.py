@@ -1,4 +1,4 @@
-"""Gives a loader the end that ranks have agreed on: the same object, of the same type, iterated in our way."""
+"""Replaces how a loader is iterated: the object stays the same and of the same type."""
 
 import copyreg
 import sys
@@ -21,10 +21,10 @@ class ReplacedIteration:
 
     Args:
         loader: The loader; see :func:`replaceable`.
-        iterate: Makes the iterator that Lightning's loops get from now on, from a function that begins the loader's
-            own; everybody else gets that.
-        length: The length that the loader has from now on; None for its own.
-        hides_length: Whether it has no length from now on.
+        iterate: Creates the iterator that Lightning's loops get, from a function that begins the loader's own;
+            everybody else gets the loader's own.
+        length: The length that the loader reports; None for its own.
+        hides_length: Whether it reports no length.
 
     Attributes:
         loader: The loader.
@@ -39,19 +39,19 @@ class ReplacedIteration:
         loader.__class__ = _subclass(self._type, methods)
 
     def restore(self) -> None:
-        """The loader is again what it was."""
+        """Restores the loader."""
         self.loader.__class__ = self._type
 
 
 def replaceable(loader: Any) -> Any:
-    """The loader itself, or one around it where its class cannot be replaced: that of a list, a generator, a tensor."""
+    """The loader itself, or one around it if its class cannot be replaced: that of a list, a generator or a tensor."""
     if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
         return loader
     return StandIn(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
 
 
 def _is_plain_python(cls: type) -> bool:
-    """Whether nothing of a class is written in C: that may hold on to the class it was made with, as tensors do."""
+    """Whether no part of a class is written in C: such a part may keep the class it was created with, as tensors do."""
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
@@ -83,13 +83,13 @@ class _Sized(StandIn):
 
 def _subclass(parent: type, methods: dict[str, Any]) -> type:
     names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
-    # Without slots of its own it would get a __dict__ that the parent may not have, and could not take its place.
+    # Without slots it would get a __dict__, which the parent may not have, and could not replace its class.
     slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
     return type(parent.__name__, (parent,), {**names, **slots, **methods})
 
 
 class _Batches:
-    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own; the copy has none of it."""
+    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own iterator; the copy is empty."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._next = batches.__next__
@@ -109,14 +109,14 @@ def _iter_method(parent: type, iterate: Iterate) -> Callable[[Any], Iterator[Any
         def begin() -> Iterator[Any]:
             return parent.__iter__(self)  # type: ignore[attr-defined, no-any-return]
 
-        # A user who looks at a batch, on one rank maybe, gets the loader's own.
+        # A user who looks at a batch, perhaps on one rank only, gets the loader's own iterator.
         return _Batches(iterate(begin)) if _asked_by_a_loop(sys._getframe(1)) else begin()
 
     return __iter__
 
 
 def _asked_by_a_loop(frame: FrameType | None) -> bool:
-    """Whether one of Lightning's loops begins to read: its fetcher has its ``CombinedLoader`` make the iterators."""
+    """Whether one of Lightning's loops begins to read: its fetcher has its ``CombinedLoader`` create the iterators."""
     asked = _module(frame)
     while frame is not None and _module(frame).endswith(".utilities.combined_loader"):
         frame = frame.f_back
@@ -130,21 +130,21 @@ def _module(frame: FrameType | None) -> str:
 def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:
     def __len__(self: Any) -> int:
         if length is None:
-            raise TypeError(f"object of type {parent.__name__!r} has no len(): not all ranks know one")
+            raise TypeError(f"object of type {parent.__name__!r} has no len(): not all ranks know its length")
         return length
 
     return __len__
 
 
 def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
-    """A copy, or one that is sent away, is of the class that everybody can import."""
+    """A copy, or a pickle, is of the class that everybody can import."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         made = parent.__reduce_ex__(self, protocol)
         if isinstance(made, str):
             return made
         function, arguments, *state = made
-        # Pickle takes copyreg's function only for objects of just that class.
+        # Pickle accepts copyreg's function only for objects of exactly that class.
         make = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
         return make, tuple(parent if item is type(self) else item for item in arguments), *state
 

@@ -1,10 +1,10 @@
 """Iterates data of unknown length in lockstep: every rank gets its next batch, or all of them are at the end.
 
-Before each batch the ranks vote on whether all of them have it. A batch is fetched when Lightning asks for it, and no
-sooner: a generator may depend on what has been trained until then. Ranks wait for that vote. Where worker processes
-make the batches, it makes no difference to them whether one more is taken from what they have made: there the vote on
-a batch is started when the batch before it is handed out, and is under way while that one is trained on; ranks wait
-for it only where one of them is late with its data, and then they would wait in the next all-reduce anyway.
+Before each batch, ranks vote on whether all of them have it. A batch is fetched when Lightning asks for it and no
+sooner, since a generator may depend on what has been trained until then; ranks wait for the vote. Where worker
+processes make the batches, fetching one early makes no difference to them: the vote on a batch starts when the previous
+batch is handed out and runs while that one is trained on. Ranks then wait for it only if one of them is late with its
+data, and they would wait in the next all-reduce anyway.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from lightning_ncclsafe.settings import OnUneven
 
 
 class Flag(IntFlag):
-    """What a rank may say in a vote; the outcome is what any rank has said."""
+    """Flags of a vote; the outcome has those that any rank has set."""
 
     ENDED = 1
     """It has no next batch."""
@@ -27,24 +27,25 @@ class Flag(IntFlag):
 
 
 class Votes(Protocol):
-    """What ranks vote with; see :class:`lightning_ncclsafe._torch.VoteGroup`."""
+    """How ranks vote; see :class:`lightning_ncclsafe._torch.VoteGroup`."""
 
     def start(self, flags: int) -> Callable[[], int]:
-        """Starts a vote; the function that is returned waits for it and gives the flags that any rank has set."""
+        """Starts a vote; the returned function waits for it and returns the flags that any rank has set."""
 
     def gather(self, *values: int) -> list[list[int]]:
         """The values of every rank, by rank."""
 
 
-# As plain numbers: they are used before every batch.
+# Plain integers, as they are used before every batch.
 _ENDED, _GOES_ON = int(Flag.ENDED), int(Flag.GOES_ON)
-# Lightning reads a batch ahead: the results of the loader before are reduced when two of this one have been fetched.
+# Lightning reads one batch ahead: it reduces the results of the previous loader once two batches of this one are
+# fetched.
 _STEADY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchesRead:
-    """How far one rank has come with a loader when the data of some rank has ended.
+    """What one rank has read of a loader when some rank's data ends.
 
     Attributes:
         batches: Batches that it has had.
@@ -56,22 +57,21 @@ class BatchesRead:
 
 
 class Lockstep:
-    """The iterator of one rank over one epoch of a loader.
+    """One rank's iterator over one epoch of a loader.
 
     Args:
-        begin: Begins the rank's own data; called again where a short rank starts over.
-        votes: What ranks vote with.
-        on_uneven: What happens where one rank's data ends before another's.
-        tell: Called on all ranks when that happens, with the reading of each rank; what it returns is raised where
-            ``on_uneven`` is ``"raise"``.
-        compare: Called on all ranks, once they have all got two batches, with a digest of each; None for nobody.
-        digest: Makes the digest of a batch.
-        looks_ahead: Whether each batch is fetched when the one before is handed out; the same on all ranks.
-        most: Number of batches after which nobody asks for more; None where that is not known. Nothing is looked
-            ahead beyond it.
-        called: How many collectives this rank has called by now, votes aside. Where one rank's data ends before
-            another's, and no rank has called any for its batches, each goes on for itself: nothing of it waits for
-            the others. None where that is told in any case.
+        begin: Begins the rank's own data; called again if a short rank starts over.
+        votes: How ranks vote.
+        on_uneven: What happens if one rank's data ends before another's.
+        tell: Called on all ranks when that happens, with what each rank has read; its result is raised if ``on_uneven``
+            is ``"raise"``.
+        compare: Called on all ranks once each has two batches, with a digest of each; None for no comparison.
+        digest: Computes the digest of a batch.
+        looks_ahead: Whether each batch is fetched when the previous one is handed out; the same on all ranks.
+        most: Number of batches after which nobody asks for more; None if unknown. Nothing beyond it is fetched ahead.
+        called: Counts the collectives that this rank has called so far, votes aside. If one rank's data ends before
+            another's and no rank has called any for its batches, each goes on by itself, since nothing waits for the
+            others. None to report uneven data in any case.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Lockstep:
         if self._vote is None:
             self._fetch()
         self._over = not self._all_go_on()
-        # It is raised when its batch is due: before, it is not this rank's turn to fail.
+        # Raised when its batch is due, and not before.
         if self._error is not None:
             self._over = True
             raise self._error
@@ -137,7 +137,7 @@ class Lockstep:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Fetches the next batch of this rank, and starts the vote on it."""
+        """Fetches this rank's next batch and starts the vote on it."""
         if self._given == _STEADY and self._called is not None:
             self._called_before = self._called()
         # In a tuple, as the batch itself may be None.
@@ -170,7 +170,7 @@ class Lockstep:
         return self._on_uneven == "repeat"
 
     def _can_part(self) -> bool:
-        """Whether all ranks have had a batch and called nothing for it; all come to the same answer."""
+        """Whether every rank has had a batch and called no collective for it; the answer is the same on all ranks."""
         if self._called is None:
             return False
         since = self._called() - self._called_before if self._given >= _STEADY else 0
@@ -179,7 +179,7 @@ class Lockstep:
     def _compare_first_batches(self) -> None:
         if self._compare is not None and self._given == 1:
             compare, self._compare = self._compare, None
-            # A batch that could not be read has none; its error is raised in a moment.
+            # A batch that could not be read has no digest; its error is raised in a moment.
             first, second = (*self._digests, 0, 0)[:2]
             compare(first, second)
 
@@ -195,7 +195,7 @@ class Lockstep:
         )
 
     def _start_over(self) -> Any:
-        """The first batch of another pass over this rank's data: its last pass has ended, another rank's has not."""
+        """Begins another pass over this rank's data, as another rank still has some, and returns its first batch."""
         self._own = self._begin()
         try:
             return next(self._own)
@@ -209,10 +209,10 @@ def until(begin: Begin, length: int, *, repeat: bool = False, error: Callable[[]
     Args:
         begin: Begins the rank's own data.
         length: Number of batches after which it ends.
-        repeat: Whether data that is shorter starts over.
-        error: Makes what is raised at the end, where reaching it is an error.
+        repeat: Whether shorter data starts over.
+        error: Creates what is raised at the end, if reaching the end is an error.
     """
-    # Begun here and not in the generator: workers start when the iterator is made.
+    # Begun here and not in the generator: workers start when the iterator is created.
     return _until(begin(), begin, length, repeat, error)
 
 
@@ -235,9 +235,9 @@ def _until(
 
 
 def _nothing_to_repeat(given: int) -> RuntimeError:
-    # Not an UnevenDataError, which all ranks raise: this rank alone has failed.
+    # Not an UnevenDataError, which all ranks raise: this rank alone fails.
     return RuntimeError(
-        f"This rank's data has ended after {given} batches and cannot start over, as on_uneven='repeat' asks: "
-        "iterating it again gives nothing. Give the dataset an __iter__ that starts from the beginning, or use "
+        f"This rank's data ended after {given} batches and cannot start over, which on_uneven='repeat' requires: "
+        "iterating it again yields nothing. Give the dataset an __iter__ that starts from the beginning, or use "
         "on_uneven='stop_together'."
     )

@@ -1,27 +1,27 @@
-"""Any other logger: its own methods are called, in order, by the thread that delivers."""
+"""Loggers of any class: their own methods are called, in order, by the thread that delivers.
+
+MLFlow and Weights & Biases, whose points keep the time at which they were logged, have classes of their own here.
+"""
 
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.backend import Replacements
-from lightning_ncclsafe.loggers.copies import Copied
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.capture import Copied, Replacements
+from lightning_ncclsafe.loggers.intake import Call, Scalars
 from lightning_ncclsafe.loggers.offload import Offload
-from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.loggers.segments import StagedFrame
 
 LOG_METRICS = "log_metrics"
-
 # Methods of experiments that return nothing, by the class of the experiment; everything else goes through at once.
 _QUEUED = {
     # What "run.log", "wandb.log" and the hooks of "run.watch" come to.
@@ -40,6 +40,12 @@ _ATTEMPTS = 3
 _NUMBERS = (bool, int, float)
 # What libraries that have exceptions of their own call those of the way to the server.
 _PASSING = re.compile("connect|timeout|comm|network|unavailable|retr", re.IGNORECASE)
+# What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
+_MOST_METRICS = 1000
+_LOG_BATCH = "experiment.log_batch"
+_LOG_METRIC = "experiment.log_metric"
+_LOG_PARAM = "experiment.log_param"
+_LOG = "experiment._log"
 
 
 @marked(Mark.LOGGER)
@@ -113,10 +119,10 @@ class CallsBackend:
         if not self._offload.is_closed:
             self._of_experiment.undo()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
         """One call each, written down in full."""
         return [
-            Frame(
+            StagedFrame(
                 kind="call",
                 file=LOG_METRICS,
                 body=json.dumps({"step": one.step, "values": one.values, "created": one.created}).encode(),
@@ -126,7 +132,7 @@ class CallsBackend:
             for one in scalars
         ]
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[StagedFrame]:
         """A call, written down if that can be done, and held in memory otherwise."""
         number = next(self._numbers)
         body = b""
@@ -135,9 +141,9 @@ class CallsBackend:
         if not body or not _is_plain([list(call.args), call.kwargs]):
             self._hold(number, call, bool(body))
         details = {"number": number}
-        return [Frame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
+        return [StagedFrame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
         """Makes the calls, in order, each once.
 
         Raises:
@@ -149,7 +155,7 @@ class CallsBackend:
                 self._done([frame])
         self._save()
 
-    def replay(self, frames: Sequence[Frame]) -> None:
+    def replay(self, frames: Sequence[StagedFrame]) -> None:
         """Makes the calls that an earlier process has written down.
 
         Raises:
@@ -167,13 +173,13 @@ class CallsBackend:
         """The methods of its experiment are its own again."""
         self._of_experiment.undo()
 
-    def _done(self, frames: Sequence[Frame]) -> None:
+    def _done(self, frames: Sequence[StagedFrame]) -> None:
         self._delivered = _number(frames[-1])
         with self._lock:
             for frame in frames:
                 self._objects.pop(_number(frame), None)
 
-    def _attempt(self, act: Callable[[], None], frame: Frame) -> None:
+    def _attempt(self, act: Callable[[], None], frame: StagedFrame) -> None:
         try:
             act()
         except Exception as error:
@@ -183,7 +189,7 @@ class CallsBackend:
             self._offload.refuse(frame.file, error, points=frame.points, records=frame.records)
         self._attempts = 0
 
-    def _make(self, frame: Frame) -> None:
+    def _make(self, frame: StagedFrame) -> None:
         held = self._objects.get(_number(frame))
         if held is None:
             self._make_from_text(frame)
@@ -191,7 +197,7 @@ class CallsBackend:
             call, _ = held
             self._methods[call.name](*call.args, **call.kwargs)
 
-    def _make_from_text(self, frame: Frame) -> None:
+    def _make_from_text(self, frame: StagedFrame) -> None:
         if not frame.body or frame.file not in self._methods:
             return
         said = json.loads(frame.body)
@@ -265,7 +271,7 @@ def _is_lightnings(method: Any) -> bool:
     return str(getattr(method, "__module__", "")).partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def _number(frame: Frame) -> int:
+def _number(frame: StagedFrame) -> int:
     return int(frame.details.get("number", 0))
 
 
@@ -312,3 +318,117 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, *_NUMBERS)
+
+
+@marked(Mark.LOGGER)
+class MLFlowBackend(CallsBackend):
+    """Takes an ``MLFlowLogger`` and its client off the training thread."""
+
+    _caught: list[tuple[Any, dict[str, Any]]] | None = None
+
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
+        """Makes the calls, in order; points that follow each other in one request for every thousand.
+
+        Raises:
+            Exception: What the client raised, unless trying again would not help.
+        """
+        for are_points, group in groupby(frames, key=lambda frame: frame.file == LOG_METRICS and frame.points > 0):
+            same = [frame for frame in group if frame.details.get("number", 0) > self._delivered]
+            if not are_points:
+                super().deliver(same)
+                continue
+            for some in _in_parts(same):
+                self._send_all(some)
+
+    def _send_all(self, frames: Sequence[StagedFrame]) -> None:
+        try:
+            self._send(frames)
+            self._done(frames)
+        except Exception as error:
+            if not is_permanent(error):
+                raise
+            # One of them is wrong, and must not take the others with it.
+            for frame in frames:
+                self._attempt(partial(self._send, [frame]), frame)
+                self._done([frame])
+
+    def _send(self, frames: Sequence[StagedFrame]) -> None:
+        metrics: list[tuple[Any, dict[str, Any]]] = []
+        for frame in frames:
+            created = json.loads(frame.body)["created"]
+            self._caught = []
+            try:
+                # The logger's own, for prefixes and names that MLFlow does not allow.
+                self._make_from_text(frame)
+            finally:
+                caught, self._caught = self._caught, None
+            for metric, said in caught:
+                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), said))
+        # All for the same run, unless the logger is one of the user's.
+        for said, group in groupby(metrics, key=lambda one: one[1]):
+            same = [metric for metric, _ in group]
+            for first in range(0, len(same), _MOST_METRICS):
+                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **said)
+
+    def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        if self._offload.is_own_thread and name == _LOG_BATCH and self._caught is not None and not args:
+            metrics = kwargs.pop("metrics", ())
+            self._caught += [(metric, kwargs) for metric in metrics]
+            return None
+        if name == _LOG_METRIC and len(args) < 4 and kwargs.get("timestamp") is None:
+            kwargs["timestamp"] = int(1000 * time.time())
+        # Parameters and tags.
+        keep = keep or (name == _LOG_BATCH and bool(args[2:] or kwargs.get("params") or kwargs.get("tags")))
+        answer = super()._queue(name, keep, *args, **kwargs)
+        # The client gives back the value it was given.
+        return (args[2] if len(args) > 2 else kwargs.get("value")) if (name, answer) == (_LOG_PARAM, None) else answer
+
+
+def _in_parts(frames: Sequence[StagedFrame]) -> Iterator[list[StagedFrame]]:
+    """Frames whose points go into one request, so that none is sent again because of a later one."""
+    part: list[StagedFrame] = []
+    points = 0
+    for frame in frames:
+        if part and points + frame.points > _MOST_METRICS:
+            yield part
+            part, points = [], 0
+        part.append(frame)
+        points += frame.points
+    if part:
+        yield part
+
+
+@marked(Mark.LOGGER)
+class WandbBackend(CallsBackend):
+    """Takes a ``WandbLogger`` and its run off the training thread."""
+
+    # When what is delivered just now was logged, seconds since the epoch.
+    _created: float | None = None
+
+    def _make(self, frame: StagedFrame) -> None:
+        held = self._objects.get(int(frame.details["number"]))
+        with self._at(held[0].created if held is not None else None):
+            super()._make(frame)
+
+    def _make_from_text(self, frame: StagedFrame) -> None:
+        with self._at(json.loads(frame.body or "{}").get("created")):
+            super()._make_from_text(frame)
+
+    @contextmanager
+    def _at(self, created: float | None) -> Iterator[None]:
+        self._created = created
+        try:
+            yield
+        finally:
+            self._created = None
+
+    def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        if name != _LOG:
+            return super()._queue(name, keep, *args, **kwargs)
+        said = {**dict(zip(("data", "step", "commit"), args, strict=False)), **kwargs}
+        data = said.get("data")
+        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+            # Raises.
+            return self._methods[name](*args, **kwargs)
+        created = self._created if self._created is not None and self._offload.is_own_thread else time.time()
+        return super()._queue(name, keep, **{**said, "data": {"_timestamp": created, **data}})

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
-from lightning_ncclsafe.loggers.collecting import Collecting
-from lightning_ncclsafe.loggers.destination import open_destination
-from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.capture import FIRST_S, Collecting, Replacements
+from lightning_ncclsafe.loggers.files import FilesSink, open_destination
+from lightning_ncclsafe.loggers.intake import Call, Scalars
 from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.thinning import Scalars
 
 _ROW = "log_metrics"
 _HPARAMS = "hparams.yaml"
@@ -78,18 +75,18 @@ class CSVBackend:
         if header:
             self._writer.metrics_keys = list(header)
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
         """One row for each call."""
         rows = [_json({**one.values, "step": one.step}) for one in scalars]
         points = sum(len(one.values) for one in scalars)
-        return [Frame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
+        return [StagedFrame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[StagedFrame]:
         """A row that is not to be thinned, or hyperparameters."""
         if call.name == _HPARAMS:
-            return [Frame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
+            return [StagedFrame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
         (row,) = call.args
-        return [Frame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
+        return [StagedFrame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
 
     def finalize(self, status: str) -> None:
         """The logger's own."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
 # Between two deliveries passes at least this many times what the last write took: a storage is not kept busy.
@@ -28,7 +28,7 @@ class Sink(Protocol):
     pace_s: float
     """What passes between two deliveries at least, seconds."""
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
         """Delivers frames, in order.
 
         Raises:

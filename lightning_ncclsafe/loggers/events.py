@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams, scalar
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.loggers.intake import Scalars
 
 # TensorFlow's constant for checksums of data that holds checksums (tensorflow/core/lib/hash/crc32c.h).
 _MASK = 0xA282EAD8

@@ -1,22 +1,25 @@
-"""Delivers staged frames to the files of a directory, each exactly once, whatever was interrupted when."""
+"""Delivers staged frames to the files of a directory, each exactly once, whatever was interrupted when.
+
+The directory is one of a mounted file system, or below an fsspec URL.
+"""
 
 import csv
 import errno
 import io
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from lightning_ncclsafe.loggers.destination import Destination
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.segments import StagedFrame
 
 Anchors = dict[str, dict[str, Any]]
-
 # A file that was refused this often in a row for a reason that does not pass is given up.
 _MOST_REFUSALS = 3
 _LASTING = (errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ELOOP)
@@ -24,6 +27,203 @@ _LASTING = (errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ELOOP)
 _OF_DATA = (csv.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # The largest field that the csv module reads is a number of the whole process.
 _field_size = threading.Lock()
+
+
+class Destination(Protocol):
+    """A directory of files. Names are relative, with ``/``. All calls may block for as long as the storage does.
+
+    Attributes:
+        path: The directory, as the user knows it.
+        pace_s: How often it is to be written to at most: what passes between two writes, seconds.
+        appends: Whether what is appended to a file can be read from that file afterwards.
+        folders: The absolute paths that it has on this host.
+    """
+
+    path: str
+    pace_s: float
+    appends: bool
+    folders: tuple[str, ...]
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends; makes the file and its directory if need be.
+
+        Raises:
+            OSError: If the storage refuses. A part may have been written.
+        """
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file; readers see the old or the new one."""
+
+
+class LocalDestination:
+    """A directory of a mounted file system.
+
+    Args:
+        path: The directory.
+        device: Number of the device it was on when the run began. A directory that has been removed is made again,
+            but not on the disk below a mount that is gone.
+    """
+
+    pace_s = 1.0
+    appends = True
+
+    def __init__(self, path: str, device: int | None = None) -> None:
+        self.path = path
+        # A program may change its directory.
+        self._folder = Path(path).absolute()
+        self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
+        self._device = device if device is not None else _device_of(self._folder)
+
+    @property
+    def device(self) -> int:
+        """Number of the device of the directory, or of what exists above it."""
+        return self._device
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        try:
+            return (self._folder / file).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends in one call of the system, so that readers see whole records."""
+        handle = self._open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        finally:
+            os.close(handle)
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+        try:
+            with open(self._folder / file, "rb") as opened:
+                opened.seek(start)
+                return opened.read()
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes beside the file, then renames."""
+        path = self._folder / file
+        temporary = path.with_name(f".{path.name}.ncclsafe")
+        handle = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            with open(handle, "wb") as opened:
+                opened.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if _device_of(path.parent) != self._device:
+                raise OSError(f"the file system that {self.path} was on is no longer mounted") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags, 0o666)
+
+
+class RemoteDestination:
+    """A directory of an fsspec file system. Where it cannot append, each append is a file of its own, numbered.
+
+    Args:
+        path: The directory's URL.
+    """
+
+    # An append may mean a new object, or that the whole object is sent again.
+    pace_s = 10.0
+    folders: tuple[str, ...] = ()
+    # Not of every file system, and which ones do is known only once something has been appended.
+    appends = False
+
+    def __init__(self, path: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.path = path
+        self._fs: Any
+        self._fs, self._root = url_to_fs(path)
+        self._tries_append = True
+        # The last of each file's numbered ones.
+        self._numbers: dict[str, int] = {}
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file and of those numbered after it; None where there is none."""
+        sizes = []
+        name, number = file, 0
+        while (size := self._size_of(name)) is not None or not number:
+            sizes += [] if size is None else [size]
+            number += 1
+            name = f"{file}.{number}"
+        return sum(sizes) if sizes else None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends, or writes the next numbered file."""
+        if self._tries_append:
+            try:
+                self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+                with self._open(file) as opened:
+                    opened.write(data)
+                return
+            except (NotImplementedError, ValueError):
+                self._tries_append = False
+        # Asked for even after a failure: it may have been written all the same.
+        number = self._numbers.get(file, 1)
+        while self._fs.exists(self._name(f"{file}.{number}")):
+            number += 1
+        self._numbers[file] = number
+        self._fs.pipe_file(self._name(f"{file}.{number}"), data)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return self._fs.open(self._name(file), "ab")
+        except FileNotFoundError:  # some append only to what is there, as fsspec's memory did until 2025
+            return self._fs.open(self._name(file), "wb")
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; none where there is no file."""
+        try:
+            return bytes(self._fs.cat_file(self._name(file), start=start or None))
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file: object stores show the old one until it is there."""
+        self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(self._name(file), data)
+
+    def _size_of(self, name: str) -> int | None:
+        try:
+            return int(self._fs.size(self._name(name)))
+        except FileNotFoundError:
+            return None
+
+    def _name(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def open_destination(path: str, device: int | None = None) -> Destination:
+    """The destination at a path or a URL (``"s3://…"``)."""
+    return RemoteDestination(path) if "://" in path else LocalDestination(path, device)
+
+
+def _device_of(path: Path) -> int:
+    """The device that a path is on, or would be if it were made."""
+    for there in (path.absolute(), *path.absolute().parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return there.stat().st_dev
+    return -1
 
 
 class FilesSink:
@@ -45,7 +245,7 @@ class FilesSink:
         destination: Destination,
         anchors: Anchors,
         note: Callable[[], None] = lambda: None,
-        reject: Callable[[Sequence[Frame], Exception], None] | None = None,
+        reject: Callable[[Sequence[StagedFrame], Exception], None] | None = None,
     ) -> None:
         self.destination = destination
         self.pace_s = destination.pace_s
@@ -57,7 +257,7 @@ class FilesSink:
         # Files that are known to be as their anchor says.
         self._sure: set[str] = set()
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
         """Delivers frames in order, coalesced into one write for each file. What one file refuses keeps no other.
 
         Raises:
@@ -80,7 +280,7 @@ class FilesSink:
         self._anchors.update(after)
         self._sure = (sure | set(after)) - {refused.key[1] for refused in failed}
 
-    def _write(self, frames: Sequence[Frame], sure: bool) -> Anchors:
+    def _write(self, frames: Sequence[StagedFrame], sure: bool) -> Anchors:
         """Writes the frames of one kind and one file; returns what that leaves."""
         kind, file = frames[0].kind, frames[0].file
         if kind == "append":
@@ -166,7 +366,7 @@ class FilesSink:
         self.destination.replace(file, data)
         return len(data) - table.bytes
 
-    def _replace(self, file: str, frames: Sequence[Frame]) -> None:
+    def _replace(self, file: str, frames: Sequence[StagedFrame]) -> None:
         certain = [frame for frame in frames if not frame.details.get("if_absent")]
         if certain or self.destination.size(file) is None:
             self.destination.replace(file, (certain[-1:] or frames)[0].body)
@@ -182,7 +382,7 @@ class _Refused:
     """Frames of one kind and file that could not be written, and why."""
 
     key: tuple[str, str]
-    frames: Sequence[Frame]
+    frames: Sequence[StagedFrame]
     error: Exception
 
 

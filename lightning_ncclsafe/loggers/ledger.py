@@ -1,9 +1,16 @@
-"""What has become of everything that one logger was given, and what the user has been told of it."""
+"""What has become of everything that one logger was given, and what the user is told of it."""
 
 from collections.abc import Callable
 
+from lightning_ncclsafe.facts import LoggerFacts
+from lightning_ncclsafe.rules.kit.wording import size_words
+
 # How many different failures of single calls are printed.
 _MOST_SAID = 5
+# A write that takes longer than this is late: there is one about every second.
+_LATE_WRITE_S = 2.0
+# So long nobody waits for a storage that is well.
+_LONG_WAIT_S = 5.0
 
 
 class Ledger:
@@ -54,7 +61,7 @@ class Ledger:
         kind = f"{name} {type(error).__name__}"
         if kind not in self._said and len(self._said) < _MOST_SAID:
             self._said.add(kind)
-            self._say(f"{self.last_failure}; it is left out, training goes on")
+            self._say(f"{self.last_failure}; it is left out, and training goes on")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """The same of something that the storage or server was given, and has refused for good."""
@@ -66,19 +73,54 @@ class Ledger:
         """The storage or server does not take what it is given; said once."""
         self._say_once(
             "storage",
-            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, it is tried"
-            f" again, what is logged waits in {staging}",
+            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, the write is"
+            f" retried, and what is logged waits in {staging}",
         )
 
     def say_staging_fault(self, error: OSError) -> None:
         """Local staging cannot be written to; said once."""
         self._say_once(
             "staging",
-            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, what is logged waits in memory,"
-            " and until staging works again does not survive the end of this process by force",
+            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, and what is logged waits in"
+            " memory; until staging works again, it is lost if this process is killed",
         )
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             self._say(text)
+
+
+def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
+    """Whether anything was thinned, dropped or late: of what went well nothing is said.
+
+    Args:
+        facts: What an offload has come to.
+        is_done: Whether everything accepted is on storage.
+    """
+    is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.waited_s, facts.finalize_s) >= _LONG_WAIT_S
+    return not is_done or is_late or bool(facts.thinned or facts.dropped or facts.faults)
+
+
+def summary(facts: LoggerFacts, *, is_done: bool) -> str:
+    """What a logger's offload has come to, and where the rest lies if there is one.
+
+    Args:
+        facts: What it has come to.
+        is_done: Whether everything accepted is on storage.
+    """
+    to = f" to {facts.path}" if facts.path else ""
+    media = f" and {facts.records} other record{'s' * (facts.records != 1)}" if facts.records else ""
+    text = (
+        f"{facts.logger} wrote {facts.points} point{'s' * (facts.points != 1)}{media}{to}"
+        f" ({facts.thinned} thinned, {facts.dropped} dropped); longest write {facts.longest_write_s:.3g} s;"
+        f" training waited {facts.waited_s:.3g} s for it, and the end of the run {facts.finalize_s:.3g} s"
+    )
+    if facts.faults:
+        text += f"\n{facts.faults} failure{'s' * (facts.faults != 1)}, the last: {facts.last_fault}"
+    if not is_done:
+        text += f"\nnot everything could be written in time: {size_words(facts.staged_bytes)} wait in {facts.staging};"
+        text += f" if this process ends before they are written, run: ncclsafe logs recover {facts.staging}"
+        if facts.memory_bytes:
+            text += f"\n{size_words(facts.memory_bytes)} are still in memory and are lost when this process ends"
+    return text

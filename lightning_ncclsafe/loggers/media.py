@@ -49,7 +49,7 @@ class MediaProcess:
             made: list[tuple[str, bytes]] | Exception | None = pickle.loads(_receive(process.stdout))
         except (OSError, EOFError) as error:
             self.close()
-            raise MediaProcessError(f"the process that encodes media has ended: {error!r}") from error
+            raise MediaProcessError(f"the process that encodes media has exited: {error!r}") from error
         if made is None:
             raise MediaProcessError(f"{name} cannot be read by another process")
         if isinstance(made, Exception):

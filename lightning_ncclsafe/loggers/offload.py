@@ -2,30 +2,67 @@
 
 import atexit
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.facts import LoggerFacts
-from lightning_ncclsafe.loggers import live, readers
-from lightning_ncclsafe.loggers.backend import Backend
-from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers import readers
+from lightning_ncclsafe.loggers.delivery import Delivery, Sink
 from lightning_ncclsafe.loggers.intake import Entry, Intake
-from lightning_ncclsafe.loggers.ledger import Ledger
-from lightning_ncclsafe.loggers.stager import Stager
+from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_saying, summary
+from lightning_ncclsafe.loggers.segments import StagedFrame
+from lightning_ncclsafe.loggers.stager import Encoder, Stager
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.summary import is_worth_saying, summary
 from lightning_ncclsafe.settings import OffloadSettings
 
+_live: "weakref.WeakSet[Offload]" = weakref.WeakSet()
+# By destination, what is set once an earlier offload has brought its rest there.
+_unfinished: dict[str, threading.Event] = {}
 # How long what came in at the last moment may take once everything else has been delivered.
 _LAST_S = 1.0
 # Condition variables do not wait for ever.
 _LONG_S = 3600.0
+
+
+class Backend(Encoder, Protocol):
+    """One kind of logger.
+
+    Attributes:
+        path: Where it writes, for people.
+        folders: Directories of this host in which a program may read what it has written, absolute.
+        file_names: The files that it writes there, by a part of their names.
+    """
+
+    path: str
+    folders: tuple[str, ...]
+    file_names: tuple[str, ...]
+
+    @property
+    def sink(self) -> Sink:
+        """Where its frames go."""
+
+    def attach(self, offload: "Offload") -> None:
+        """Puts itself between the logger and its callers."""
+
+    def detach(self) -> None:
+        """The logger's methods are its own again; also after an ``attach`` that failed half-way.
+
+        In the first case the offload is closed by now, and what was accepted is delivered after this.
+        """
+
+    def finalize(self, status: str) -> None:
+        """The logger's own finalize; after ``detach``, or in the middle of a run."""
+
+    def close(self) -> None:
+        """Everything has been delivered: the logger learns what it has to know, and nothing is left running."""
 
 
 @marked(Mark.LOGGER)
@@ -73,7 +110,7 @@ class Offload:
             store,
             backend.sink,
             name=name,
-            after=live.unfinished(self._destination),
+            after=_unfinished_at(self._destination),
             on_fault=partial(ledger.say_storage_fault, path=backend.path, staging=str(store.folder)),
             on_lost=partial(ledger.lose, "a write", records=1),
         )
@@ -100,7 +137,7 @@ class Offload:
             self._end()
             raise
         self._stager.start()
-        live.add(self)
+        _live.add(self)
         for folder in self._backend.folders:
             readers.watch(folder, self._backend.file_names, self.catch_up)
         atexit.register(self._at_exit)
@@ -152,7 +189,7 @@ class Offload:
         """The storage or server, to which it was given, has refused something for good."""
         self._ledger.refuse(name, error, points=points, records=records)
 
-    def reject(self, frames: Sequence[Frame], error: Exception) -> None:
+    def reject(self, frames: Sequence[StagedFrame], error: Exception) -> None:
         """The same of frames of one file."""
         points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
         self.refuse(frames[0].file, error, points=points, records=records)
@@ -213,7 +250,7 @@ class Offload:
         if self._closed or self._is_forked:
             return
         self._closed = True
-        live.discard(self)
+        _live.discard(self)
         readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
         # First, so that nothing new comes in meanwhile.
@@ -232,7 +269,7 @@ class Offload:
             self._end()
         else:
             # As long as there is this process, it goes on trying; whoever writes there next waits for it.
-            live.set_unfinished(self._destination, self.ended)
+            _set_unfinished(self._destination, self.ended)
             threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._name}", daemon=True).start()
 
     def facts(self) -> LoggerFacts:
@@ -283,3 +320,51 @@ class Offload:
     def _at_exit(self) -> None:
         with suppress(Exception):
             self.close()
+
+
+@marked(Mark.LOGGER)
+def drain_all(timeout_s: float) -> None:
+    """Brings what all offloaded loggers of this process have accepted to storage, as far as that goes in the time.
+
+    Args:
+        timeout_s: Seconds for all of them together.
+    """
+    deadline = time.monotonic() + timeout_s
+    offloads = list(_live)
+    # All of them first: one whose storage is dead must not take the time of the others.
+    for offload in offloads:
+        with suppress(Exception):
+            offload.hurry()
+    for offload in offloads:
+        with suppress(Exception):
+            offload.wait(deadline)
+
+
+def live_facts() -> tuple[LoggerFacts, ...]:
+    """What the offloaded loggers of this process have come to."""
+    return tuple(offload.facts() for offload in list(_live))
+
+
+def _unfinished_at(destination: str) -> threading.Event | None:
+    """What is set once an earlier offload has brought its rest to a destination; None if there is no such rest."""
+    event = _unfinished.get(destination)
+    if event is not None and event.is_set():
+        del _unfinished[destination]
+        return None
+    return event
+
+
+def _set_unfinished(destination: str, ended: threading.Event) -> None:
+    """An offload ends with something left; ``ended`` is set once that is on storage."""
+    for other in [other for other, event in _unfinished.items() if event.is_set()]:
+        del _unfinished[other]
+    _unfinished[destination] = ended
+
+
+def _forget() -> None:
+    for offload in list(_live):
+        offload.forked()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

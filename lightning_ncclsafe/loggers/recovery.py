@@ -11,15 +11,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.destination import open_destination
-from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.manifest import KINDS, MANIFEST, Manifest, StagingError, open_regular, read_manifest
-from lightning_ncclsafe.loggers.segments import Portion
-from lightning_ncclsafe.loggers.staging import Claim, is_alive
+from lightning_ncclsafe.loggers.files import FilesSink, open_destination
+from lightning_ncclsafe.loggers.segments import Portion, StagedFrame
+from lightning_ncclsafe.loggers.staging import (
+    KINDS,
+    MANIFEST,
+    Claim,
+    Manifest,
+    StagingError,
+    is_alive,
+    open_regular,
+    read_manifest,
+)
 from lightning_ncclsafe.loggers.store import Store
 
-Replay = Callable[[Sequence[Frame]], None]
+Replay = Callable[[Sequence[StagedFrame]], None]
 """Makes calls of the logger they were meant for."""
 
 # What a note of what has been delivered may need, and more.
@@ -125,13 +131,13 @@ class _Recovery:
         self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
         return portion
 
-    def _check_frames(self, frames: Sequence[Frame]) -> None:
+    def _check_frames(self, frames: Sequence[StagedFrame]) -> None:
         kinds = KINDS[self.done.manifest.kind]
         for frame in frames:
             if frame.kind not in kinds:
                 raise StagingError(f"{self.done.folder} is damaged: a frame is of kind {frame.kind!r:.50}")
 
-    def _count(self, frames: Sequence[Frame]) -> None:
+    def _count(self, frames: Sequence[StagedFrame]) -> None:
         lost = [frame for frame in frames if frame.kind == "call" and not frame.body]
         self.done = replace(
             self.done,
@@ -148,7 +154,7 @@ class _Recovery:
             return sink.deliver
         name = _file_name(manifest)
 
-        def write_down(frames: Sequence[Frame]) -> None:
+        def write_down(frames: Sequence[StagedFrame]) -> None:
             written = [_written_down(frame, name) for frame in frames]
             self._written.update(frame.file for frame in written)
             sink.deliver(written)
@@ -162,7 +168,7 @@ class _Recovery:
         return " and ".join(f"{self.to.rstrip('/')}/{file}" for file in sorted(self._written)) or self.to
 
 
-def _written_down(frame: Frame, name: str) -> Frame:
+def _written_down(frame: StagedFrame, name: str) -> StagedFrame:
     """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as it was staged."""
     said: Any = None
     with suppress(ValueError, RecursionError):
@@ -174,7 +180,7 @@ def _written_down(frame: Frame, name: str) -> Frame:
         row = {**values, "step": said.get("step"), "time": said.get("created")}
         return replace(frame, kind="rows", file=f"{name}.csv", body=json.dumps(row).encode())
     if not frame.body:
-        said = {"lost": "what it was called with was in the memory of the process only"}
+        said = {"lost": "its arguments were only in the memory of the process"}
     line = json.dumps({**said, "call": frame.file}).encode()
     return replace(frame, kind="append", file=f"{name}.jsonl", body=line + b"\n")
 
@@ -189,8 +195,8 @@ def _file_name(manifest: Manifest) -> str:
 
 def _who_is_at_it(folder: Path, manifest: Manifest) -> str:
     if not folder.exists():
-        return "it is gone: another recovery has just brought it to storage, or somebody has removed it"
-    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is at it"
+        return "it is gone: another recovery has just delivered it, or somebody has removed it"
+    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is working on it"
 
 
 def _check_staging(folder: Path) -> None:
@@ -208,7 +214,9 @@ def _check_staging(folder: Path) -> None:
 def _check_is_there(to: str, root: str) -> None:
     """What is written below the mount point of a file system that is not mounted would never be seen again."""
     if "://" not in to and not any(map(os.path.isdir, (to, root))):
-        raise StagingError(f"{root or to} is not there; if it is to be mounted, mount it, else make it again: mkdir -p")
+        raise StagingError(
+            f"{root or to} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p"
+        )
 
 
 @contextmanager

@@ -4,15 +4,14 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from lightning_ncclsafe.code.own_work import OwnWork
-from lightning_ncclsafe.loggers.backend import Backend
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import Call, Entry, Intake
+from lightning_ncclsafe.loggers.intake import Call, Entry, Intake, Scalars, Thinner
 from lightning_ncclsafe.loggers.ledger import Ledger
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
 from lightning_ncclsafe.settings import OffloadSettings
 
 # How long what was accepted may stay in memory only.
@@ -23,11 +22,21 @@ _THIN_FROM = 0.5
 _MEDIA_SHARE = 0.75
 
 
+class Encoder(Protocol):
+    """What entries become."""
+
+    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+        """What points become; on the staging thread."""
+
+    def call(self, call: Call) -> list[StagedFrame]:
+        """What a call becomes; on the staging thread, or that of media."""
+
+
 class Stager:
     """Stages what arrives in an intake: one thread for points and short calls, one for media.
 
     Args:
-        backend: What entries become.
+        encoder: What entries become.
         intake: Where they arrive.
         store: Local staging.
         delivery: Told of what is staged.
@@ -38,7 +47,7 @@ class Stager:
 
     def __init__(
         self,
-        backend: Backend,
+        encoder: Encoder,
         *,
         intake: Intake,
         store: Store,
@@ -47,7 +56,7 @@ class Stager:
         settings: OffloadSettings,
         name: str,
     ) -> None:
-        self._backend = backend
+        self._encoder = encoder
         self._intake = intake
         self._store = store
         self._delivery = delivery
@@ -112,11 +121,11 @@ class Stager:
             finally:
                 self._intake.done([call])
 
-    def _frames(self, entries: Sequence[Entry]) -> list[Frame]:
+    def _frames(self, entries: Sequence[Entry]) -> list[StagedFrame]:
         """What these entries become, in order."""
         now = time.monotonic()
         self._thinner.coarseness = self._coarseness()
-        frames: list[Frame] = []
+        frames: list[StagedFrame] = []
         points: list[Scalars] = []
         for entry in entries:
             if isinstance(entry, Scalars):
@@ -127,10 +136,10 @@ class Stager:
             frames += [] if entry.is_marker else self._frames_of_call(entry)
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
-    def _frames_of_points(self, points: Sequence[Scalars]) -> list[Frame]:
+    def _frames_of_points(self, points: Sequence[Scalars]) -> list[StagedFrame]:
         try:
             with OwnWork():
-                return self._backend.scalars(points)
+                return self._encoder.scalars(points)
         except Exception as error:
             if len(points) == 1:
                 self._ledger.lose("log_metrics", error, points=len(points[0].values))
@@ -138,16 +147,16 @@ class Stager:
         # One of them is wrong, and must not take the others with it.
         return [frame for one in points for frame in self._frames_of_points([one])]
 
-    def _frames_of_call(self, call: Call) -> list[Frame]:
+    def _frames_of_call(self, call: Call) -> list[StagedFrame]:
         try:
             for event in call.events:
                 event.synchronize()
-            return self._backend.call(call)
+            return self._encoder.call(call)
         except Exception as error:
             self._ledger.lose(call.name, error, records=1)
             return []
 
-    def _append(self, frames: list[Frame], limit_bytes: int) -> None:
+    def _append(self, frames: list[StagedFrame], limit_bytes: int) -> None:
         if not frames:
             return
         size = sum(len(frame.body) for frame in frames)
@@ -162,7 +171,7 @@ class Stager:
     def _has_room(self, size: int, limit_bytes: int) -> bool:
         return self._store.pending_bytes + size <= limit_bytes
 
-    def _kept(self, frames: list[Frame]) -> list[Frame]:
+    def _kept(self, frames: list[StagedFrame]) -> list[StagedFrame]:
         for frame in frames:
             if not frame.keep:
                 self._store.count_dropped(frame)

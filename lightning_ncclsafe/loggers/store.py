@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.frames import Frame, encode
-from lightning_ncclsafe.loggers.manifest import MANIFEST
 from lightning_ncclsafe.loggers.segments import (
     Note,
     Portion,
     Segment,
+    StagedFrame,
+    encode,
     find_segments,
     read_note,
     read_small,
     write_note,
 )
-from lightning_ncclsafe.loggers.staging import Claim, keep_staging, remove_staging
+from lightning_ncclsafe.loggers.staging import MANIFEST, Claim, keep_staging, remove_staging
 
 _SEGMENT_BYTES = 1 << 20
 # How long after a full disk it is tried again: what waits in memory may be large.
@@ -71,7 +71,7 @@ class Store:
         self._unsaid: OSError | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._spilled: deque[tuple[Frame, int]] = deque()
+        self._spilled: deque[tuple[StagedFrame, int]] = deque()
         self._spilled_bytes = 0
         self._next_try_s = 0.0
         self._segments: deque[Segment] = deque()
@@ -99,7 +99,7 @@ class Store:
         with self._lock:
             return self._pending()
 
-    def append(self, frames: Sequence[Frame]) -> None:
+    def append(self, frames: Sequence[StagedFrame]) -> None:
         """Writes frames down, in one piece. They survive this process, not this host."""
         data = b"".join(map(encode, frames))
         if not data:
@@ -165,7 +165,7 @@ class Store:
         with self._working():
             return any(segment.number != self._reading and self._drop(segment) for segment in self._segments)
 
-    def count_dropped(self, frame: Frame) -> None:
+    def count_dropped(self, frame: StagedFrame) -> None:
         """Counts a frame that was not to be staged, or not any more."""
         self.dropped_points += frame.points
         self.dropped_records += frame.records
@@ -212,7 +212,7 @@ class Store:
     def _pending(self) -> int:
         return sum(segment.rest_bytes for segment in self._segments) + self._spilled_bytes
 
-    def _write(self, data: bytes, frames: Sequence[Frame]) -> None:
+    def _write(self, data: bytes, frames: Sequence[StagedFrame]) -> None:
         segment = self._segments[-1] if self._segments else None
         # Behind half a frame of an earlier process nothing would be found.
         if segment is None or segment.number <= self._found or segment.size_bytes >= _SEGMENT_BYTES:
@@ -236,14 +236,14 @@ class Store:
         self._segments.append(Segment(self.folder, self._number))
         return self._segments[-1]
 
-    def _spill(self, frames: Sequence[Frame]) -> None:
+    def _spill(self, frames: Sequence[StagedFrame]) -> None:
         for frame in frames:
             size = len(frame.body) + 200
             self._spilled.append((frame, size))
             self._spilled_bytes += size
         if self._spilled_bytes <= self._spill_bytes:
             return
-        left: deque[tuple[Frame, int]] = deque()
+        left: deque[tuple[StagedFrame, int]] = deque()
         for place, (frame, size) in enumerate(self._spilled):
             # Of those that are being delivered storage may have a part: a second try must begin with the same ones.
             if self._spilled_bytes <= self._spill_bytes or frame.keep or place < self._reading_spilled:

@@ -15,18 +15,14 @@ from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.backend import FIRST_S, Replacements
-from lightning_ncclsafe.loggers.collecting import Collecting
-from lightning_ncclsafe.loggers.copies import Copied
-from lightning_ncclsafe.loggers.destination import LocalDestination, open_destination
+from lightning_ncclsafe.loggers.capture import FIRST_S, Collecting, Copied, Replacements
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
-from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.intake import Call
+from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination, open_destination
+from lightning_ncclsafe.loggers.intake import Call, Scalars
 from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
 from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.thinning import Scalars
 
 # Traced, or read from a file, when they are called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}
@@ -121,19 +117,21 @@ class TensorBoardBackend:
         """Ends the process that encodes media."""
         self._process.close()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[Frame]:
+    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
         """One record for each call."""
         if not scalars:
             return []
         body = b"".join(record(scalar_event(one)) for one in scalars)
         return self._frames(self.path, body, points=sum(len(one.values) for one in scalars))
 
-    def call(self, call: Call) -> list[Frame]:
+    def call(self, call: Call) -> list[StagedFrame]:
         """The records of one call."""
         if call.name == _HPARAMS:
             body = self._to_yaml(*call.args)
-            return [Frame(kind="whole", file=_HPARAMS, body=body, records=1, keep=True, details={"if_absent": True})]
-        frames: list[Frame] = []
+            return [
+                StagedFrame(kind="whole", file=_HPARAMS, body=body, records=1, keep=True, details={"if_absent": True})
+            ]
+        frames: list[StagedFrame] = []
         for logdir, event in [call.args] if call.name == "event" else self._events(call):
             frames += self._frames(logdir, record(event), records=1, keep=call.keep)
         return frames
@@ -251,11 +249,11 @@ class TensorBoardBackend:
                 return self._process.make(call.name, args, kwargs, call.created)
         return self._aside.make(call.name, call.args, call.kwargs, call.created)
 
-    def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[Frame]:
+    def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[StagedFrame]:
         """The frame of these records."""
         with self._files_lock:
             file = self._files.get(logdir) or self._begin_file(logdir)
-        return [Frame(kind="append", file=file, body=body, **counts)]
+        return [StagedFrame(kind="append", file=file, body=body, **counts)]
 
     def _begin_file(self, logdir: str) -> str:
         """A new event file in a directory."""
@@ -265,7 +263,7 @@ class TensorBoardBackend:
         suffix = str(getattr(self._writer, "filename_suffix", ""))
         file = "/".join(filter(None, (folder, file_name(suffix))))
         # Staged before anybody knows the file: two threads write to it, and this is how it has to begin.
-        self._store.append([Frame(kind="append", file=file, body=record(first_event()), keep=True)])
+        self._store.append([StagedFrame(kind="append", file=file, body=record(first_event()), keep=True)])
         self._files[logdir] = file
         return file
 

@@ -6,8 +6,8 @@ from itertools import islice
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, ranks_words
+from lightning_ncclsafe.rules.recorded.questions import pending_p2p
 from lightning_ncclsafe.rules.recorded.telling import Words
-from lightning_ncclsafe.rules.recorded.unmatched_p2p import pending_p2p
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40

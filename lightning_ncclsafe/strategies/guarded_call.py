@@ -21,7 +21,7 @@ from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
-from lightning_ncclsafe.loggers.live import drain_all, live_facts
+from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker

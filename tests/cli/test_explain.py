@@ -31,7 +31,9 @@ def test_no_kind_of_rule_is_forgotten() -> None:
     assert len(told) == len(LISTED) and set(told) == set(LISTED)
 
 
-@pytest.mark.parametrize("rule", dict.fromkeys(LISTED), ids=lambda rule: rule.ask.__module__.partition(".rules.")[2])
+@pytest.mark.parametrize(
+    "rule", dict.fromkeys(LISTED), ids=lambda rule: f"{rule.ask.__module__.partition('.rules.')[2]}.{rule.name}"
+)
 def test_every_rule_says_what_it_is_about(rule: Rule[Any]) -> None:
     summary, sections = rule.summary, rule.sections
     assert summary.endswith(".") and len(summary) < 200

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.cli import main
-from lightning_ncclsafe.loggers.frames import Frame, encode
-from lightning_ncclsafe.loggers.manifest import SCHEMA, Manifest
-from lightning_ncclsafe.loggers.staging import default_staging_dir, make_staging
+from lightning_ncclsafe.loggers.segments import StagedFrame, encode
+from lightning_ncclsafe.loggers.staging import SCHEMA, Manifest, default_staging_dir, make_staging
 from lightning_ncclsafe.loggers.store import Store
 
 Recover = Callable[..., tuple[int, str, str]]
@@ -52,7 +51,7 @@ def left(staging: Path, version: Path | str, name: str = "one", **said: Any) -> 
     folder = staging / name
     folder.mkdir(mode=0o700, parents=True)
     (folder / "manifest.json").write_text(json.dumps({"schema": SCHEMA, **asdict(made), **said}))
-    Store(folder).append([Frame(kind="append", file="log.txt", body=name.encode(), points=1)])
+    Store(folder).append([StagedFrame(kind="append", file="log.txt", body=name.encode(), points=1)])
     return folder
 
 
@@ -143,8 +142,8 @@ def test_calls_are_found_in_the_files_that_are_named(default: Path, logs: Path, 
     folder = left(default, logs, "calls", kind="calls", logger="WandbLogger", root=str(logs))
     next(folder.glob("*.frames")).unlink()
     body = json.dumps({"step": 1, "values": {"loss": 0.5}, "created": 1.0}).encode()
-    lost = Frame(kind="call", file="log_image", body=b"", records=1)
-    Store(folder).append([Frame(kind="call", file="log_metrics", body=body, points=1), lost])
+    lost = StagedFrame(kind="call", file="log_image", body=b"", records=1)
+    Store(folder).append([StagedFrame(kind="call", file="log_metrics", body=body, points=1), lost])
     code, out, err = recover(logs)
     assert code == 1
     assert "recovered 1 point of WandbLogger run/7: in " in out and "itself was not called" in out
@@ -183,7 +182,7 @@ def test_a_directory_that_is_gone_is_still_found_in_staging(default: Path, logs:
     code, _, err = recover(logs)
     assert code == 1
     assert err == (
-        f"error: {logs} is not there; if it is to be mounted, mount it, else make it again: mkdir -p;"
+        f"error: {logs} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p;"
         f" what is not on storage is still in {folder}\n"
     )
 
@@ -243,7 +242,7 @@ def test_a_hostile_manifest_drives_no_terminal(default: Path, logs: Path, recove
 
 def test_bytes_that_cannot_be_read_are_counted(default: Path, logs: Path, recover: Recover) -> None:
     folder = left(default, logs)
-    half = encode(Frame(kind="append", file="log.txt", body=b"two"))[:-1]
+    half = encode(StagedFrame(kind="append", file="log.txt", body=b"two"))[:-1]
     with next(folder.glob("*.frames")).open("ab") as file:
         file.write(half)
     code, out, err = recover(folder)

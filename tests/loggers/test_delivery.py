@@ -11,7 +11,7 @@ import pytest
 from lightning_ncclsafe.loggers import delivery as delivery_module
 from lightning_ncclsafe.loggers import store as store_module
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
 LONG_S = 20.0
@@ -23,14 +23,14 @@ class Storage:
     pace_s = 0.001
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[StagedFrame] = []
         self.tries: list[float] = []
         self.refusals: list[Exception] = []
         self.answers = threading.Event()
         self.answers.set()
         self.is_asked = threading.Event()
 
-    def deliver(self, frames: Sequence[Frame]) -> None:
+    def deliver(self, frames: Sequence[StagedFrame]) -> None:
         self.tries.append(time.monotonic())
         self.is_asked.set()
         assert self.answers.wait(LONG_S)
@@ -87,7 +87,7 @@ def soon() -> float:
 
 
 def stage(store: Store, *bodies: bytes) -> None:
-    store.append([Frame(kind="append", file="f", body=body, points=2, records=1) for body in bodies])
+    store.append([StagedFrame(kind="append", file="f", body=body, points=2, records=1) for body in bodies])
 
 
 def wait_for(delivery: Delivery, condition: Callable[[], bool]) -> None:

@@ -15,9 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 
-from lightning_ncclsafe.loggers.destination import LocalDestination, RemoteDestination, open_destination
-from lightning_ncclsafe.loggers.files import Anchors, FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
+from lightning_ncclsafe.loggers.files import Anchors, FilesSink, LocalDestination, RemoteDestination, open_destination
+from lightning_ncclsafe.loggers.segments import StagedFrame
 
 CSV = "metrics.csv"
 ROWS: list[dict[str, Any]] = [
@@ -64,16 +63,18 @@ def memory() -> Iterator[str]:
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def appended(text: str, file: str = "events") -> Frame:
-    return Frame(kind="append", file=file, body=text.encode())
+def appended(text: str, file: str = "events") -> StagedFrame:
+    return StagedFrame(kind="append", file=file, body=text.encode())
 
 
-def rows_frame(*rows: dict[str, Any], file: str = CSV) -> Frame:
-    return Frame(kind="rows", file=file, body=b"\n".join(json.dumps(row).encode() for row in rows))
+def rows_frame(*rows: dict[str, Any], file: str = CSV) -> StagedFrame:
+    return StagedFrame(kind="rows", file=file, body=b"\n".join(json.dumps(row).encode() for row in rows))
 
 
-def whole(text: str, if_absent: bool = False) -> Frame:
-    return Frame(kind="whole", file="h.yaml", body=text.encode(), details={"if_absent": True} if if_absent else {})
+def whole(text: str, if_absent: bool = False) -> StagedFrame:
+    return StagedFrame(
+        kind="whole", file="h.yaml", body=text.encode(), details={"if_absent": True} if if_absent else {}
+    )
 
 
 def lightning_writes(folder: Path, *saves: list[dict[str, Any]]) -> bytes:
@@ -107,11 +108,11 @@ class Again:
     def note(self) -> None:
         self._noted = copy.deepcopy(self.anchors)
 
-    def deliver(self, frames: list[Frame]) -> None:
+    def deliver(self, frames: list[StagedFrame]) -> None:
         self._sink.deliver(frames)
         self.note()
 
-    def fail(self, frames: list[Frame], after: int) -> None:
+    def fail(self, frames: list[StagedFrame], after: int) -> None:
         self._destination.left = after
         with pytest.raises(OSError, match="Input/output"):
             self._sink.deliver(frames)
@@ -159,7 +160,7 @@ def test_a_fault_after_any_byte_neither_loses_nor_doubles_bytes(again: Callable[
 
 def test_faults_in_a_row_neither_lose_nor_double_bytes(again: Callable[[str], Again]) -> None:
     one = again("logs")
-    frames: list[Frame] = []
+    frames: list[StagedFrame] = []
     for number in range(8):
         frames.append(appended(f"record {number};"))
         one.fail(frames, 5)
@@ -361,7 +362,7 @@ def test_of_whole_files_the_last_one_counts(logs: Path) -> None:
     ],
 )
 def test_a_file_that_is_there_stays_where_that_was_asked_for(
-    logs: Path, there: str | None, frames: list[Frame], then: str
+    logs: Path, there: str | None, frames: list[StagedFrame], then: str
 ) -> None:
     destination = LocalDestination(str(logs))
     if there is not None:
@@ -371,7 +372,7 @@ def test_a_file_that_is_there_stays_where_that_was_asked_for(
 
 
 def test_calls_are_no_files(logs: Path) -> None:
-    FilesSink(LocalDestination(str(logs)), {}).deliver([Frame(kind="call", file="log_metrics", body=b"{}")])
+    FilesSink(LocalDestination(str(logs)), {}).deliver([StagedFrame(kind="call", file="log_metrics", body=b"{}")])
     assert not logs.exists()
 
 
@@ -390,7 +391,7 @@ def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[
 @pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
 def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callable[..., None]) -> None:
     destination = LocalDestination(str(logs), device=logs.parent.stat().st_dev + 1)
-    with pytest.raises(OSError, match=f"the file system that {logs} was on is not mounted any more"):
+    with pytest.raises(OSError, match=f"the file system that {logs} was on is no longer mounted"):
         write(destination, "f", b"data")
     assert not logs.exists()
 
@@ -527,7 +528,7 @@ def test_numbered_files_are_not_looked_for_from_the_first_every_time(
 class Rejected(list[tuple[list[bytes], Exception]]):
     """What a sink has left out."""
 
-    def __call__(self, frames: Sequence[Frame], error: Exception) -> None:
+    def __call__(self, frames: Sequence[StagedFrame], error: Exception) -> None:
         self.append(([frame.body for frame in frames], error))
 
 

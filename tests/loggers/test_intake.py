@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_ncclsafe.loggers.intake import MARKER, Call, Entry, Intake, size_of
-from lightning_ncclsafe.loggers.thinning import Scalars
+from lightning_ncclsafe.loggers.intake import MARKER, Call, Entry, Intake, Scalars, size_of
 from lightning_ncclsafe.settings import Overflow
 
 LONG_S = 20.0

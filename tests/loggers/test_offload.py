@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_ncclsafe.loggers import live, starting
-from lightning_ncclsafe.loggers.destination import LocalDestination
+from lightning_ncclsafe.loggers import offload as offload_module
+from lightning_ncclsafe.loggers import starting
+from lightning_ncclsafe.loggers.files import LocalDestination
 from lightning_ncclsafe.loggers.media import MediaProcess
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.recovery import recover
@@ -166,7 +167,7 @@ def test_one_dead_storage_does_not_take_the_time_of_the_others(
     offloads = [start(logger, tmp_path) for logger in loggers.values()]
     for logger in loggers.values():
         logger.log_metrics({"a": 1.0}, step=0)
-    live.drain_all(1.0)
+    offload_module.drain_all(1.0)
     assert rows(loggers["well"]) == ["a,step", "1.0,0"]
     answers.set()
     for logger, offload in zip(loggers.values(), offloads, strict=True):
@@ -189,7 +190,7 @@ def test_what_was_not_encoded_in_time_is_said_and_still_written(
     for step in range(3):
         logger.experiment.add_image("image", torch.rand(3, 128, 128), step)
     end(logger, offload)
-    assert "still in memory, and are lost with this process" in said[-1]
+    assert "still in memory and are lost when this process ends" in said[-1]
     assert not offload.ended.is_set()
     goes_on.set()
     assert offload.ended.wait(LONG_S)

@@ -22,11 +22,20 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ncclsafe.loggers import recovery, staging
-from lightning_ncclsafe.loggers.destination import LocalDestination
-from lightning_ncclsafe.loggers.frames import Frame, encode
-from lightning_ncclsafe.loggers.manifest import SCHEMA, Manifest, StagingError, read_manifest, staging_folders
+from lightning_ncclsafe.loggers.files import LocalDestination
 from lightning_ncclsafe.loggers.recovery import recover
-from lightning_ncclsafe.loggers.staging import Claim, default_staging_dir, leftovers, make_staging
+from lightning_ncclsafe.loggers.segments import StagedFrame, encode
+from lightning_ncclsafe.loggers.staging import (
+    SCHEMA,
+    Claim,
+    Manifest,
+    StagingError,
+    default_staging_dir,
+    leftovers,
+    make_staging,
+    read_manifest,
+    staging_folders,
+)
 from lightning_ncclsafe.loggers.store import Store
 
 # 2026-03-04T05:06:07.000000089Z
@@ -36,11 +45,11 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     from lightning_ncclsafe.loggers.events import first_event, record, scalar_event
-    from lightning_ncclsafe.loggers.frames import Frame, encode
-    from lightning_ncclsafe.loggers.manifest import Manifest
+    from lightning_ncclsafe.loggers.segments import StagedFrame, encode
+    from lightning_ncclsafe.loggers.staging import Manifest
     from lightning_ncclsafe.loggers.staging import make_staging
     from lightning_ncclsafe.loggers.store import Store
-    from lightning_ncclsafe.loggers.thinning import Scalars
+    from lightning_ncclsafe.loggers.intake import Scalars
 
     staging, logs = sys.argv[1:]
     manifest = Manifest(logger="TensorBoardLogger", kind="files", destination=logs, root=logs, identity="a/version_0")
@@ -48,7 +57,7 @@ KILLED = """
     store = Store(folder, claim=claim)
     def frame(step, begin=b""):
         body = begin + record(scalar_event(Scalars(step=step, values={"loss": step / 2}, created=1000.0 + step)))
-        return Frame(kind="append", file="events.out.tfevents.1", body=body, points=1)
+        return StagedFrame(kind="append", file="events.out.tfevents.1", body=body, points=1)
     store.append([frame(0, record(first_event()))])
     store.append([frame(step) for step in range(1, 100)])
     with open(next(folder.glob("*.frames")), "ab") as file:
@@ -73,7 +82,7 @@ def manifest(logs: Path, kind: str = "files", **said: Any) -> Manifest:
     return replace(made, **{"host": "node", "pid": 42, "created_ns": BEGAN_NS, **said})
 
 
-def left(staging: Path, manifest: Manifest, *frames: Frame) -> Path:
+def left(staging: Path, manifest: Manifest, *frames: StagedFrame) -> Path:
     """Staging that a process has left behind."""
     staging.mkdir(mode=0o700)
     (staging / "manifest.json").write_text(json.dumps({"schema": SCHEMA, **asdict(manifest)}))
@@ -81,22 +90,22 @@ def left(staging: Path, manifest: Manifest, *frames: Frame) -> Path:
     return staging
 
 
-def append(body: str, file: str = "log.txt") -> Frame:
-    return Frame(kind="append", file=file, body=body.encode(), points=1)
+def append(body: str, file: str = "log.txt") -> StagedFrame:
+    return StagedFrame(kind="append", file=file, body=body.encode(), points=1)
 
 
-def rows(*said: dict[str, Any]) -> Frame:
+def rows(*said: dict[str, Any]) -> StagedFrame:
     body = b"\n".join(json.dumps(row).encode() for row in said)
-    return Frame(kind="rows", file="metrics.csv", body=body, points=len(said))
+    return StagedFrame(kind="rows", file="metrics.csv", body=body, points=len(said))
 
 
-def points(step: int, /, **values: float) -> Frame:
+def points(step: int, /, **values: float) -> StagedFrame:
     body = json.dumps({"step": step, "values": values, "created": 1000.5}).encode()
-    return Frame(kind="call", file="log_metrics", body=body, points=len(values))
+    return StagedFrame(kind="call", file="log_metrics", body=body, points=len(values))
 
 
-def call(name: str, *args: Any) -> Frame:
-    return Frame(kind="call", file=name, body=json.dumps({"args": args, "kwargs": {}}).encode(), records=1)
+def call(name: str, *args: Any) -> StagedFrame:
+    return StagedFrame(kind="call", file=name, body=json.dumps({"args": args, "kwargs": {}}).encode(), records=1)
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -217,7 +226,7 @@ def test_a_call_is_made_again_only_if_it_was_not_known_to_be_made(
     folder = left(tmp_path / "staging", manifest(tmp_path, "calls"), *(points(step, loss=1.0) for step in range(9)))
     made: list[int] = []
 
-    def replay(frames: Sequence[Frame]) -> None:
+    def replay(frames: Sequence[StagedFrame]) -> None:
         made.extend(json.loads(frame.body)["step"] for frame in frames)
         if made == [0, 1, 2, 3]:
             raise ConnectionError("the server is gone")
@@ -239,10 +248,10 @@ def test_calls_become_files_for_people(tmp_path: Path, logs: Path) -> None:
         points(3, loss=0.5, acc=1.0),
         points(4, loss=float("nan")),
         call("log_hyperparams", {"lr": 0.1}),
-        Frame(kind="call", file="log_image", body=b"", records=1),
+        StagedFrame(kind="call", file="log_image", body=b"", records=1),
         points(5, step=7.0),
-        Frame(kind="call", file="log_text", body=b"\xff[", records=1),
-        Frame(kind="call", file="log_list", body=b"[1]", records=1),
+        StagedFrame(kind="call", file="log_text", body=b"\xff[", records=1),
+        StagedFrame(kind="call", file="log_list", body=b"[1]", records=1),
     )
     made = manifest(logs, "calls", logger="WandbLogger", identity="my project/../ab12")
     done = recover(left(tmp_path / "staging", made, *staged))
@@ -282,7 +291,7 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, logs: Path) ->
     script = f"""
         import sys
         from pathlib import Path
-        from lightning_ncclsafe.loggers.manifest import Manifest
+        from lightning_ncclsafe.loggers.staging import Manifest
         from lightning_ncclsafe.loggers.staging import make_staging
         said = dict(logger="L", kind="files", destination={str(logs)!r}, root={str(logs)!r}, identity="i")
         print(make_staging(Path(sys.argv[1]), Manifest(**said))[0], flush=True)
@@ -415,7 +424,7 @@ def test_nothing_is_written_below_a_mount_point_without_its_mount(tmp_path: Path
     made = manifest(tmp_path, root=f"{tmp_path}/mnt/logs", destination=f"{tmp_path}/mnt/logs/version_0")
     (tmp_path / "mnt").mkdir()
     folder = left(tmp_path / "staging", made, append("1"))
-    assert recover(folder).problem.startswith(f"{tmp_path}/mnt/logs is not there")
+    assert recover(folder).problem.startswith(f"{tmp_path}/mnt/logs does not exist")
     assert list((tmp_path / "mnt").iterdir()) == []
     (tmp_path / "mnt" / "logs").mkdir()
     assert recover(folder).points == 1
@@ -488,7 +497,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, logs: Path, s
 def test_staging_that_others_may_write_to_is_refused(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     folder.chmod(0o770)
-    with pytest.raises(StagingError, match="others may write to it"):
+    with pytest.raises(StagingError, match="others can write to it"):
         recover(folder)
     folder.chmod(0o750)
     assert recover(folder).points == 1
@@ -559,13 +568,13 @@ def test_a_directory_of_the_users_that_is_open_to_others_is_refused_and_left_so(
     staging = tmp_path / "staging"
     staging.mkdir()
     staging.chmod(0o775)
-    with pytest.raises(PermissionError, match="others may write to"):
+    with pytest.raises(PermissionError, match="others can write to"):
         make_staging(staging, manifest(tmp_path))
     assert staging.stat().st_mode & 0o777 == 0o775
     staging.chmod(0o755)
     make_staging(staging, manifest(tmp_path))
     (tmp_path / "file").write_text("")
-    with pytest.raises(PermissionError, match="is no directory"):
+    with pytest.raises(PermissionError, match="is not a directory"):
         make_staging(tmp_path / "file", manifest(tmp_path))
 
 

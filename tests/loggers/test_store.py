@@ -18,12 +18,11 @@ import pytest
 
 from lightning_ncclsafe.loggers import staging
 from lightning_ncclsafe.loggers import store as store_module
-from lightning_ncclsafe.loggers.frames import Frame, encode
-from lightning_ncclsafe.loggers.manifest import Manifest
-from lightning_ncclsafe.loggers.staging import Claim, make_staging
-from lightning_ncclsafe.loggers.store import Portion, Store
+from lightning_ncclsafe.loggers.segments import Portion, StagedFrame, encode
+from lightning_ncclsafe.loggers.staging import Claim, Manifest, make_staging
+from lightning_ncclsafe.loggers.store import Store
 
-SIZE = len(encode(Frame(kind="append", file="f", body=b"0000", points=1)))
+SIZE = len(encode(StagedFrame(kind="append", file="f", body=b"0000", points=1)))
 
 
 @pytest.fixture
@@ -59,8 +58,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def frame(number: int, keep: bool = False) -> Frame:
-    return Frame(kind="append", file="f", body=b"%04d" % number, points=1, keep=keep)
+def frame(number: int, keep: bool = False) -> StagedFrame:
+    return StagedFrame(kind="append", file="f", body=b"%04d" % number, points=1, keep=keep)
 
 
 def append(store: Store, *numbers: int, keep: bool = False) -> None:
@@ -307,8 +306,8 @@ def test_of_a_damaged_segment_that_is_dropped_all_is_counted(folder: Path) -> No
 
 def test_counters_know_points_and_records(folder: Path) -> None:
     store = Store(folder)
-    store.count_dropped(Frame(kind="append", file="f", body=b"", points=3, records=2))
-    store.count_dropped(Frame(kind="append", file="f", body=b"", points=1))
+    store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=3, records=2))
+    store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=1))
     assert (store.dropped_points, store.dropped_records) == (4, 2)
 
 
@@ -500,7 +499,7 @@ def test_a_folder_that_was_removed_is_made_again_and_what_was_in_it_is_counted(
     faults: list[OSError] = []
     store = Store(folder, claim=claim, on_fault=faults.append)
     append(store, 0, 1, 2)
-    store.append([Frame(kind="append", file="f", body=b"0003", records=2)])
+    store.append([StagedFrame(kind="append", file="f", body=b"0003", records=2)])
     deliver(store, portions=1, most_bytes=1)
     shutil.rmtree(folder.parent if above else folder)
     append(store, 4)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_ncclsafe.loggers.thinning import Scalars, Thinner
+from lightning_ncclsafe.loggers.intake import Scalars, Thinner
 
 NAN = float("nan")
 Point = tuple[int | None, float]

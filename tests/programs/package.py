@@ -2,9 +2,9 @@
 
     python tests/programs/package.py [--torch "torch==2.13.0"] [--out dist]
 
-The environment has torch and what the wheel asks for, and nothing else; with that every module is imported, and a hang on
-two ranks is told. The demo, which comes out of the sdist, then runs with the extra that it needs. Nothing of the checkout
-is on the path of either.
+The environment has torch and what the wheel asks for, and nothing else: there every module is imported, and a hang on
+two ranks is told. The demo, which comes out of the sdist, then runs with the extra that it needs. Nothing of
+the checkout is on the path of either.
 """
 
 import argparse
@@ -29,7 +29,6 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys, warnings
 import lightning_ncclsafe as package
 assert package.__file__.startswith(sys.prefix), package.__file__
-needs = {"lightning_ncclsafe.loggers.mlflow_backend": "mlflow", "lightning_ncclsafe.loggers.wandb_backend": "wandb"}
 names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 for name in names:
     importlib.import_module(name)
@@ -38,6 +37,7 @@ print(f"{len(names)} modules of {package.__name__} {package.__version__} can be 
 
 HANG = """
 import time
+from datetime import timedelta
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ncclsafe import SafeDDP
@@ -50,8 +50,8 @@ class Net(BoringModel):
 
 
 if __name__ == "__main__":
-    guarded = SafeDDP(suspect_after=2, timeout=__import__("datetime").timedelta(seconds=5), report_dir="reports")
-    L.Trainer(accelerator="cpu", devices=2, strategy=guarded, max_epochs=1, logger=False, limit_val_batches=0).fit(Net())
+    guarded = SafeDDP(suspect_after=2, timeout=timedelta(seconds=5), report_dir="reports")
+    L.Trainer(accelerator="cpu", devices=2, strategy=guarded, max_epochs=1, logger=False).fit(Net())
 """
 
 

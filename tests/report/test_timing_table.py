@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import rich.console
 
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.report.straggler_line import straggler_sentence
@@ -203,3 +204,10 @@ def test_numbers_are_rounded_to_what_they_are_worth() -> None:
         *("0 s", "45 s", "1 min", "12 min", "1 h 0 min", "2 h 5 min")
     ]
     assert [bandwidth_words(rate) for rate in (8e7, 3.4e9, 41.2e9)] == ["0.08", "3.4", "41"]
+
+
+def test_in_a_notebook_the_table_is_text_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich would show it in the cell instead, over a connection that forked ranks do not have."""
+    elsewhere = render_timing(summary())
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    assert render_timing(summary()) == elsewhere and "late in" in elsewhere

@@ -104,6 +104,13 @@ def test_one_that_comes_after_nothing_known_is_an_error_when_it_is_imported(pack
         KIND.of(package.name, [str(package)])
 
 
+def test_one_name_for_two_causes_is_an_error(package: Path) -> None:
+    for module in ("one", "other"):
+        (package / f"{module}.py").write_text(ADDED.format(name="same", after=""))
+    with pytest.raises(ValueError, match=r"the rule same is declared in \w+\.one and in \w+\.other"):
+        KIND.of(package.name, [str(package)])
+
+
 def test_a_consequence_is_left_out_beside_its_likely_cause() -> None:
     effect = rule("effect", "", found(0), follows=("cause",))
     assert told(effect, rule("cause", "", found(1))) == ["cause"]

@@ -1,4 +1,4 @@
-"""What the loaders of one rank may use together: the least that any host has room for, the same on all ranks."""
+"""What the loaders of one rank may use together: what the most limited host has room for, the same on all ranks."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 Bound = Literal["memory", "shm", "files"]
-# More workers for each core than that are far more than anybody gains from, be it that they wait for storage.
+# Nobody gains from more workers per core than that, even if they mostly wait for storage.
 _FAR_MORE = 4
 # tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
 # available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of
@@ -23,27 +23,27 @@ _FAR_MORE = 4
 # own data may be in many.
 _MEMORY_SHARE = 0.5
 BUDGET_S = 10.0
-"""How long ranks have to say what their hosts have, once the process group is there."""
+"""How long ranks have to share what their hosts have, once the process group exists."""
 _POLL_S = 0.02
 _BUDGET = "tuning/budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one rank's loaders may use together. None means that nothing is known to limit it.
+    """What one rank's loaders may use together. None means that no limit is known.
 
     Attributes:
-        cores: This rank's share of the host's cores; what the process itself keeps busy is not subtracted yet.
-        workers: Most worker processes that the user has not asked for, of loaders that are read at the same time:
+        cores: This rank's share of the host's cores, before what the process itself uses.
+        workers: Most worker processes beyond the user's, of loaders that are read at the same time:
             ``workers * local ranks <= cores``.
-        memory_bytes: Memory for the batches that workers have ready, and for more workers than the user's.
-        shm_bytes: Shared memory for the batches that they have ready.
-        open_files: Tensors of the batches that they have ready: each is an open file of its worker (torch's default,
+        memory_bytes: Memory for batches that are ready, and for more workers than the user's.
+        shm_bytes: Shared memory for batches that are ready.
+        open_files: Tensors of batches that are ready: each is an open file of its worker (torch's default,
             ``torch.multiprocessing.get_sharing_strategy()``), and of the rank's own process once it is received.
-        cores_from: What sets ``cores``, in words for the user: ``"2 cores shared by 4 ranks"``, ``"quota of 1.5 cores
+        cores_from: What limits ``cores``, for the user: ``"2 cores shared by 4 ranks"``, ``"quota of 1.5 cores
             shared by 2 ranks"``.
         memory_from: The same for ``memory_bytes``: ``"half of the 1.2 GB left under the control group's limit"``.
-        all_ranks: Whether all ranks of the job have said what they may use.
+        all_ranks: Whether all ranks of the job have shared what they may use.
     """
 
     cores: float
@@ -57,16 +57,16 @@ class Budget:
 
     @property
     def most_asked(self) -> int:
-        """Most workers that the user may ask for, of loaders that are read at the same time."""
+        """Most workers that the user may set, of loaders that are read at the same time."""
         return max(1, int(_FAR_MORE * self.cores))
 
     def most_batches(self, batch_bytes: int, tensors: int, *, copies: int = 1) -> dict[Bound, int]:
-        """How many batches there is room for that are ready or being made, by what limits them.
+        """How many batches may be ready or in the making, by what limits them.
 
         Args:
             batch_bytes: Size of a batch.
             tensors: Tensors of a batch.
-            copies: How often a batch that is ready is held in memory: 2 where it is pinned.
+            copies: How often memory holds a batch that is ready: 2 if it is pinned.
         """
         found: dict[Bound, int] = {}
         if self.memory_bytes is not None and batch_bytes:
@@ -81,12 +81,12 @@ class Budget:
 def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
     """The budget of one rank.
 
-    What several ranks may use is divided evenly among them, so that the workers of all ranks of a host together are
-    never more than its cores, nor more than a quota.
+    Ranks share evenly what several of them may use, so that the workers of all ranks of a host together never exceed
+    its cores or a quota.
 
     Args:
         own: What this rank may use.
-        local: What the ranks of its host may use, itself included; those of other hosts, by ``machine``, are ignored.
+        local: What the ranks of its host may use, including itself; ranks of other hosts, by ``machine``, are ignored.
     """
     ranks = [rank for rank in local if rank.machine == own.machine]
     if own not in ranks:
@@ -106,7 +106,7 @@ def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
 
 
 def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fraction, str]]:
-    """The share of the cores of the mask, and that of each quota above it; exact, as it is rounded down."""
+    """The share of the cores of the affinity mask, and of each quota above it; exact, as it is rounded down later."""
     masks = [_cpus(rank) for rank in ranks]
     sharing = [sum(cpu in mask for mask in masks) for cpu in _cpus(own)]
     words = _cores(len(sharing))
@@ -115,7 +115,7 @@ def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fractio
     elif sharing[0] > 1:
         words += f" shared by {sharing[0]} ranks"
     found = [(sum((Fraction(1, count) for count in sharing), Fraction()), words)]
-    # A wider quota above the smallest may leave less for each rank, as more of them share it.
+    # A larger quota further up may leave less for each rank, as more ranks share it.
     for group, quota_cores in _quotas(own).items():
         count = sum(group in _quotas(rank) for rank in ranks)
         quota = Fraction(max(0.0, quota_cores))
@@ -131,12 +131,12 @@ def _quotas(capacity: Capacity) -> Mapping[str, float]:
 
 
 def _cpus(capacity: Capacity) -> frozenset[int]:
-    """The cores that a process may run on; all where it does not say."""
+    """The cores that a process may run on; all if unknown."""
     return frozenset(capacity.cpus or range(os.cpu_count() or 1))
 
 
 def _memory_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[int, str]]:
-    """What each limit leaves for this rank's loaders, with words for it."""
+    """What each limit leaves for this rank's loaders, with a description."""
     found = []
     for group, left_bytes in _memory_left(own).items():
         count = sum(group in _memory_left(rank) for rank in ranks)
@@ -172,24 +172,24 @@ def _cores(number: float) -> str:
 def agree_on_budget(
     exchange: Exchange, own: Capacity, *, rank: int, world_size: int, over: threading.Event
 ) -> Budget | None:
-    """What the loaders of every rank may use together.
+    """Agrees on what the loaders of every rank may use together.
 
     Args:
-        exchange: What the ranks share.
+        exchange: How ranks share.
         own: What this rank may use of its host.
         rank: This rank.
         world_size: Number of ranks.
         over: Ends the wait.
 
     Returns:
-        The budget, the same on all ranks; None where rank 0 has not said one in time.
+        The budget, the same on all ranks; None if rank 0 has not shared one in time.
     """
     exchange.set(f"tuning/capacity/{rank}", codec.encode(own))
     give_up = time.monotonic() + (BUDGET_S if rank == 0 else 2 * BUDGET_S)
     keys = [f"tuning/capacity/{one}" for one in range(world_size)] if rank == 0 else [_BUDGET]
     found: dict[str, bytes] = {}
     while len(found) < len(keys) and not over.is_set() and time.monotonic() < give_up:
-        with suppress(ExchangeError):  # one that has missed a deadline may answer the next time
+        with suppress(ExchangeError):  # a store that has missed a deadline may answer the next time
             found |= exchange.get_many([key for key in keys if key not in found])
         if len(found) < len(keys):
             over.wait(_POLL_S)
@@ -202,7 +202,7 @@ def agree_on_budget(
 
 
 def least_budget(ranks: Sequence[Capacity]) -> Budget:
-    """What every rank's loaders may use, whatever host it is on.
+    """The least of all ranks' budgets, limit by limit.
 
     Args:
         ranks: What each rank may use of its host; at least one.

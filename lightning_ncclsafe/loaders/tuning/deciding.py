@@ -11,17 +11,17 @@ from lightning_ncclsafe.report.times import share_words, time_words
 # Why a loader stays as it is, and what to do.
 ADVICE_ONLY = "LoaderTuner(apply=False) only advises: set it"
 SEEDED = (
-    "the run is seeded, and random augmentation depends on num_workers: set it, or have it tried by "
-    "LoaderTuner(apply_to_seeded=True)"
+    "the run is seeded, and random augmentation depends on num_workers: set it yourself, or let "
+    "LoaderTuner(apply_to_seeded=True) try it"
 )
-ITERABLE = "the batches of an iterable dataset may depend on num_workers: set it, if yours do not"
-PERSISTS = "workers that persist may hold what they have read: set it"
-OWN_WAY = "its class is iterated in a way of its own: set it"
+ITERABLE = "the batches of an iterable dataset may depend on num_workers: set it if yours do not"
+PERSISTS = "persistent workers may keep what they have read: set it"
+OWN_WAY = "its class overrides how it is iterated: set it"
 
-# Stretches that are kept of a rank until all ranks have measured them.
+# Measurements of a rank that are kept until all ranks have measured the same intervals.
 _KEPT = 32
 _NEVER = Interval(0)
-# Ranks ask for what was decided every quarter of a second: they have it before an epoch of so long is over.
+# Ranks read the decision every quarter of a second: they have it before an epoch of this length is over.
 _LONG_S = 5.0
 
 
@@ -32,7 +32,7 @@ class LoaderReport:
     Attributes:
         loader: Name of the loader: ``"train_dataloader"``, ``"val_dataloader[1]"``.
         measurements: The last ones.
-        frozen: Whether the loader takes no settings on this rank any more.
+        frozen: Whether the loader takes no more settings on this rank.
     """
 
     loader: str
@@ -57,9 +57,9 @@ class LoaderSetting:
 
     Attributes:
         loader: Name of the loader.
-        user_workers: What the user has set, as far as there is room for it.
+        user_workers: The user's ``num_workers``, as far as there is room.
         workers: ``num_workers``, from the next interval on.
-        trial: What is tried once; None for nothing.
+        trial: What is tried for one interval; None for nothing.
     """
 
     loader: str
@@ -74,7 +74,7 @@ class Decision:
 
     Attributes:
         settings: Those of all loaders.
-        settled: Whether no loader is going to be changed.
+        settled: Whether no loader will change any more.
     """
 
     settings: tuple[LoaderSetting, ...] = ()
@@ -83,18 +83,18 @@ class Decision:
 
 @dataclass(kw_only=True)
 class _Loader:
-    """What is known of one loader.
+    """What rank 0 knows of one loader.
 
     Attributes:
-        group: Loaders with the same one are read at the same time.
-        user_workers: What the user has set, as far as there is room for it.
-        why_fixed: Why it stays as it is, in words for the user, with what is to be done; empty if it does not.
-        trials: Decides.
-        measurements: What each rank has measured, by interval.
+        group: Loaders of the same group are read at the same time.
+        user_workers: The user's ``num_workers``, as far as there is room.
+        why_fixed: Why it stays as it is, and what the user can do; empty if it may change.
+        trials: Decides about it.
+        measurements: Those of each rank, by interval.
         seen: The last interval that all ranks have measured.
         is_fixed: Whether it stays as it is.
-        is_over: Whether it takes no settings on some rank any more.
-        is_advised: Whether the user has been told what is to be gained.
+        is_over: Whether a rank takes no more settings for it.
+        is_advised: Whether the user knows what more workers would gain.
     """
 
     group: str
@@ -112,9 +112,9 @@ class Deciding:
     """Decides for all loaders of one call of the Trainer.
 
     Args:
-        budget: What the loaders of a rank may use together: the least of all ranks.
+        budget: What the loaders of a rank may use together.
         world_size: Number of ranks.
-        applies_to_seeded: Whether loaders of seeded runs are changed, too.
+        applies_to_seeded: Whether loaders of seeded runs change, too.
         say: Prints a line to the user.
     """
 
@@ -126,14 +126,14 @@ class Deciding:
         self._loaders: dict[str, _Loader] = {}
 
     def begin(self, name: str, user_workers: int, *, group: str, why_fixed: str, forks: bool) -> None:
-        """A loader is about to be used, for the first time or again.
+        """Notes that a loader is about to be used, for the first time or again.
 
         Args:
             name: Its name.
-            user_workers: What the user has set, as far as there is room for it: what it begins with.
-            group: Loaders with the same one have workers at the same time.
-            why_fixed: Why it stays as it is, in words for the user; empty if it does not.
-            forks: Whether its workers are forked, and so started at once.
+            user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
+            group: Loaders of the same group have workers at the same time.
+            why_fixed: Why it stays as it is, for the user; empty if it may change.
+            forks: Whether its workers are forked, which starts them at once.
         """
         known = self._loaders.get(name)
         if known is None or (known.user_workers, known.why_fixed) != (user_workers, why_fixed):
@@ -146,7 +146,7 @@ class Deciding:
             loader = self._loaders.get(window.loader)
             if loader is None:
                 continue
-            # It has had to go back on one rank, and will not be asked again.
+            # One rank had to go back to fewer workers; the loader is left alone from then on.
             loader.is_over = loader.is_over or window.frozen
             own = loader.measurements.setdefault(rank, {})
             own.update(
@@ -158,7 +158,7 @@ class Deciding:
                 del own[interval]
 
     def decide(self) -> Decision:
-        """What all ranks are to set, from the next interval on."""
+        """What all ranks set from the next interval on."""
         for name, loader in self._loaders.items():
             for measurement in self._complete(loader):
                 self._consider(name, loader, measurement)
@@ -176,7 +176,7 @@ class Deciding:
         return Decision(settings=tuple(settings), settled=is_settled)
 
     def _complete(self, loader: _Loader) -> list[Measurement]:
-        """What all ranks have measured since the last time, with the same workers."""
+        """What all ranks have measured since the last call, with the same workers."""
         ranks = loader.measurements
         if len(ranks) < self._world_size:
             return []
@@ -214,7 +214,7 @@ class Deciding:
             self._say(advised(name, forecast, why_fixed))
 
     def _room(self, loader: _Loader) -> Room:
-        """What the loaders leave that have workers at the same time."""
+        """What is left by the loaders that have workers at the same time."""
         others = (other for other in self._loaders.values() if other is not loader and other.group == loader.group)
         return Room(
             workers=max(self._budget.workers - sum(other.trials.workers for other in others), 0),
@@ -224,7 +224,7 @@ class Deciding:
 
 
 def _begins(measurement: Measurement) -> Interval:
-    """When all ranks have read what follows from it: some of them have begun the next interval already."""
+    """When all ranks know the decision that follows from it: some of them have begun the next interval already."""
     took_s = measurement.batches * measurement.step_s
     if measurement.part or took_s >= INTERVAL_S / 2:
         return Interval(measurement.epoch, measurement.part + 2)
@@ -232,7 +232,7 @@ def _begins(measurement: Measurement) -> Interval:
 
 
 def changed(name: str, change: TrialOutcome) -> str:
-    """What has become of a trial."""
+    """How a trial ended, for the user."""
     now, others = f"num_workers={change.workers}", f"num_workers={change.others}"
     if change.kind == "kept":
         share = share_words(change.wait_s / change.others_s)
@@ -246,16 +246,16 @@ def changed(name: str, change: TrialOutcome) -> str:
             f" {time_words(change.step_s)}"
         )
     return (
-        f"{name}: {now} again: with {others} a step has come to take {time_words(change.others_s)}, and took"
-        f" {time_words(change.step_s)} before; it is not tried again"
+        f"{name}: {now} again: with {others} a step now takes {time_words(change.others_s)}; it took"
+        f" {time_words(change.step_s)} before. It is not tried again"
     )
 
 
 def advised(name: str, forecast: Forecast, why_fixed: str) -> str:
-    """What is to be gained where nothing is changed."""
+    """What more workers would gain where nothing is changed, for the user."""
     known = forecast.known
     return (
         f"{name}: {share_words(known.wait_s / known.step_s)} of each step of {time_words(known.step_s)} is waiting for "
-        f"data; num_workers={forecast.workers} instead of {known.workers} would make it {time_words(forecast.step_s)}. "
-        f"It is left as it is: {why_fixed}"
+        f"data; num_workers={forecast.workers} instead of {known.workers} would bring it to "
+        f"{time_words(forecast.step_s)}. It stays as it is: {why_fixed}"
     )

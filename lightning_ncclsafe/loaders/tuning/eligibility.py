@@ -1,8 +1,7 @@
 """Which loaders can have other workers than the user's, and why others cannot.
 
-Forked processes share the offset of an open file, and have none of the threads of the process they were forked from:
-the first gives samples the content of others, the second waits for ever. Neither raises anything, so the dataset is
-searched for such objects.
+Forked processes share the offset of an open file, and have none of the threads of the process they are forked from: the
+first mixes up samples, the second waits forever. Neither raises anything, so the dataset is searched for such objects.
 """
 
 import io
@@ -22,30 +21,30 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.loaders import iteration
 
-# Lightning's seed_everything sets it, also for the processes that it starts.
+# Lightning's seed_everything sets it, also for processes that it starts.
 _SEED = "PL_GLOBAL_SEED"
 
-# From so many workers on, the user has shown that several processes can use his dataset.
+# A user with this many workers shows that several processes can use the dataset.
 _SEVERAL = 2
 
-# A few milliseconds at most: some 2 µs an object.
+# A few milliseconds at most, at about 2 µs an object.
 MOST_OBJECTS = 2000
 MOST_LEVELS = 5
 
-# Items of one container that are looked at: what a dataset lists is mostly all of one kind.
+# Items of one container that are looked at: most lists of a dataset hold one kind of thing.
 _MOST_ITEMS = 64
 
-# Datasets that only pass on what others give, however many of them: torch's Subset and ConcatDataset, and their like.
+# Datasets that only wrap others, in any number: torch's Subset and ConcatDataset, for instance.
 _CHAINED = ("dataset", "datasets")
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, io.TextIOWrapper)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
 _ITEMED: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _ATOMS = (str, bytes, bytearray, int, float, complex, range, type, types.ModuleType, types.FunctionType, type(None))
 
-# Python makes its locks anew in a forked process.
+# Python renews their locks in a forked process.
 _SAFE_MODULES = frozenset({"logging", "numpy", "weakref"})
 
-# What a worker has a copy of, and draws from as every other worker does.
+# Every worker has a copy and draws the same numbers from it.
 _GENERATORS = frozenset(
     {("numpy", "Generator"), ("numpy", "RandomState"), ("random", "Random"), ("torch", "Generator")}
 )
@@ -62,7 +61,7 @@ def _has(name: str, value: Any) -> Check:
     return lambda found: bool(_attributes(found).get(name) is value)
 
 
-# By the top of the module and the name of a class, or of one it derives from: what it is, and whether it still is one.
+# By top-level module and name of a class or one of its bases: what it is, and whether an object still is one.
 _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
     ("h5py", "File"): ("an open HDF5 file", bool),
     ("h5py", "Group"): ("an open HDF5 file", bool),
@@ -76,27 +75,27 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
     ("socket", "socket"): ("a socket", _has("_closed", False)),
     ("pyarrow", "NativeFile"): ("an open Arrow file", lambda found: not found.closed),
     ("pyarrow", "ParquetFile"): ("an open Parquet file", _always),
-    ("subprocess", "Popen"): ("a process of its own", _has("returncode", None)),
-    ("queue", "Queue"): ("a queue between threads", _always),
-    ("_queue", "SimpleQueue"): ("a queue between threads", _always),
+    ("subprocess", "Popen"): ("a subprocess", _has("returncode", None)),
+    ("queue", "Queue"): ("a thread queue", _always),
+    ("_queue", "SimpleQueue"): ("a thread queue", _always),
     ("torch", "Tensor"): ("a CUDA tensor", lambda found: _module(type(found)) == "torch" and bool(found.is_cuda)),
 }
 
 
 def unresizable(loader: Any) -> str:
-    """Why the workers of a loader cannot be changed while it is read, in words; empty if they can."""
+    """Why the workers of a loader cannot be changed while it is read; empty if they can."""
     if not _torch.is_dataloader(loader):
-        return f"a {type(loader).__name__} is no torch DataLoader"
+        return f"a {type(loader).__name__} is not a torch DataLoader"
     if _torch.has_iterable_dataset(loader):
         return "the number of batches of an iterable dataset depends on the number of workers"
     own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
     if own:
-        return f"{type(loader).__name__} has a way of its own to be iterated ({own[0].__qualname__})"
+        return f"{type(loader).__name__} overrides how it is iterated ({own[0].__qualname__})"
     return unsafe(loader)
 
 
 def unsafe(loader: Any) -> str:
-    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``, in words; empty if not."""
+    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``; empty if they could not."""
     stateful = next((part for part in parts_of(loader) if callable(getattr(type(part), "state_dict", None))), None)
     if stateful is not None:
         return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
@@ -104,13 +103,13 @@ def unsafe(loader: Any) -> str:
 
 
 def unforkable_dataset(loader: Any) -> str:
-    """Why more processes cannot read the dataset of a ``DataLoader``, in words; empty if they can, or do already."""
+    """Why more processes cannot read the dataset of a ``DataLoader``; empty if they can, or do already."""
     what = unforkable(loader.dataset) if loader.num_workers < _SEVERAL and forks(loader) else ""
     return what and f"{what}, which several processes cannot use at once"
 
 
 def parts_of(loader: Any) -> list[Any]:
-    """A loader and what it draws from, however samplers are wrapped: Lightning wraps that for several ranks."""
+    """A loader and its samplers, however they are wrapped: Lightning wraps them for several ranks."""
     parts = [loader]
     for part in parts:
         own = (getattr(part, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler", "_sampler"))
@@ -119,15 +118,15 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def is_seeded(loader: Any) -> bool:
-    """Whether what a loader gives follows from a seed: of the run, or of a generator that its user has given it."""
+    """Whether a loader's batches depend on a seed: that of the run, or of a generator that the user gave it."""
     own = (getattr(part, "__dict__", {}).get("generator") for part in parts_of(loader))
     return _SEED in os.environ or _torch.is_seeded() or any(generator is not None for generator in own)
 
 
 def forks(loader: Any) -> bool:
-    """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and have copies of it all.
+    """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and copy everything.
 
-    Nothing is decided by asking: a process has a default start method only once somebody has wanted it.
+    Asking sets nothing: a process has a default start method only once somebody asks Python for it.
     """
     context = loader.multiprocessing_context
     if context is not None:
@@ -137,23 +136,23 @@ def forks(loader: Any) -> bool:
 
 
 def unforkable(dataset: Any) -> str:
-    """What a dataset holds that several processes cannot use at once, in words; empty if nothing was found.
+    """What a dataset holds that several processes cannot use at once; empty if nothing is found.
 
-    Looks at attributes, 5 levels deep, and at items of containers; at some 2,000 objects in all. Nothing of the
-    user's is called.
+    Looks at attributes, 5 levels deep, and at items of containers, about 2,000 objects in all. None of the user's
+    code is called.
 
     Args:
         dataset: The dataset.
     """
-    with suppress(Exception):  # what cannot be looked at tells nothing
+    with suppress(Exception):  # what cannot be looked at shows nothing
         return next(_found(dataset, _what), "")
     return ""
 
 
 def holds_generator(dataset: Any) -> bool:
-    """Whether a dataset holds a random generator of its own, which each worker process would have a copy of.
+    """Whether a dataset holds a random generator, of which each worker process would have a copy.
 
-    Looked at is what :func:`unforkable` looks at.
+    Looks at what :func:`unforkable` looks at.
 
     Args:
         dataset: The dataset.
@@ -183,9 +182,9 @@ def _found(dataset: Any, what_of: What) -> Iterator[str]:
 
 
 def _parts(holder: Any) -> Iterable[tuple[str, Any]]:
-    """What there is in an object, with how it is reached from there."""
+    """What an object holds, each with its path from there."""
     if issubclass(type(holder), dict):
-        # Not by a method that a subclass may have replaced; the same below.
+        # Not by a method that a subclass may override; the same below.
         return ((f"[{_key(key)}]", value) for key, value in _first(dict.items(holder)))
     if issubclass(type(holder), types.MethodType):
         return ((".__self__", holder.__self__),)
@@ -221,17 +220,17 @@ def _attributes(holder: Any) -> dict[str, Any]:
 def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
     for name, slot in vars(kind).items():
         if issubclass(type(slot), types.MemberDescriptorType):
-            with suppress(AttributeError):  # it has not been set
+            with suppress(AttributeError):  # it is not set
                 yield name, slot.__get__(holder)
 
 
 def _what(value: Any) -> str | None:
-    """What it is; empty for what does no harm, or none any more; None where that depends on what is in it."""
-    # Not isinstance(), here and elsewhere: that asks the object for its __class__.
+    """What it is; empty if it does no harm, or no longer; None if that depends on its content."""
+    # Not isinstance(), here and elsewhere, which asks the object for its __class__.
     if issubclass(type(value), _FILES):
         return "an open file" if _is_open(value) else ""
     if issubclass(type(value), _LOCKS):
-        return "a lock between threads"
+        return "a thread lock"
     if issubclass(type(value), threading.Thread):
         return "a thread" if threading.Thread.is_alive(value) else ""
     if issubclass(type(value), (Executor, Pool)):
@@ -249,7 +248,7 @@ def _generator(value: Any) -> str | None:
 
 
 def _is_open(file: Any) -> bool:
-    with suppress(Exception):  # one that is in memory has no number
+    with suppress(Exception):  # a file in memory has no number
         is_shared_anyway = any(file is stream for stream in (sys.stdin, sys.stdout, sys.stderr))
         return not file.closed and file.fileno() >= 0 and not is_shared_anyway
     return False

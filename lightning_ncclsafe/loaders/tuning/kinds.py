@@ -13,22 +13,22 @@ from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval, Mea
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 from lightning_ncclsafe.settings import TunerSettings
 
-# What one rank publishes of a loader: enough for rank 0 to see every interval, were they a tenth of a second each.
+# Measurements of a loader that a rank publishes: rank 0 sees every interval even if each lasts a tenth of a second.
 _PUBLISHED = 8
-# How often a dataset is looked at: some 2 µs an object, and before anything is decided.
+# How often a dataset is searched, at about 2 µs an object, all before anything is decided.
 _LOOKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How a loader is to be read.
+    """How to read a loader.
 
     Attributes:
-        user_workers: What its user has set, as far as there is room for it: what it begins with.
-        epochs: How many epochs of it there were before.
+        user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
+        epochs: Number of its earlier epochs.
         most_ahead: See :class:`ResizableLoader`.
         say: Prints a line about it to the user.
-        measured: Is called when there is something new to be published.
+        measured: Called when there is something new to publish.
     """
 
     user_workers: int
@@ -39,35 +39,35 @@ class LoaderOptions:
 
 
 class AdvisedLoader:
-    """A loader that is only watched, for advice.
+    """A loader that is only measured, for advice.
 
     Args:
         loader: The ``DataLoader``.
-        reading: How it is to be read.
+        options: How to read it.
 
     Attributes:
         advises: Whether it stays as it is.
-        iterable: Whether all ranks have to begin an epoch with the same setting.
-        user_workers: What its user has set, as far as there is room for it.
-        setting: What rank 0 has decided last; None for nothing yet.
+        iterable: Whether all ranks must begin an epoch with the same setting.
+        user_workers: The user's ``num_workers``, as far as there is room.
+        setting: The last decision of rank 0; None before the first.
     """
 
     advises: ClassVar[bool] = True
     iterable: ClassVar[bool] = False
 
-    def __init__(self, loader: Any, reading: LoaderOptions) -> None:
-        self.user_workers = reading.user_workers
+    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+        self.user_workers = options.user_workers
         self.setting: LoaderSetting | None = None
         self._loader = loader
         self._tried = 0
         self._last: deque[Measurement] = deque(maxlen=_PUBLISHED)
-        self._measured = reading.measured
+        self._measured = options.measured
         self._has_generator = False
-        self._reads = self._make(reading)
+        self._reads = self._make(options)
 
     @property
     def epochs(self) -> int:
-        """How many epochs of it have begun."""
+        """Number of epochs that have begun."""
         return int(self._reads.observer.interval.epoch)
 
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
@@ -75,13 +75,13 @@ class AdvisedLoader:
 
         Args:
             begin: Begins the loader's own iteration.
-            workers: How many workers all ranks have in it, where they have to have the same; None for no change.
+            workers: Number of workers, where it must be the same on all ranks; None for no change.
         """
         own: Iterator[Any] = self._reads.begin(begin)
         return own
 
     def workers_at(self, interval: Interval) -> int | None:
-        """How many workers it is to have in the interval that begins; None for no change. A trial lasts for one."""
+        """How many workers to use in the interval that begins; None for no change. A trial lasts for one interval."""
         setting = self.setting
         if setting is None:
             return None
@@ -92,22 +92,22 @@ class AdvisedLoader:
         return trial.workers
 
     def measured(self, name: str) -> LoaderReport:
-        """What there is to be published."""
+        """What to publish."""
         return LoaderReport(loader=name, measurements=tuple(self._last), frozen=self._frozen)
 
     def close(self) -> None:
-        """Everything is as it was."""
+        """Restores everything."""
 
     @property
     def _frozen(self) -> bool:
         return False
 
-    def _make(self, reading: LoaderOptions) -> Any:
-        return ObservedLoader(self._loader, on_measured=self._keep, epochs=reading.epochs)
+    def _make(self, options: LoaderOptions) -> Any:
+        return ObservedLoader(self._loader, on_measured=self._keep, epochs=options.epochs)
 
     def _keep(self, measurement: Measurement) -> None:
         loader = self._loader
-        # It may be made with the first sample.
+        # It may be created with the first sample.
         if len(self._last) < _LOOKS:
             self._has_generator = self._has_generator or holds_generator(loader.dataset)
         seeded = self._has_generator or is_seeded(loader)
@@ -117,12 +117,12 @@ class AdvisedLoader:
 
 
 class MapStyleLoader(AdvisedLoader):
-    """One of a map-style dataset: read by workers that can be changed."""
+    """A loader of a map-style dataset, whose workers can be changed at any time."""
 
     advises = False
 
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
-        """Begins an epoch; not by the loader's own iteration."""
+        """Begins an epoch, without the loader's own iteration."""
         own: Iterator[Any] = self._reads.begin()
         return own
 
@@ -134,51 +134,51 @@ class MapStyleLoader(AdvisedLoader):
     def _frozen(self) -> bool:
         return bool(self._reads.frozen)
 
-    def _make(self, reading: LoaderOptions) -> Any:
+    def _make(self, options: LoaderOptions) -> Any:
         return ResizableLoader(
             self._loader,
-            workers=reading.user_workers,
-            user_workers=reading.user_workers,
+            workers=options.user_workers,
+            user_workers=options.user_workers,
             prefetch=self._loader.prefetch_factor or 2,
-            say=reading.say,
+            say=options.say,
             on_measured=self._keep,
             workers_at=self.workers_at,
-            most_ahead=reading.most_ahead,
-            epochs=reading.epochs,
+            most_ahead=options.most_ahead,
+            epochs=options.epochs,
         )
 
 
 class IterableLoader(AdvisedLoader):
-    """One of an iterable dataset: its number of batches may depend on its workers, so they stay for an epoch."""
+    """A loader of an iterable dataset: its batches may depend on its workers, so these stay for an epoch."""
 
     advises = False
     iterable = True
 
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
-        """Begins an epoch, with what is set from it on."""
+        """Begins an epoch with the setting for it."""
         if workers is not None:
             self._set(workers, (self._before[1] or 2) if workers else None)
         return super().begin(begin, workers)
 
     def close(self) -> None:
-        """The loader is set as it was."""
+        """Restores the loader's setting."""
         self._set(*self._before)
 
-    def _make(self, reading: LoaderOptions) -> Any:
+    def _make(self, options: LoaderOptions) -> Any:
         self._before = (self._loader.num_workers, self._loader.prefetch_factor)
-        self._set(reading.user_workers, self._loader.prefetch_factor)
-        return super()._make(reading)
+        self._set(options.user_workers, self._loader.prefetch_factor)
+        return super()._make(options)
 
     def _set(self, workers: int, prefetch: int | None) -> None:
         loader = self._loader
         if (workers, prefetch) != (loader.num_workers, loader.prefetch_factor):
             loader.num_workers, loader.prefetch_factor = workers, prefetch
-            # Workers that persist would be taken again, however many there are.
+            # Persistent workers would be used again, however many there are.
             loader._iterator = None
 
 
 def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
-    """How a loader is fitted; None for what is no ``DataLoader``.
+    """How a loader is tuned; None for what is not a ``DataLoader``.
 
     Args:
         loader: What Lightning iterates.

@@ -1,4 +1,4 @@
-"""Measures a loader from where its batches are used: the only data that the tuner decides on."""
+"""Measures a loader where its batches are used: the only data that the tuner decides by."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -12,26 +12,26 @@ import psutil
 
 from lightning_ncclsafe.report.terminal import say_own_failure
 
-# Enough for any batch that is collated; of one that is not, what is seen stands for the rest.
+# Enough for any collated batch; of any other, what is seen stands for the rest.
 _MOST_VALUES = 256
 _MOST_OF_ONE = 64
 _DEEPEST = 6
-# An epoch that lasts longer is measured, and decided on, in parts.
+# A longer epoch is measured, and decided on, in parts.
 INTERVAL_S = 120.0
-# Steps of which the times are kept: of more, every second, every fourth, …
+# Steps whose times are kept: of more steps every second, every fourth, …
 _MOST_STEPS = 1000
-# A gap of so many usual ones is no step: that was a validation, a checkpoint.
+# A gap of so many usual ones is not a step but a validation or a checkpoint.
 _LONGEST_GAPS = 20.0
-# Fewer say nothing of a step.
+# Fewer do not tell how long a step takes.
 _LEAST_BATCHES = 3
 
 
 class Interval(NamedTuple):
-    """Where a loader is, the same on all ranks.
+    """An epoch of a loader, or a part of one that lasts for minutes; the same on all ranks.
 
     Attributes:
         epoch: Counts the epochs of the loader, from 1.
-        part: Counts the parts of an epoch that lasts for minutes, from 0.
+        part: Counts the parts of a long epoch, from 0.
     """
 
     epoch: int
@@ -40,23 +40,23 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one rank has measured of one loader over an epoch, or over some minutes of a longer one.
+    """What one rank measures of one loader over an interval.
 
     Attributes:
         epoch: See :class:`Interval`.
         part: See :class:`Interval`.
-        workers: Workers that it had.
-        batches: Batches that it gave.
-        gap_s: Mean time from being given a batch to asking for the next, seconds; without those that are no steps,
-            as a validation or a checkpoint came between.
-        data_s: Time that the training thread has spent in the loader, seconds: starting workers, waiting for batches,
-            taking them, and ending workers.
-        start_s: Of that, until the first batch, and what ending the workers took; 0 where they were there before.
+        workers: Its workers.
+        batches: Batches that it yielded.
+        gap_s: Mean time from getting a batch to asking for the next, seconds; gaps with a validation or a checkpoint
+            are left out.
+        data_s: Time that the training thread spends in the loader, seconds: starting workers, waiting for batches,
+            receiving them, and ending workers.
+        start_s: Of that, the time until the first batch and that of ending the workers; 0 if they were there before.
         cpu_s: Mean processor time of this process for a step and its batch, without worker processes, seconds.
         batch_bytes: Size of the largest batch seen.
         tensors: Most tensors of a batch seen.
-        process_bytes: Memory that this process has: what a worker that is forked from it may come to have.
-        seeded: Whether the run, or the loader, was given a seed.
+        process_bytes: Memory of this process: a worker forked from it may come to use as much.
+        seeded: Whether the run, or the loader, has a seed.
         persists: Whether its workers stay from one epoch to the next.
     """
 
@@ -76,28 +76,28 @@ class Measurement:
 
     @property
     def interval(self) -> Interval:
-        """When it was measured."""
+        """The interval that was measured."""
         return Interval(self.epoch, self.part)
 
     @property
     def step_s(self) -> float:
-        """What a step costs, all that the loader costs included; seconds."""
+        """What a step costs, including all that the loader costs; seconds."""
         return self.gap_s + self.data_s / self.batches
 
     @property
     def wait_s(self) -> float:
-        """What a step costs in waiting for its batch, once workers have been started; seconds."""
+        """How long a step waits for its batch once workers have started; seconds."""
         return (self.data_s - self.start_s) / self.batches
 
 
 def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
-    """One interval of all ranks, as measured by the one whose loader is slowest; None if workers differ.
+    """One interval of all ranks, as measured by the rank whose loader is slowest; None if workers differ.
 
-    What it costs in processor time and in memory is the most of all ranks. The others wait for that rank in a
-    collective, which is in their gaps: all ranks' steps take as long.
+    Processor time and memory are the largest of all ranks. The others wait for that rank in a collective, which is
+    part of their gaps, so that steps take equally long on all ranks.
 
     Args:
-        ranks: What each rank has measured at one interval; at least one.
+        ranks: What each rank measured in one interval; at least one.
     """
     if len({rank.workers for rank in ranks}) > 1:
         return None
@@ -114,12 +114,12 @@ def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
 
 
 def bytes_of(batch: Any) -> int:
-    """Bytes of all tensors, arrays and strings in a batch: nested containers, dataclasses and objects are looked into.
+    """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
 
-    Of a long list the first 64 are, and stand for the others. At most some 256 values are, which takes about 0.2 ms.
+    Of a long list the first 64 items stand for the others. About 256 values are looked at, which takes about 0.2 ms.
 
     Args:
-        batch: What a loader has given.
+        batch: What a loader yielded.
     """
     return int(_bytes_of(batch, _DEEPEST, _Count(_all_bytes)))
 
@@ -145,7 +145,7 @@ def _tensors(value: Any, size: int) -> float:
 
 def _bytes_of(value: Any, depth: int, count: _Count) -> float:
     count.left -= 1
-    # A class that makes up its attributes may fail in any way.
+    # A class with dynamic attributes may fail in any way.
     with suppress(Exception):
         size = getattr(value, "nbytes", None)
         if isinstance(size, int):
@@ -197,7 +197,7 @@ class _Step(NamedTuple):
 
 
 class _Steps:
-    """Some of all steps, evenly spread."""
+    """A sample of all steps, evenly spread."""
 
     def __init__(self) -> None:
         self._kept: list[_Step] = []
@@ -218,7 +218,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class _Sums:
-    """What was summed up since an interval began."""
+    """Sums since an interval began."""
 
     began_at: float
     workers: int
@@ -231,13 +231,13 @@ class Observer:
     """Measures one loader, on the thread that reads it; a few microseconds a batch.
 
     Args:
-        on_measured: Is given what was measured, on that thread.
-        interval_s: How long an epoch may last that is measured as a whole, seconds.
-        epochs: How many epochs of the loader there were before.
+        on_measured: Called on that thread with each measurement.
+        interval_s: The longest epoch that is measured as a whole, seconds.
+        epochs: Number of earlier epochs of the loader.
 
     Attributes:
-        interval: Where the loader is.
-        size: The largest batch; looked at are the first of each epoch, the second, the fourth, … None before that.
+        interval: The current interval.
+        size: The largest of the first, second, fourth, … batches of each epoch; None before the first.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Observer:
 
         Args:
             workers: Workers that it has, or will have with its first batch.
-            took_s: What that has taken so far, seconds.
+            took_s: How long beginning it has taken so far, seconds.
         """
         self.interval = Interval(self.interval.epoch + 1)
         self._of_epoch = 0
@@ -268,14 +268,14 @@ class Observer:
         self._sums.data_s = self._sums.start_s = took_s
 
     def asked(self) -> None:
-        """The next batch is asked for."""
+        """Notes that the next batch is asked for."""
         self._asked_at = time.perf_counter()
 
     def given(self, batch: Any) -> bool:
-        """It has been handed out.
+        """Notes that it is handed out.
 
         Returns:
-            Whether a part of an epoch ends with it: see :meth:`goes_on`.
+            Whether the interval ends with it: see :meth:`goes_on`.
         """
         sums = self._sums
         if self._has_failed or sums is None:
@@ -299,18 +299,22 @@ class Observer:
         if not self._of_epoch & (self._of_epoch - 1):
             size = self.size or BatchSize()
             self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
-        # What is done with it, and what that takes in here, is the step's.
+        # The time from here on, including what this method takes, belongs to the step.
         self._given_at, self._own_s = given_at, own_s
         return given_at - sums.began_at >= self._stretch_s
 
     def goes_on(self, workers: int) -> None:
-        """A part of the epoch has ended, and the next begins."""
+        """Ends a part of the epoch and begins the next."""
         self._report()
         self.interval = Interval(self.interval.epoch, self.interval.part + 1)
         self._begin_interval(workers)
 
     def ends(self, took_s: float = 0.0) -> None:
-        """The epoch is over; its workers have taken so long to end, seconds."""
+        """Ends the epoch.
+
+        Args:
+            took_s: How long its workers took to end, seconds.
+        """
         if self._sums is not None:
             self._sums.data_s += took_s
             self._sums.start_s += took_s
@@ -352,13 +356,13 @@ class Observer:
 
 
 class ObservedLoader:
-    """Measures a loader that is read as it is.
+    """Measures a loader that is read unchanged.
 
     Args:
         loader: The loader.
-        on_measured: Is given what was measured, on the thread that reads.
-        interval_s: How long an epoch may last that is measured as a whole, seconds.
-        epochs: How many epochs of the loader there were before.
+        on_measured: Called with each measurement, on the thread that reads.
+        interval_s: The longest epoch that is measured as a whole, seconds.
+        epochs: Number of earlier epochs of the loader.
     """
 
     def __init__(
@@ -386,7 +390,7 @@ class ObservedLoader:
 
     @property
     def workers(self) -> int:
-        """Workers that it has."""
+        """Its number of workers."""
         return int(getattr(self._loader, "num_workers", 0))
 
 

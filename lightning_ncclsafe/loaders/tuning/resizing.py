@@ -1,10 +1,10 @@
 """Changes how many workers a live loader has, and how far ahead they are: no sample is lost, repeated or moved.
 
-The random streams of the training are those without it: samplers are begun when and as often as torch would have, and
-one number is drawn for each epoch where torch draws one. Two things follow from more or fewer workers as such, with
-stock torch as well: what ``Dataset.__getitem__`` draws, and how far ahead a sampler is that draws numbers for each
-batch, or at its end (``RandomSampler(generator=…)`` does), when an epoch is left before that. Fewer batches ahead
-change nothing: each is made by the same worker, and samplers are asked when torch would have asked them.
+The random streams of the training stay the same: samplers begin when and as often as with torch, and one number is
+drawn for each epoch where torch draws one. Two things depend on the number of workers as such, with stock torch as
+well: what ``Dataset.__getitem__`` draws, and, when an epoch is left early, how far ahead a sampler is that draws
+numbers for each batch or at its end (as ``RandomSampler(generator=…)`` does). Fewer batches ahead change nothing: each
+is made by the same worker, and samplers are asked when torch would ask them.
 """
 
 import threading
@@ -27,7 +27,7 @@ from lightning_ncclsafe.loaders.tuning.worker_pool import (
     WorkerSetting,
 )
 
-# Any odd number with its bits well mixed: pools follow one another with seeds that have nothing in common.
+# Any odd number with well mixed bits, so that the seeds of consecutive pools have nothing in common.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -43,21 +43,21 @@ class ResizableLoader:
     """Reads a loader with workers that can be changed at any time.
 
     Args:
-        loader: The user's ``DataLoader``, for which :func:`unresizable` gives nothing. It is not changed.
+        loader: The user's ``DataLoader``, for which :func:`unresizable` is empty. It is not changed.
         workers: ``num_workers`` to begin with.
-        prefetch: ``prefetch_factor`` to begin with; of no account without workers.
-        say: Says a line to the user.
-        on_measured: Is given what was measured of an epoch, or of minutes of a longer one, on the thread that reads.
-        workers_at: Says, at the beginning of each of them, how many workers are to be there; None for no change.
-        most_ahead: Says how many batches there is room for that are ready or being made, by the largest seen so far;
-            None for as many as are set. Until the first was seen, there is one for each worker.
-        interval_s: How long an epoch may last that is measured as a whole, seconds.
-        epochs: How many epochs of the loader there were before.
-        user_workers: What counts as the user's ``num_workers``; None for what the loader has.
+        prefetch: ``prefetch_factor`` to begin with; irrelevant without workers.
+        say: Prints a line to the user.
+        on_measured: Called with each measurement, on the thread that reads.
+        workers_at: Number of workers for an interval, asked when it begins; None for no change.
+        most_ahead: How many batches may be ready or in the making, given the largest so far; None for as many as are
+            set. Before the first batch, there is one for each worker.
+        interval_s: The longest epoch that is measured as a whole, seconds.
+        epochs: Number of earlier epochs of the loader.
+        user_workers: What counts as the user's ``num_workers``; None for that of the loader.
 
     Attributes:
-        frozen: Why it takes no new settings; empty while it does.
-        observer: What measures.
+        frozen: Why it takes no more settings; empty while it does.
+        observer: Measures it.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class ResizableLoader:
 
     @property
     def workers(self) -> int:
-        """Workers that are in force now."""
+        """Number of workers in force."""
         return self._now.workers
 
     @property
     def prefetch(self) -> int:
-        """The prefetch factor that is in force now; 0 without workers."""
+        """Prefetch factor in force; 0 without workers."""
         return self._now.prefetch
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, as ``iter(loader)`` does.
 
-        Workers of an epoch that was not read to its end are ended; should it be read on, it has new ones. As with
-        torch, they end while those of the next epoch start.
+        Workers of an epoch that was not read to its end are ended; if it is read on, it gets new ones. As with torch,
+        they end while those of the next epoch start.
         """
         began_at = time.perf_counter()
         for epoch in [*self._epochs]:
@@ -122,16 +122,16 @@ class ResizableLoader:
         finally:
             started_at = time.perf_counter()
             self._end_leaving()
-            # The wait for workers to end counts for the last epoch.
+            # The wait for workers to end belongs to the last epoch.
             self.observer.ends(asked_at - began_at + time.perf_counter() - started_at)
         self.observer.begins(self._target.setting.workers, started_at - asked_at)
         return epoch
 
     def _begin(self) -> "Epoch":
-        # Torch resets workers that persist, without drawing a number.
+        # Torch resets persistent workers without drawing a number.
         draws = not (self._begun and self._persists)
         self._begun += 1
-        # Torch begins the sampler once for every iterator, and once again for every epoch of worker processes.
+        # Torch begins the sampler once for each iterator, and once more for each epoch of worker processes.
         indices = EpochIndices(self._sampler, begins=2 if self._user.workers and draws else 1)
         epoch = Epoch(self, indices)
         self._epochs.add(epoch)
@@ -149,13 +149,13 @@ class ResizableLoader:
         finally:
             self._draws = False
         indices.begin_fully()
-        # Workers would have been given the first indices by now, and many samplers draw a seed with the first.
+        # By now, torch has given workers the first indices, and many samplers draw a seed with the first one.
         indices.is_over()
 
     def resize(self, workers: int, prefetch: int) -> None:
-        """Sets how many workers there are to be, and how far ahead; from any thread.
+        """Sets how many workers to use, and how far ahead they work; from any thread.
 
-        The batches that the present workers have been given are handed out first. Nothing happens once it is frozen.
+        The batches that the present workers have begun are handed out first. Once frozen, nothing happens.
         """
         with self._lock:
             if not self.frozen:
@@ -167,10 +167,10 @@ class ResizableLoader:
             self.resize(workers, self._prefetch)
 
     def freeze(self, reason: str) -> None:
-        """Keeps what is in force from now on; from any thread.
+        """Keeps what is in force for good; from any thread.
 
         Args:
-            reason: Why, in words for the user.
+            reason: Why, for the user.
         """
         self._freeze(reason, self._now)
 
@@ -180,7 +180,7 @@ class ResizableLoader:
             self._target.setting = setting
 
     def close(self) -> None:
-        """Ends all workers. An epoch that is read on has what the user has set. Called on the thread that reads."""
+        """Ends all workers, on the thread that reads. An epoch that is read on has the user's setting."""
         self._freeze("it is closed", self._user)
         for epoch in [*self._epochs]:
             epoch.park()
@@ -200,11 +200,11 @@ class ResizableLoader:
     # What an epoch asks for.
 
     def asked(self) -> None:
-        """The next batch is asked for."""
+        """Notes that the next batch is asked for."""
         self.observer.asked()
 
     def given(self, pool: WorkerPool, batch: Any) -> None:
-        """It has been handed out."""
+        """Notes that it is handed out."""
         observer = self.observer
         before = observer.size
         ends = observer.given(batch)
@@ -225,12 +225,12 @@ class ResizableLoader:
         pool.end()
 
     def release(self, pool: WorkerPool) -> None:
-        """Has workers back at the end of an epoch: they may be there for the next."""
+        """Takes workers back at the end of an epoch; the next epoch may use them."""
         if pool is not self._kept:
             self.end(pool)
 
     def leave(self, pool: WorkerPool) -> None:
-        """Has workers back from an epoch that is not read on for now: as `release`, without waiting for their end."""
+        """Takes workers back from an epoch that is not read on for now: as `release`, without waiting for their end."""
         if pool is not self._kept:
             pool.ask_to_end()
             self._leaving.append(pool)
@@ -240,8 +240,8 @@ class ResizableLoader:
             self._leaving.pop().end()
 
     def pool(self, indices: EpochIndices) -> WorkerPool:
-        """Workers, as they are wanted now, for what an epoch has left."""
-        # Another epoch may be read at the same time, zip(loader, loader): it keeps its workers.
+        """Workers with the target setting, for the rest of an epoch."""
+        # Another epoch may be read at the same time, as in zip(loader, loader): it keeps its workers.
         kept_is_free = self._kept is None or all(epoch.pool is not self._kept for epoch in self._epochs)
         kept = self._kept if kept_is_free else None
         if kept is None or not self._renewed(kept, indices):
@@ -263,7 +263,7 @@ class ResizableLoader:
         return False
 
     def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
-        """Whether it is not for the user to see that workers have failed: they were not his."""
+        """Whether to go on without the workers that failed, as the user did not ask for them."""
         if pool.is_extra:
             self._step_down(pool.setting, self._user, error)
         return pool.is_extra
@@ -276,7 +276,7 @@ class ResizableLoader:
             try:
                 return self._pool_of(setting, indices, draws=draws)
             except Exception as error:
-                # Torch would have started at least as many.
+                # Torch would start at least as many.
                 is_users = draws and setting.workers <= self._user.workers
                 if indices.has_failed or is_users or not setting.workers:
                     raise
@@ -284,7 +284,7 @@ class ResizableLoader:
             draws = False
 
     def _check(self, setting: WorkerSetting) -> None:
-        """Again: a dataset may have opened its files with its first samples, in this process."""
+        """Checks the dataset again: it may have opened files in this process with its first samples."""
         what = unforkable_dataset(self._loader) if setting.workers > self._user.workers else ""
         if what:
             self._go_back(what, self._user)
@@ -302,22 +302,22 @@ class ResizableLoader:
         return pool
 
     def _back_from(self, setting: WorkerSetting) -> WorkerSetting:
-        """What to go back to from workers that cannot be started: what is known to work, or what cannot fail."""
+        """What to go back to if workers cannot be started: what is known to work, or what cannot fail."""
         fewer = [known for known in (self._now, self._user) if known.workers < setting.workers]
         return max(fewer, key=lambda known: known.workers, default=WorkerSetting(0, 0))
 
     def _step_down(self, setting: WorkerSetting, back: WorkerSetting, error: Exception) -> None:
-        self._go_back(f"{setting.workers} worker processes have failed ({_words(error)})", back)
+        self._go_back(f"{setting.workers} worker processes failed ({_words(error)})", back)
 
     def _go_back(self, reason: str, back: WorkerSetting) -> None:
         then = f"{back.workers} worker processes" if back.workers else "no worker processes"
         self._freeze(reason, back)
         with suppress(Exception):
-            self._say(f"{reason}; this loader goes on with {then}, from the batch that is due, and keeps that.")
+            self._say(f"{reason}; this loader goes on with {then} from the next batch on, and is not changed again.")
 
 
 def _words(error: Exception) -> str:
-    """Its type and what it says; of one that comes from a worker, the last line: that is the error itself."""
+    """Its type and message; from a worker, the last line, which is the error itself."""
     name, lines = type(error).__name__, str(error).strip().splitlines()
     text = lines[-1].strip() if lines else ""
     return text if text.startswith(name) or not text else f"{name}: {text}"
@@ -327,7 +327,7 @@ class Epoch:
     """Hands out the batches of one epoch. Dropping it ends its workers, unless they persist.
 
     Args:
-        loader: Where it has its workers from.
+        loader: Provides its workers.
         indices: The epoch.
     """
 
@@ -338,11 +338,11 @@ class Epoch:
         self._has_ended = False
 
     def start(self) -> None:
-        """Starts workers; they are started with the first batch otherwise."""
+        """Starts workers, which otherwise start with the first batch."""
         self.pool = self._loader.pool(self._indices)
 
     def park(self) -> None:
-        """Has no workers until the next batch is asked for, which will be the one that is due."""
+        """Gives its workers back until the next batch is asked for, which is the one that is due."""
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.sampler.take_back()
@@ -381,7 +381,7 @@ class Epoch:
 
     def _goes_on_after(self, error: Exception, pool: WorkerPool) -> bool:
         if self._indices.has_failed or not self._loader.falls_back(pool, error):
-            # Torch goes on with the next batch, should the user ask for one.
+            # Torch goes on with the next batch if the user asks for one.
             pool.handed()
             return False
         self.pool = None

@@ -1,4 +1,4 @@
-"""Whether more workers than the user's are worth a trial, and what has become of it: plain arithmetic."""
+"""Whether more workers than the user's are worth a trial, and how it ended: plain arithmetic."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,31 +7,31 @@ from typing import Literal
 
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
-# What is promised: over any 20 epochs, no more than 2 % slower than what the user has set. That is 40 % of one epoch.
-# One trial may cost most of it; one that has failed is the last.
+# The promise: over any 20 epochs, at most 2 % slower than with the user's workers. That is 40 % of one epoch. One trial
+# may cost most of it, and a failed one is the last.
 _MOST_LOSS = 0.35
-# A trial has to forecast so much of a step's time, and to keep half of that, or the second share of it.
+# The forecast has to save the first share of a step's time, and the trial half of the forecast or the second share.
 _LEAST_PROMISE = 0.15
 _LEAST_GAIN = 0.05
-# What is only advised is to be gained for sure.
+# Advice is given only for a gain that is certain.
 _SURE = 0.25
-# Stretches by which a setting is known.
+# Measurements by which a setting is known.
 _KNOWN_BY = 3
-# Where the loader is waited for less than this share of a step, its workers are fast enough.
+# If a step waits for the loader for less than this share, its workers are fast enough.
 _STARVES = 0.1
 # After so many intervals, then twice as many each time, one interval has the user's workers again: what other workers
-# have gained before may have become a loss since.
+# gained at first may have become a loss.
 _FIRST_CONTROL = 20
 
-# What it takes to start a worker and to end it, where it was not measured, and at most (torch 2.13, two cores without
-# and with ten times as many programs as cores): by forking, and otherwise, when each imports everything first.
+# How long starting and ending a worker takes where it is not measured, typically and at most (torch 2.13, two cores,
+# idle and with ten programs per core): forked, and otherwise, when each worker imports everything first.
 _FORK_S, _SLOW_FORK_S = 0.1, 0.2
 _SPAWN_S, _SLOW_SPAWN_S = 5.0, 12.0
-# What the training thread does for a batch that a worker hands over: a message, a file for each tensor, pages to map.
+# What receiving a batch from a worker costs the training thread: a message, a file for each tensor, pages to map.
 _MESSAGE_S, _TENSOR_S, _BYTE_S = 0.001, 0.0002, 0.5e-9
-# Workers are to be a tenth faster than the step: with less, the queue of ready batches never fills up again.
+# Workers have to be a tenth faster than the step, or the queue of ready batches never fills up again.
 _HEADROOM = 1.1
-# More workers have to be so much faster, or fewer do.
+# More workers have to be faster by this share than fewer.
 _WORTH_MORE = 0.03
 
 
@@ -40,9 +40,9 @@ class Room:
     """What a loader may use.
 
     Attributes:
-        workers: Most workers that it may be given.
+        workers: Most workers that it may get.
         cores: This rank's share of the host's cores.
-        memory_bytes: Memory that more workers may take; None if nothing is known to limit it.
+        memory_bytes: Memory for more workers; None if no limit is known.
     """
 
     workers: int
@@ -58,7 +58,7 @@ class Trial:
         number: Counts the trials of a loader.
         workers: ``num_workers``.
         epoch: The first epoch in which it may begin; see :class:`Interval`.
-        part: The first part of that.
+        part: The first part of that epoch.
     """
 
     number: int
@@ -68,21 +68,21 @@ class Trial:
 
     @property
     def interval(self) -> Interval:
-        """From when on it may begin."""
+        """The first interval in which it may begin."""
         return Interval(self.epoch, self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """What has become of a trial.
+    """How a trial ended.
 
     Attributes:
-        kind: The workers are kept, were no gain, or have become a loss.
+        kind: The workers are kept, gained nothing, or have become a loss.
         workers: Workers from now on.
-        others: Those before, or those that were tried.
-        step_s: What a step took with ``workers``, seconds.
-        wait_s: Of that, what was waited for the batch; of the slower one for ``"kept"``.
-        others_s: What a step took with ``others``, seconds.
+        others: Workers before, or those that were tried.
+        step_s: How long a step took with ``workers``, seconds.
+        wait_s: Of that, the wait for the batch; for ``"kept"`` of the slower setting.
+        others_s: How long a step took with ``others``, seconds.
     """
 
     kind: Literal["kept", "no gain", "taken back"]
@@ -99,8 +99,8 @@ class Forecast:
 
     Attributes:
         workers: How many.
-        step_s: What a step would take, all that the loader costs included; seconds.
-        known: What it follows from.
+        step_s: How long a step would take, including all that the loader costs; seconds.
+        known: The measurement it follows from.
         gain: The share of a step's time that would be saved, 0 to 1.
     """
 
@@ -111,18 +111,18 @@ class Forecast:
 
 
 class Trials:
-    """Those of one loader, on behalf of all ranks.
+    """The trials of one loader, for all ranks.
 
-    Other workers are tried for one interval (an epoch, or some minutes of a longer one), and the user's come back. They
-    stay if that interval was faster than the ones before and after it, from a number of intervals on; all that starting
-    them costs is counted. What has failed once, is not tried again.
+    Other workers are tried for one interval (an epoch, or some minutes of a longer one), and the user's come back. The
+    others are kept if that interval was faster than those before and after it, including all that starting them costs.
+    What fails once is not tried again.
 
     Args:
-        workers: What the user has set, as far as there is room for it.
+        workers: The user's ``num_workers``, as far as there is room.
         forks: Whether its workers are forked.
 
     Attributes:
-        workers: What is in force.
+        workers: Workers in force.
         trial: What is being tried; None for nothing.
     """
 
@@ -142,15 +142,15 @@ class Trials:
         self._since_control, self._next_control = 0, _FIRST_CONTROL
 
     def add(self, measurement: Measurement, room: Room, *, begins: Interval, may_try: bool) -> TrialOutcome | None:
-        """Takes what was measured.
+        """Takes a measurement and decides.
 
         Args:
             measurement: The next one, of all ranks.
-            room: What there is.
-            begins: When a trial may begin: all ranks have read of it by then.
+            room: What the loader may use.
+            begins: When a trial may begin: all ranks know of it by then.
             may_try: Whether one may begin at all.
         """
-        # What is read for the first time comes from cold storage, and the first steps are not like the others.
+        # The first interval reads from cold storage, and its first steps are not like the others.
         is_cold, self._is_cold = self._is_cold, False
         if is_cold:
             return None
@@ -172,11 +172,11 @@ class Trials:
         return change
 
     def forecast(self, room: Room, *, most_loss_s: float = inf) -> Forecast | None:
-        """What more workers forecast, by what is known; None if nothing that would be worth a trial.
+        """What more workers would gain; None if too little for a trial.
 
         Args:
-            room: What there is.
-            most_loss_s: What a trial may cost that gains nothing, seconds.
+            room: What the loader may use.
+            most_loss_s: The most that a trial without gain may cost, seconds.
         """
         if len(self._recent) < _KNOWN_BY or self._is_over:
             return None
@@ -196,7 +196,7 @@ class Trials:
         return Forecast(workers=workers, step_s=step_s, known=known, gain=gain)
 
     def is_sure(self, forecast: Forecast) -> bool:
-        """Whether it is enough to speak of it, without a trial."""
+        """Whether it is large enough to advise on without a trial."""
         return forecast.gain >= _SURE
 
     def _known(self) -> Measurement:
@@ -222,9 +222,9 @@ class Trials:
         self.trial = Trial(number=self._count, workers=workers, epoch=begins.epoch, part=begins.part)
 
     def _judge(self, trial: Trial, after: Measurement) -> TrialOutcome | None:
-        """Once the workers in force are there again."""
+        """Judges a trial once the workers in force are back."""
         tried, self._tried, self.trial = self._tried, None, None
-        if tried is None:  # not all ranks have read of it in time
+        if tried is None:  # not all ranks knew of it in time
             return None
         base = min(self._known(), after, key=lambda measurement: measurement.step_s)
         if trial.workers == self._users:
@@ -235,13 +235,13 @@ class Trials:
             self._is_over = True
             return _change("no gain", base, tried)
         self.workers = trial.workers
-        self._spent_s = 0.0  # it is gained again in the next interval
+        self._spent_s = 0.0  # the next interval gains it back
         self._users_step_s = self._users_step_s or base.step_s
         self._recent.clear()
         return _change("kept", tried, base)
 
     def _taken_back(self) -> TrialOutcome | None:
-        """What was kept, and is slower by now than the user's workers were when they were seen last."""
+        """Goes back to the user's workers if the kept ones are slower by now than those were when last measured."""
         if self.workers == self._users or len(self._recent) < _KNOWN_BY:
             return None
         known = self._known()
@@ -260,9 +260,9 @@ class Trials:
         )
 
     def _expected_s(self, known: Measurement, workers: int, cores: float) -> float:
-        """What a step would take with more workers, seconds."""
+        """How long a step would take with more workers, seconds."""
         service_s = _service_s(known)
-        # Work takes its time on all cores together, whoever does it. Of worker processes, that is taken to be all.
+        # Work takes its time on all cores together, whoever does it. Workers are assumed to compute all the time.
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
         used_s = known.gap_s + _handover_s(known)
@@ -270,7 +270,7 @@ class Trials:
         return start_s / known.batches + max(made_s, used_s, cpu_s / cores)
 
     def _most_loss_s(self, known: Measurement, workers: int) -> float:
-        """What a trial costs if batches are made no faster than before, seconds."""
+        """What a trial costs if batches come no faster than before, seconds."""
         start_s = self._starting_s(known, workers, _SLOW_FORK_S if self._forks else _SLOW_SPAWN_S)
         return start_s + known.batches * _handover_s(known)
 
@@ -280,22 +280,22 @@ class Trials:
 
 
 def _handover_s(known: Measurement) -> float:
-    """What the training thread does for a batch that a worker hands over, seconds."""
+    """What receiving a batch from a worker costs the training thread, seconds."""
     return _MESSAGE_S + _TENSOR_S * known.tensors + _BYTE_S * known.batch_bytes
 
 
 def _service_s(known: Measurement) -> float:
-    """How long it takes to make a batch, seconds: workers that are waited for are busy all the time."""
+    """How long making a batch takes, seconds: workers that a step waits for are busy all the time."""
     return known.workers * (known.gap_s + known.wait_s) if known.workers else known.data_s / known.batches
 
 
 def _more(known: Measurement, room: Room) -> range:
-    """The numbers of workers that there is something to be expected of, and room for."""
+    """The numbers of workers that may gain something and fit."""
     if known.persists or known.wait_s < _STARVES * known.step_s:
         return range(0)
     most = room.workers
     if room.memory_bytes is not None and known.process_bytes:
-        # A worker may come to have all that the process has that it was forked from: counting references writes to it.
+        # A worker may come to use as much memory as the process it is forked from: reference counts are written to.
         most = min(most, known.workers + room.memory_bytes // known.process_bytes)
     return range(known.workers + 1, most + 1)
 

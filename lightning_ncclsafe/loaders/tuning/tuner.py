@@ -1,6 +1,6 @@
-"""One rank's part in tuning loaders: it measures its own, and sets them to what rank 0 has decided for all.
+"""One rank's part in tuning loaders: it measures its own and sets them to what rank 0 decides for all.
 
-Ranks meet over the exchange, on a thread of the tuner's own; the training thread waits for nobody but once, for the
+Ranks communicate over the exchange, on a thread of the tuner's own. The training thread waits only once, for the
 budget, before the first loader is used.
 """
 
@@ -34,21 +34,21 @@ from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.settings import TunerSettings
 
 Tuning = Callable[[Begin], Any]
-"""Makes the iterator of an epoch, from a function that begins the loader's own."""
+"""Creates the iterator of an epoch, from a function that begins the loader's own."""
 # The store serves all ranks' polls: at most about a thousand a second in all.
 _POLLS_PER_S, _POLL_S, _SETTLED_POLL_S = 1000.0, 0.25, 2.0
 _JOIN_S = 5.0
-# How long rank 0 is waited for at the beginning of an epoch of an iterable dataset that is set.
+# How long ranks wait for rank 0 when an epoch of a tuned iterable dataset begins.
 _EPOCH_S, _EPOCH_POLL_S = 10.0, 0.002
 _DECISION = "tuning/decision"
 
 
 class Tuner:
-    """Fits the loaders of one call of the Trainer, on one rank.
+    """Tunes the loaders of one call of the Trainer, on one rank.
 
     Args:
         settings: What the user has set.
-        exchange: What the ranks share.
+        exchange: How ranks share.
         rank: Global rank.
         world_size: Number of ranks.
         capacity: What this rank may use of its host.
@@ -93,15 +93,15 @@ class Tuner:
     # What the training thread calls.
 
     def take(self, stage: str, loaders: Sequence[Any], *, at_once: bool = True) -> list[Tuning | None]:
-        """The loaders of a stage are about to be used.
+        """Takes charge of the loaders of a stage, which are about to be used.
 
         Args:
-            stage: Name of the hook that has given them, ``"train_dataloader"``.
-            loaders: They.
-            at_once: Whether they are read at the same time; those of different stages never are.
+            stage: Name of the hook that returned them, ``"train_dataloader"``.
+            loaders: The loaders.
+            at_once: Whether they are read at the same time; loaders of different stages never are.
 
         Returns:
-            For each loader what makes its iterators, or None to leave it alone.
+            For each loader what creates its iterators, or None to leave it alone.
         """
         self.release(stage)
         if not self._await_budget() or self._over.is_set():
@@ -118,9 +118,9 @@ class Tuner:
         ]
 
     def release(self, stage: str) -> None:
-        """A stage's loaders are used no more, or are about to be given again."""
+        """Lets go of a stage's loaders: they are used no more, or are about to come again."""
         with self._lock:
-            # In the opposite order: one that stands in two stages is set back to what it was before the first.
+            # In reverse order: a loader of two stages is set back to what it was before the first.
             gone = [name for name in reversed(self._loaders) if _stage_of(name) == stage]
             loaders = [self._loaders.pop(name) for name in gone]
         for name, loader in zip(gone, loaders, strict=True):
@@ -128,7 +128,7 @@ class Tuner:
             self._epochs[name] = loader.epochs
 
     def close(self) -> None:
-        """Ends the thread and all workers; nothing is left behind."""
+        """Ends the thread and all workers."""
         self._over.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -153,14 +153,14 @@ class Tuner:
         with self._lock:
             if self._deciding is not None:
                 self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
-            reading = LoaderOptions(
+            options = LoaderOptions(
                 user_workers=workers,
                 epochs=self._epochs[name],
                 most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
                 say=lambda text: self._say_first(name, text),
                 measured=self._wake.set,
             )
-            own = self._loaders[name] = kind(loader, reading)
+            own = self._loaders[name] = kind(loader, options)
             own.setting = self._setting_of(name, own)
 
         def begin(begin_own: Begin) -> Any:
@@ -174,7 +174,7 @@ class Tuner:
         return ITERABLE if _torch.has_iterable_dataset(loader) else OWN_WAY
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
-        """How many batches a loader may have ahead; what there is, all loaders of the rank have equal parts of."""
+        """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
         assert self._budget is not None
         copies = 2 if getattr(loader, "pin_memory", False) else 1
         found = self._budget.most_batches(size.size_bytes, size.tensors, copies=copies)
@@ -199,16 +199,16 @@ class Tuner:
             self._say(f"rank {self._rank}: {name}: {text}")
 
     def _setting_of(self, name: str, loader: AdvisedLoader) -> LoaderSetting | None:
-        """What was decided of a loader; not of one that has stood in its place, and was set otherwise."""
+        """The decision on a loader, unless it was made for an earlier one of its name with another ``num_workers``."""
         found = (setting for setting in self._decision.settings if setting.loader == name)
         return next((setting for setting in found if setting.user_workers == loader.user_workers), None)
 
     @marked(Mark.STORE)
     def _workers_of_epoch(self, name: str, loader: AdvisedLoader) -> int | None:
-        """For data whose number of batches depends on it: what all ranks have in the epoch of a loader that begins.
+        """The workers of all ranks in the epoch that begins, where the number of batches may depend on them.
 
-        It is what rank 0 has decided by the time at which it begins the epoch; the others wait for that. One that has
-        waited for too long decides for all that nothing is changed.
+        Rank 0 decides when it begins the epoch, and the others wait for that. A rank that has waited for too long
+        decides for all that nothing changes.
         """
         epoch = loader.epochs + 1
         key = f"tuning/epoch/{name}/{epoch}"
@@ -218,7 +218,7 @@ class Tuner:
                 if found:
                     return self._in_epoch(name, found[key])
             if self._deciding is not None:
-                # No rank is two epochs behind; what lies on the store does not grow with them.
+                # No rank is two epochs behind, so the store does not grow with the epochs.
                 self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
             workers = loader.workers_at(Interval(epoch)) if self._deciding is not None else None
             own = (
@@ -246,7 +246,7 @@ class Tuner:
             while not self._over.is_set():
                 self._wake.wait(poll_s if not self._decision.settled else max(poll_s, _SETTLED_POLL_S))
                 self._wake.clear()
-                # One that has missed a deadline may answer the next time.
+                # A store that has missed a deadline may answer the next time.
                 with suppress(ExchangeError):
                     self._turn()
         except Exception as error:
@@ -256,7 +256,7 @@ class Tuner:
             self._has_budget.set()
 
     def _agree(self) -> None:
-        """Once; training waits for this."""
+        """Agrees on the budget; training waits for this once."""
         self._budget = agree_on_budget(
             self._exchange, self._capacity, rank=self._rank, world_size=self._world_size, over=self._over
         )
@@ -266,7 +266,7 @@ class Tuner:
         if self._rank == 0:
             to_seeded = self._settings.apply_to_seeded
             self._deciding = Deciding(self._budget, self._world_size, applies_to_seeded=to_seeded, say=self._say)
-        # Where one rank takes no part, its loaders stay as they are, and those of iterable datasets have to be alike.
+        # If a rank takes no part, its loaders stay as they are, and those of iterable datasets must not differ.
         if not self._budget.all_ranks:
             self._settings = replace(self._settings, apply_to_iterables=False)
         self._has_budget.set()
@@ -314,15 +314,15 @@ def _stage_of(name: str) -> str:
 
 
 def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
-    """Of a user's workers there are far more than cores."""
+    """The user's workers are far more than the cores."""
     return (
-        f"{name}: num_workers={workers} instead of {asked}: on every rank, that is far more than there are cores for "
+        f"{name}: num_workers={workers} instead of {asked} on every rank: that is far more than there are cores for "
         f"({budget.cores_from})"
     )
 
 
 def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
-    """There is no room for as many batches as the user has set."""
+    """There is no room for as many batches ahead as the user has set."""
     where = {
         "memory": f"memory ({budget.memory_from})",
         "shm": "/dev/shm (half of what is free)",

@@ -1,8 +1,8 @@
 """One set of worker processes of a loader, and what it draws from in place of the sampler.
 
-Workers can be replaced in the middle of an epoch because the order of its samples lives outside of them. One iterator
-over the user's own batch sampler is made for an epoch. Each pool of workers draws from it; when other workers are
-wanted, the pool hands out what it has drawn already and ends, and the next pool goes on from there.
+Workers can be replaced in the middle of an epoch because the order of its samples lives outside of them: each epoch has
+one iterator over the user's own batch sampler, and pools draw from it. When other workers are wanted, a pool hands out
+what it has drawn and ends, and the next pool goes on from there.
 """
 
 import time
@@ -14,19 +14,19 @@ from typing import Any
 
 from lightning_ncclsafe import _torch
 
-# A thread pool, a lock or a client of the dataset's that was not made for being forked makes workers wait for ever.
+# A thread pool, a lock or a client in the dataset that does not survive a fork makes workers wait forever.
 _FIRST_S = 5.0
-# Not known how long a batch takes: the first one of a cold storage may take tens of seconds.
+# While it is unknown how long a batch takes: the first one from cold storage may take tens of seconds.
 _UNKNOWN_S = 30.0
-# Also where workers are not forked: each of them imports everything first.
+# Also where workers are not forked, as each imports everything first.
 _LATER_S = 60.0
-# More than workers that share one core, or a file system that others use as well, make of a batch's time.
+# More than sharing one core, or a file system, can slow a batch down.
 _TIMES = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetting:
-    """What is set of a loader.
+    """The setting of a loader's workers.
 
     Attributes:
         workers: ``num_workers``.
@@ -38,12 +38,12 @@ class WorkerSetting:
 
     @classmethod
     def of(cls, workers: int, prefetch: int) -> "WorkerSetting":
-        """A setting that a ``DataLoader`` takes."""
+        """A setting that a ``DataLoader`` accepts."""
         return cls(workers, max(prefetch, 1)) if workers > 0 else cls(0, 0)
 
 
 class TargetSetting:
-    """The setting that is wanted, by whoever may be asking.
+    """The setting that is wanted; it may change at any time.
 
     Attributes:
         setting: The setting.
@@ -58,14 +58,14 @@ class TargetSetting:
 
 
 class EpochIndices:
-    """One epoch of a loader's batch sampler, or of its sampler where it does not collate.
+    """One epoch of a loader's batch sampler, or of its sampler if it does not collate.
 
     Args:
         sampler: The sampler.
-        begins: How often torch would call ``iter(sampler)`` for this epoch: samplers may draw random numbers in it.
+        begins: How often torch calls ``iter(sampler)`` for this epoch, in which samplers may draw random numbers.
 
     Attributes:
-        has_failed: Whether the sampler has raised: that is the user's error, whoever was drawing.
+        has_failed: Whether the sampler has raised, which is the user's error, whoever was drawing.
     """
 
     def __init__(self, sampler: Iterable[Any], begins: int) -> None:
@@ -77,13 +77,13 @@ class EpochIndices:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Begins the sampler, unless that has been done as often as torch would have."""
+        """Begins the sampler, unless it has begun as often as with torch."""
         if self._begins > 0:
             self._begins -= 1
             self._iterator = self._by_user(lambda: iter(self._sampler))
 
     def begin_fully(self) -> None:
-        """Begins the sampler as often as torch would have, where a pool has not."""
+        """Begins the sampler as often as torch does, if a pool has not."""
         while self._begins > 0:
             self.begin()
 
@@ -96,7 +96,7 @@ class EpochIndices:
         return self._ahead.popleft() if self._ahead else self._draw()
 
     def give_back(self, indices: Iterable[Any]) -> None:
-        """These are due again, in this order, before all others."""
+        """Makes these due again, in this order, before all others."""
         self._ahead.extendleft(reversed([*indices]))
 
     def is_over(self) -> bool:
@@ -106,7 +106,7 @@ class EpochIndices:
         return not self._ahead
 
     def draw_ahead(self) -> None:
-        """Draws the next index, and keeps it."""
+        """Draws the next index and keeps it."""
         with suppress(StopIteration):
             self._ahead.append(self._draw())
 
@@ -127,22 +127,22 @@ class EpochIndices:
             raise
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type] # of what torch could not tell the length of, we cannot
+        return len(self._sampler)  # type: ignore[arg-type] # what has no length with torch has none here
 
 
 class PoolSampler:
-    """What one pool of workers has in place of the sampler, over all epochs that it lives for.
+    """Takes the place of the sampler in one pool of workers, over all of its epochs.
 
     Args:
         indices: What it draws from.
-        is_wanted: Whether the pool may go on drawing. Once it may not, it never may again: torch asks once for each
-            batch it hands out, so a pool that was refused would have fewer batches ahead for the rest of the epoch.
+        is_wanted: Whether the pool may go on drawing. Once refused, it never may again: torch asks once for each batch
+            that it hands out, so the pool would have fewer batches ahead for the rest of the epoch.
         most: See below.
 
     Attributes:
-        most: Most batches that are to be drawn and not yet handed out; None for as many as torch asks for.
-        unhanded: By number, from 0 in each epoch, the indices that the pool has drawn and not yet handed out as
-            batches; those are ``workers * prefetch`` at most.
+        most: Most batches that may be drawn and not yet handed out; None for as many as torch asks for.
+        unhanded: The indices that the pool has drawn and not yet handed out as batches, by number from 0 in each epoch;
+            ``workers * prefetch`` at most.
     """
 
     def __init__(self, indices: EpochIndices, is_wanted: Callable[[], bool], most: int | None = None) -> None:
@@ -164,7 +164,7 @@ class PoolSampler:
 
     @property
     def waits(self) -> bool:
-        """Whether an index that torch has asked for was kept back, and may be had now."""
+        """Whether an index that torch has asked for was kept back and is available now."""
         return bool(self._kept_back) and not self._is_full and not self._is_shut
 
     @property
@@ -180,7 +180,7 @@ class PoolSampler:
             self._is_shut = True
             raise StopIteration
         if self._is_full:
-            # The sampler may draw from a generator that others use: it is asked when torch asks it.
+            # The sampler may draw from a generator that others use, so it is asked when torch asks it.
             self._kept_back += 1
             self._indices.draw_ahead()
             raise StopIteration
@@ -194,10 +194,10 @@ class PoolSampler:
         return len(self._indices)
 
     def handed(self, pending: Iterable[int] | None = None) -> None:
-        """The pool has handed out a batch.
+        """Notes that the pool has handed out a batch.
 
         Args:
-            pending: The numbers that it still has, for a pool that does not keep to the order.
+            pending: The numbers that it still has, for a pool that does not keep the order.
         """
         if pending is None:
             self.unhanded.pop(next(iter(self.unhanded), -1), None)
@@ -206,17 +206,17 @@ class PoolSampler:
             del self.unhanded[number]
 
     def take_back(self) -> None:
-        """What the pool has not handed out is due again; it is to be asked for nothing more."""
+        """Makes due again what the pool has not handed out, and shuts it."""
         self._is_shut = True
         self._indices.give_back(self.unhanded.values())
         self.unhanded = {}
 
 
 class Deadlines:
-    """Those of one loader.
+    """How long workers of a loader that the user has not asked for may be silent before they are given up.
 
     Args:
-        forks: Whether workers are forked, and are there at once.
+        forks: Whether workers are forked, which starts them at once.
     """
 
     def __init__(self, *, forks: bool) -> None:
@@ -224,14 +224,14 @@ class Deadlines:
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """A batch took so long, wherever it was made, or was waited for so long; seconds."""
+        """Notes how long a batch took to make, or was waited for; seconds."""
         self._slowest_s = max(self._slowest_s, took_s)
 
     def of_batch(self, *, is_first: bool) -> float:
-        """How long a batch may be waited for, seconds.
+        """How long to wait for a batch, seconds.
 
         Args:
-            is_first: Whether its workers have not handed out any yet.
+            is_first: Whether its workers have not handed out a batch yet.
         """
         least_s = _LATER_S
         if is_first and self._forks:
@@ -240,14 +240,14 @@ class Deadlines:
 
 
 class WorkerPool:
-    """Reads one epoch of a loader with one setting; several epochs where its workers persist.
+    """Reads one epoch of a loader with one setting, or several if its workers persist.
 
     Args:
         loader: The user's ``DataLoader``; it is not changed.
-        setting: How many workers, and how far ahead.
+        setting: How many workers, and how far ahead they work.
         sampler: What it draws from.
-        seed: What its workers' random numbers follow from; None to draw it where torch does.
-        is_extra: Whether it has more workers than the user has asked for.
+        seed: Base of its workers' random numbers; None to draw it as torch does.
+        is_extra: Whether it has more workers than the user asks for.
         deadlines: How long such workers may be silent.
 
     Attributes:
@@ -256,8 +256,8 @@ class WorkerPool:
         seed: The number that was drawn.
 
     Raises:
-        Exception: Whatever torch, pickle and the system raise where workers cannot be started, and what the user's
-            sampler raises.
+        Exception: Whatever torch, pickle and the system raise if workers cannot start, and whatever the user's sampler
+            raises.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class WorkerPool:
         """The batch that is due.
 
         Raises:
-            WorkersSilent: Workers that the user has not asked for have not answered in time.
+            WorkersSilent: If workers that the user has not asked for do not answer in time.
             Exception: What the iterator raises, ``StopIteration`` at its end.
         """
         began_s = time.monotonic()
@@ -313,7 +313,7 @@ class WorkerPool:
         return _torch.answered_within(self.iterator, within_s)
 
     def handed(self) -> None:
-        """It has handed out a batch."""
+        """Notes that it has handed out a batch."""
         if self._is_in_order or not self.pids:
             self.sampler.handed()
         else:
@@ -321,7 +321,7 @@ class WorkerPool:
         self._fill()
 
     def limit(self, most: int | None) -> None:
-        """Has no more batches ahead than so many from now on; None for as many as its setting says."""
+        """Limits the batches ahead; None for as many as the setting has."""
         if self.pids:
             self.sampler.most = most
             self._fill()
@@ -331,20 +331,20 @@ class WorkerPool:
             _torch.ask_for_batch(self.iterator)
 
     def ask_to_end(self) -> None:
-        """Has its workers end, and does not wait for them: :meth:`end` does. What they had to make was taken back."""
+        """Asks its workers to end; :meth:`end` waits for them. Their unfinished batches are already taken back."""
         if not self._is_silent:
             _torch.ask_to_end_loading(self.iterator)
 
     def end(self) -> None:
-        """Ends its workers and waits for them; what it has not handed out is due again."""
+        """Ends its workers and waits for them. What it has not handed out is due again."""
         self.sampler.take_back()
-        # Not left to chance: workers are gone before the first batch of those that follow.
+        # Explicitly, so that workers are gone before the first batch of their successors.
         _torch.end_loading(self.iterator, at_once=self._is_silent)
         self.pids = ()
 
 
 def _copy_of(loader: Any, setting: WorkerSetting, sampler: PoolSampler, generator: Any) -> Any:
-    """A loader that shares everything with the user's but this; made without anything of the user's being called."""
+    """A loader that shares everything else with the user's; none of the user's code is called."""
     copy = object.__new__(type(loader))
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(copy).update(vars(loader))

@@ -6,8 +6,7 @@ from lightning_ncclsafe.facts import PreflightFacts
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares
 from lightning_ncclsafe.rules.kit.wording import size_words
-from lightning_ncclsafe.rules.preflight.different_settings import differing_settings
-from lightning_ncclsafe.rules.preflight.different_versions import versions_of
+from lightning_ncclsafe.rules.preflight.settings import differing_settings, versions_of
 
 
 def _rough(value: int | None) -> str:

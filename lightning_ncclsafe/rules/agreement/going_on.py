@@ -1,7 +1,7 @@
 """Whether ranks that disagree about their data can go on all the same: what would hang, and what a user may allow."""
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.rules.agreement.unequal_batches import ends_apart
+from lightning_ncclsafe.rules.agreement.counts import ends_apart
 from lightning_ncclsafe.rules.kit import Finding, JobData, Severity
 
 # With these there is no going on: ranks would call different collectives next.

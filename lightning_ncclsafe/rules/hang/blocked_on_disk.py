@@ -40,13 +40,16 @@ _ON_FILES = re.compile(
     r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
 _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
-_REMEDY = (
-    "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does not "
-    "answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
+
+
+@hang_rule(
+    after="data-stall",
+    remedy=(
+        "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
+        "not answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
+    ),
+    is_of_machine=True,
 )
-
-
-@hang_rule(after="data-stall", remedy=_REMEDY, is_of_machine=True)
 def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not come back.
 

@@ -17,15 +17,17 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _LISTED = 8
-_REMEDY = (
-    "Give the first batch more time (PhaseTimeouts(first_batch=…)), and let the hosts have the same warm caches: "
-    "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a path that all share or that is copied there, compiled once "
-    "ahead of the job. If it compiles again later in a run, shapes differ between ranks: torch.compile(dynamic=True), "
-    "or TORCH_LOGS=recompiles to see why."
+
+
+@hang_rule(
+    after="checkpoint-skipped-barrier",
+    remedy=(
+        "Give the first batch more time (PhaseTimeouts(first_batch=…)), and let the hosts have the same warm caches: "
+        "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a path that all share or that is copied there, compiled once "
+        "ahead of the job. If it compiles again later in a run, shapes differ between ranks: "
+        "torch.compile(dynamic=True), or TORCH_LOGS=recompiles to see why."
+    ),
 )
-
-
-@hang_rule(after="checkpoint-skipped-barrier", remedy=_REMEDY)
 def compile_skew(view: Timeline) -> Iterator[Finding]:
     """A rank compiles or tunes (torch.compile, Triton, an extension) while others wait in a collective.
 

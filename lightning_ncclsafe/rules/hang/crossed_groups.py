@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     group_words,
     hang_rule,
+    is_in,
     ranks_words,
     verb,
     wait_words,
@@ -34,14 +35,16 @@ _REMEDY_MADE = (
 )
 _SAID = 4
 _LISTED = 8
-_REMEDY = (
-    "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
-    "group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, too: "
-    "each waits on the device for those before it."
+
+
+@hang_rule(
+    after="uneven-batches",
+    remedy=(
+        "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
+        "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
+        "too: each waits on the device for those before it."
+    ),
 )
-
-
-@hang_rule(after="uneven-batches", remedy=_REMEDY)
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """One rank waits in a group for another, which waits in another group for the first; or no group comes up.
 
@@ -66,14 +69,10 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, circle)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Who makes one waits for the others; who is at work may merely be late for it.
-    making = tuple(rank for rank in view.waiting if _makes_group(view.facts[rank]))
+    making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
     if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _made_apart(view, making, made)
-
-
-def _makes_group(facts: RankFacts) -> bool:
-    return any(GROUP_CREATION.has(frame.file, frame.function) for frame in facts.stack)
 
 
 def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     held_up,
     how_we_know,
+    is_in,
     location_of,
     memory_evidence,
     missed_thread,
@@ -149,6 +150,6 @@ def _waits_for(stack: tuple[Frame, ...]) -> str:
     if last < trainer_start(stack):
         return ""
     below = stack[last + 1 :]
-    if any(WAITS_FOR_OTHERS.has(frame.file, frame.function) for frame in below):
+    if is_in(WAITS_FOR_OTHERS, below):
         return _REMEDY_FEEDER
     return _REMEDY_LOCK if not below and _LOCK.search(stack[last].code) else ""

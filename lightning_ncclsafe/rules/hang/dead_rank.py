@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Frame, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     has_given_up,
+    is_gone,
     left_in_order,
     location_of,
     overrun_of,
@@ -35,7 +36,6 @@ from lightning_ncclsafe.rules.kit import (
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124
-_DEAD = ("gone", "zombie")
 _GONE = "is gone; how it ended is not known here, its launcher may say it"
 _REMEDY = "Look at the end of this rank's own output, and at what its launcher and the kernel's log (dmesg) say of it."
 _REMEDY_EXITED = (
@@ -97,7 +97,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         processes on hosts on which no rank answered.
     """
     explained = _explained(view)
-    seen = tuple(rank for rank in view.silent if _is_dead(view.witnesses.get(rank)) and rank not in explained)
+    seen = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)
     # Whom gloo has ended in what another rank has left out is a consequence of that.
     if seen and past_aborted(view):
         seen = tuple(rank for rank in seen if rank not in aborted(view))
@@ -156,10 +156,6 @@ def _words(end: _End, *, many: bool) -> str:
     if end.signal:
         return f"{was} ended by {end.signal}" + (f" ({_FAULTS[end.signal]})" if end.signal in _FAULTS else "")
     return f"{is_} gone"
-
-
-def _is_dead(process: ProcessFacts | None) -> bool:
-    return process is not None and process.state in _DEAD
 
 
 def _presumed(view: Timeline) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -41,6 +41,7 @@ from lightning_ncclsafe.rules.kit import (
     has_gone_on,
     is_garbled,
     is_gone,
+    is_in,
     joined,
     line_of_split,
     location_of,
@@ -68,6 +69,8 @@ _REMEDY = (
     "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
     "keys in log_dict on all ranks, and the same branches of the model in forward."
 )
+# Callbacks that look at a value which is to be logged.
+_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _CALLERS = ((MODEL_CHECKPOINT, "in ModelCheckpoint"), (BACKWARD, "in the backward pass"))
 _REMEDY_MONITOR = (
     " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
@@ -160,7 +163,7 @@ def _more_passes(view: Timeline) -> Finding | None:
 
 def _monitored_by_some(view: Timeline) -> Finding | None:
     """Some ranks wait in a callback that looks at a key which the others have not logged, and so leave out."""
-    inside = {rank for rank in view.waiting if _is_in_monitor(view.facts[rank])}
+    inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
     outside = view.facts.keys() - inside
     if not inside or not outside or view.raised or view.working(view.facts) or ended_first(view):
         return None
@@ -184,10 +187,6 @@ def _monitored_by_some(view: Timeline) -> Finding | None:
         evidence=where_evidence(view, view.facts),
         remedy=f"{_REMEDY_MONITOR.strip()} So does EarlyStopping.",
     )
-
-
-def _is_in_monitor(facts: RankFacts) -> bool:
-    return any(code.has(f.file, f.function) for f in facts.stack for code in (EARLY_STOPPING, MODEL_CHECKPOINT))
 
 
 def _elsewhere(view: Timeline) -> Finding | None:
@@ -275,7 +274,7 @@ def _stands(view: Timeline, rank: int) -> str:
 
 
 def _remedy(view: Timeline) -> str:
-    in_checkpoint = any(MODEL_CHECKPOINT.has(f.file, f.function) for rank in view.facts for f in stack_of(view, rank))
+    in_checkpoint = any(is_in(MODEL_CHECKPOINT, stack_of(view, rank)) for rank in view.facts)
     return f"{_REMEDY}{_REMEDY_MONITOR if in_checkpoint else ''}"
 
 
@@ -305,7 +304,7 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
 def _was_at(view: Timeline, rank: int) -> str:
     """The user's line, or what of Lightning's and DDP's it was in."""
     stack = stack_of(view, rank)
-    known = (words for code, words in _CALLERS if any(code.has(frame.file, frame.function) for frame in stack))
+    known = (words for code, words in _CALLERS if is_in(code, stack))
     return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
 
 

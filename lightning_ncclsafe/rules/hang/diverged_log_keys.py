@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     ended_first,
     finding,
     hang_rule,
+    is_in,
     joined,
     others_wait,
     positions,
@@ -55,9 +56,9 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Keys in another order that still meet: each value is then reduced with another key's, and nothing waits.
     """
-    reducing = tuple(rank for rank in view.waiting if _reduces(view.facts[rank]))
+    reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
     # Who works may come to log it yet.
-    syncing = reducing or tuple(rank for rank in view.waiting if _syncs_metric(view.facts[rank]))
+    syncing = reducing or tuple(rank for rank in view.waiting if is_in(METRIC_GATHER, view.facts[rank].stack))
     if not syncing or view.raised or view.working(view.facts):
         return
     if states := _other_states(view):
@@ -87,15 +88,6 @@ class _Odd:
         if self.is_mutual and len(self.having) == len(self.lacking):
             return tuple(sorted((*self.having, *self.lacking)))
         return self.having if len(self.having) <= len(self.lacking) else self.lacking
-
-
-def _reduces(facts: RankFacts) -> bool:
-    """Whether a rank is in the reduction of a logged value, in Lightning's code."""
-    return any(LOGGED_VALUES.has(frame.file, frame.function) for frame in facts.stack)
-
-
-def _syncs_metric(facts: RankFacts) -> bool:
-    return any(METRIC_GATHER.has(frame.file, frame.function) for frame in facts.stack)
 
 
 def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:

@@ -53,7 +53,9 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
                 pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
             ),
             # What sleeps, or gets few turns, may also be a guard that was late to answer on a host that is overloaded.
-            confidence=Confidence.CERTAIN if _is_running(process) and _gets_a_core(process) else Confidence.LIKELY,
+            confidence=Confidence.CERTAIN
+            if _is_running(process) and (process.ran_share or 0.0) >= _GETS_A_CORE
+            else Confidence.LIKELY,
         )
     # What it has answered since is of a moment at which nobody waited for it any more.
     if not view.stragglers and not view.behind and not view.raised:
@@ -72,10 +74,6 @@ def _let_go(view: Timeline, process: ProcessFacts) -> Finding:
 
 def _is_running(process: ProcessFacts) -> bool:
     return process.state == "running"
-
-
-def _gets_a_core(process: ProcessFacts) -> bool:
-    return process.ran_share is not None and process.ran_share >= _GETS_A_CORE
 
 
 def _words(process: ProcessFacts) -> str:

@@ -43,15 +43,17 @@ _LISTED = 8
 _MOST = 16
 _FULL_SHARE = 0.02
 _ROOM_SHARE = 0.1
-_REMEDY = (
-    "Need less memory on this GPU: a smaller batch with more gradient accumulation, a limit on the longest sample, "
-    "activation checkpointing, sharding; PYTORCH_ALLOC_CONF=expandable_segments:True where much is reserved and not "
-    "allocated. If only some batches need so much, sort or cut samples by length: every rank has to live through its "
-    "largest one. Other processes on this GPU count, too (nvidia-smi)."
+
+
+@hang_rule(
+    remedy=(
+        "Need less memory on this GPU: a smaller batch with more gradient accumulation, a limit on the longest sample, "
+        "activation checkpointing, sharding; PYTORCH_ALLOC_CONF=expandable_segments:True where much is reserved and "
+        "not allocated. If only some batches need so much, sort or cut samples by length: every rank has to live "
+        "through its largest one. Other processes on this GPU count, too (nvidia-smi)."
+    ),
+    reads_exceptions=True,
 )
-
-
-@hang_rule(remedy=_REMEDY, reads_exceptions=True)
 def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
     """One rank ran out of memory on its GPU, and its peers wait for a rank that will not come.
 

@@ -1,6 +1,7 @@
 """The cause gpu-stuck: a rank has called what all have called, and its GPU does not come forward."""
 
 from collections.abc import Iterator
+from enum import Enum
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
@@ -30,15 +31,16 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_REMEDY = (
-    "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
-    "temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it checked "
-    "(dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
-    "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+
+@hang_rule(
+    after="diverged-collectives",
+    remedy=(
+        "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power "
+        "and temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it "
+        "checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
+        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+    ),
 )
-
-
-@hang_rule(after="diverged-collectives", remedy=_REMEDY)
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """One rank's GPU does not come to, or does not get through, a collective that the other ranks' GPUs have come to.
 
@@ -76,20 +78,28 @@ def _in_the_driver(view: Timeline) -> Iterator[Finding]:
 
 def _behind_on_device(view: Timeline) -> Iterator[Finding]:
     for pending in pending_on_nccl(view):
-        ranks, words = _odd_ones(view, pending)
+        ranks, odd = _odd_ones(view, pending)
         if ranks:
-            yield _finding(view, pending, ranks, words)
+            yield _finding(view, pending, ranks, odd)
 
 
-def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], str]:
+class _Odd(Enum):
+    """What it does on the few GPUs that differ, and on the others."""
+
+    NOT_STARTED = ("has not started", "has started")
+    NOT_ENDED = ("has not ended", "has ended")
+    UNWELL = ("does not get through", "waits")
+
+
+def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], _Odd]:
     """The few that differ from the others on the device, and how."""
     few = len(pending.calls) // 2
     if pending.not_started and len(pending.not_started) <= few and not _waits_elsewhere(view, pending):
-        return pending.not_started, "has not started"
+        return pending.not_started, _Odd.NOT_STARTED
     if pending.completed and not pending.is_rooted and len(pending.pending) <= few:
-        return pending.pending, "has not ended"
+        return pending.pending, _Odd.NOT_ENDED
     unwell = tuple(rank for rank in pending.pending if ailment(view.facts[rank]))
-    return (unwell, "does not get through") if unwell and len(unwell) <= few else ((), "")
+    return unwell if len(unwell) <= few else (), _Odd.UNWELL
 
 
 def _waits_elsewhere(view: Timeline, pending: Pending) -> bool:
@@ -103,13 +113,13 @@ def _waits_elsewhere(view: Timeline, pending: Pending) -> bool:
     return False
 
 
-def _finding(view: Timeline, pending: Pending, ranks: tuple[int, ...], words: str) -> Finding:
+def _finding(view: Timeline, pending: Pending, ranks: tuple[int, ...], odd: _Odd) -> Finding:
     others = tuple(rank for rank in pending.calls if rank not in ranks)
-    told = {"has not started": "has started", "has not ended": "has ended"}.get(words, "waits")
+    here, there = odd.value
     what = collective_words(pending.first)
     text = (
         f"All ranks of the group have called {what}; on the {verb(ranks, 'GPU', 'GPUs')} of {ranks_words(ranks)} it "
-        f"{words}, on {verb(others, 'that', 'those')} of {ranks_words(others)} it {told}, "
+        f"{here}, on {verb(others, 'that', 'those')} of {ranks_words(others)} it {there}, "
         f"{batch_words(view.facts[ranks[0]].progress)}."
     )
     return finding(view, ranks, text, evidence=_evidence(view, pending, ranks))

@@ -1,9 +1,11 @@
 """The cause host-starved: a rank has work to do, and its host does not let it: no core, no quota, no memory."""
 
 from collections.abc import Iterator
+from enum import Enum
 
 from lightning_ncclsafe.facts import MainThreadFacts, PressureFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    TOO_LITTLE_MEMORY,
     Evidence,
     Finding,
     Reason,
@@ -26,19 +28,30 @@ _THROTTLED = 0.5
 _STALLED = 0.3
 # Less says nothing.
 _SHORTEST_S = 1.0
-_REMEDY_CORES = (
-    "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
-    "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun --cpus-per-"
-    "task, --cpu-bind)."
-)
-_REMEDY_QUOTA = (
-    "Raise the CPU limit of its control group (docker --cpus, Kubernetes resources.limits.cpu, the scheduler's), or "
-    "use fewer loader workers and threads: all of them together share that quota."
-)
-_REMEDY_MEMORY = (
-    "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
-    "smaller batch or fewer loader workers, and keep swap off network storage."
-)
+
+
+class _Need(Enum):
+    """What a rank lacks: the end of "Rank 3 …", and what to do."""
+
+    def __init__(self, words: str, remedy: str) -> None:
+        self.words = words
+        self.remedy = remedy
+
+    CORES = (
+        "is|are waiting for a core most of the time",
+        "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
+        "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun "
+        "--cpus-per-task, --cpu-bind).",
+    )
+    QUOTA = (
+        "is|are held up by the CPU quota of its|their control group",
+        "Raise the CPU limit of its control group (docker --cpus, Kubernetes resources.limits.cpu, the scheduler's), "
+        "or use fewer loader workers and threads: all of them together share that quota.",
+    )
+    MEMORY = (
+        "is|are waiting for memory that is swapped out",
+        TOO_LITTLE_MEMORY,
+    )
 
 
 @hang_rule(after="all-joined", is_of_machine=True)
@@ -67,14 +80,17 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
             rank,
             process,
             "swapped out in part and waits for its memory" if swapped else starved,
-            remedy=_REMEDY_MEMORY if swapped else f"{_REMEDY_CORES} {_REMEDY_QUOTA}",
+            remedy=_Need.MEMORY.remedy if swapped else f"{_Need.CORES.remedy} {_Need.QUOTA.remedy}",
         )
-    by_need: dict[str, list[int]] = {}
+    by_need: dict[_Need, list[int]] = {}
     for rank in view.awaited:
-        if need := next(_needs(view.facts[rank]), ""):
+        if need := next(_needs(view.facts[rank]), None):
             by_need.setdefault(need, []).append(rank)
-    for need, ranks in by_need.items():
-        yield _finding(view, need, tuple(ranks))
+    for need, alike in by_need.items():
+        ranks = tuple(alike)
+        evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
+        amount = _amount(view.facts[ranks[0]], need)
+        yield held_up(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)
 
 
 def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
@@ -85,15 +101,15 @@ def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
             yield rank, process
 
 
-def _needs(facts: RankFacts) -> Iterator[str]:
+def _needs(facts: RankFacts) -> Iterator[_Need]:
     """What it lacks, the most direct sign first."""
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is not None and _is_throttled(pressure):
-        yield _REMEDY_QUOTA
+        yield _Need.QUOTA
     if thread is not None and thread.over_s >= _SHORTEST_S and _queued_s(thread) >= _QUEUED * thread.over_s:
-        yield _REMEDY_CORES
+        yield _Need.CORES
     if waits_for_memory(facts):
-        yield _REMEDY_MEMORY
+        yield _Need.MEMORY
 
 
 def _queued_s(thread: MainThreadFacts) -> float:
@@ -111,24 +127,11 @@ def _is_throttled(pressure: PressureFacts) -> bool:
     return often and (pressure.throttled_s or 0.0) >= _STALLED * pressure.over_s
 
 
-_WORDS = {
-    _REMEDY_QUOTA: "is|are held up by the CPU quota of its|their control group",
-    _REMEDY_CORES: "is|are waiting for a core most of the time",
-    _REMEDY_MEMORY: "is|are waiting for memory that is swapped out",
-}
-
-
-def _finding(view: Timeline, need: str, ranks: tuple[int, ...]) -> Finding:
-    evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
-    amount = _amount(view.facts[ranks[0]], need)
-    return held_up(view, ranks, _WORDS[need], amount, evidence=evidence, remedy=need)
-
-
-def _amount(facts: RankFacts, need: str) -> str:
+def _amount(facts: RankFacts, need: _Need) -> str:
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
-    if need == _REMEDY_CORES and thread is not None:
+    if need is _Need.CORES and thread is not None:
         return f" ({duration_words(_queued_s(thread))} of the last {duration_words(thread.over_s)})"
-    if need == _REMEDY_QUOTA and pressure is not None:
+    if need is _Need.QUOTA and pressure is not None:
         return f" (in {pressure.throttled_periods} of the last {pressure.periods} periods)"
     return ""
 

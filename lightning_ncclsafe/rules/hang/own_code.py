@@ -24,13 +24,15 @@ from lightning_ncclsafe.rules.kit import (
 
 _INSTALLED = ("site-packages/", "dist-packages/")
 _LISTED = 8
-_REMEDY = (
-    "This is a fault of lightning_ncclsafe, or of what it waits for on this host, and not of your code. Go on without "
-    "the callback that is named there, the strategy works without any, and report it with report.json."
+
+
+@hang_rule(
+    after="unpresented-loader",
+    remedy=(
+        "This is a fault of lightning_ncclsafe, or of what it waits for on this host, and not of your code. Go on "
+        "without the callback that is named there, the strategy works without any, and report it with report.json."
+    ),
 )
-
-
-@hang_rule(after="unpresented-loader", remedy=_REMEDY)
 def own_code(view: Timeline) -> Iterator[Finding]:
     """A rank stands in code of lightning_ncclsafe, which does not wait for other ranks, and the others wait for it.
 

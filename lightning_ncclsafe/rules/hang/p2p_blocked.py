@@ -20,15 +20,18 @@ from lightning_ncclsafe.rules.kit import (
 
 # Object broadcasts and barriers of the start; later on, other things break as well.
 _FIRST = 8
-_REMEDY = (
-    "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is blocked, "
-    "and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off PCIe ACS "
-    "(lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on bare metal, "
-    "and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver allows."
+
+
+@hang_rule(
+    after="gpu-stuck",
+    remedy=(
+        "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is "
+        "blocked, and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off "
+        "PCIe ACS (lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on "
+        "bare metal, and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver "
+        "allows."
+    ),
 )
-
-
-@hang_rule(after="gpu-stuck", remedy=_REMEDY)
 def p2p_blocked(view: Timeline) -> Iterator[Finding]:
     """The very first collective of a host's GPUs never ends, though every rank has called it.
 

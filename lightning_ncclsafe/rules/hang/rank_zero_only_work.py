@@ -51,11 +51,6 @@ _STEP_HOOKS = (
     "_dataloader_next",
     "prepare_data",
 )
-_REMEDY = (
-    "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
-    "share of the data, do one-off preparation in prepare_data or before the job, and write results from a background "
-    "thread. A longer timeout only makes the others wait longer."
-)
 _REMEDY_SHARDED = (
     "A model that is spread over the ranks (FSDP, tensor parallelism) cannot be run, saved or read by one rank alone: "
     "each part of it is gathered from all. Let every rank go through this code, each with its share of the data, or "
@@ -64,7 +59,14 @@ _REMEDY_SHARDED = (
 )
 
 
-@hang_rule(after="compile-skew", remedy=_REMEDY)
+@hang_rule(
+    after="compile-skew",
+    remedy=(
+        "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
+        "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
+        "background thread. A longer timeout only makes the others wait longer."
+    ),
+)
 def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """One rank, or a few, do work that the others skip, and the others wait in the next collective.
 

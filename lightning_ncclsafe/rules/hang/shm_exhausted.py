@@ -25,14 +25,17 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _LISTED = 8
-_REMEDY = (
-    "Make /dev/shm larger (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on "
-    "/dev/shm), or put less into it: fewer workers, a smaller prefetch_factor or batch. Remove what earlier runs have "
-    "left there (ls -l /dev/shm)."
+
+
+@hang_rule(
+    after="gpu-memory-exhausted",
+    remedy=(
+        "Make /dev/shm larger (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory "
+        "on /dev/shm), or put less into it: fewer workers, a smaller prefetch_factor or batch. Remove what earlier "
+        "runs have left there (ls -l /dev/shm)."
+    ),
+    reads_exceptions=True,
 )
-
-
-@hang_rule(after="gpu-memory-exhausted", remedy=_REMEDY, reads_exceptions=True)
 def shm_exhausted(view: Timeline) -> Iterator[Finding]:
     """Shared memory is used up.
 

@@ -29,11 +29,6 @@ from lightning_ncclsafe.rules.kit import (
 _REFUSED = "Skipping the `training_step`"
 _LISTED = 8
 _OTHERS = 3
-_REMEDY = (
-    "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
-    "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a bad "
-    "batch are 0."
-)
 _REMEDY_PASSES = (
     "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
     "its turn, or agree on it first; go through a pass whose loss is of no use with 0 times the loss. What was trained "
@@ -47,7 +42,11 @@ _REMEDY_STEPS = (
 
 @hang_rule(
     after="exception-during-save",
-    remedy=_REMEDY,
+    remedy=(
+        "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
+        "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a "
+        "bad batch are 0."
+    ),
     follows=("different-trainer-settings", "stopped-early"),
     reads_exceptions=True,
 )

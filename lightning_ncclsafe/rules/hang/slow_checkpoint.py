@@ -15,13 +15,14 @@ from lightning_ncclsafe.rules.kit import (
     storage_evidence,
 )
 
-_REMEDY = (
-    "Write checkpoints to fast local storage and copy them away, save less often, write a sharded checkpoint so that "
-    "all ranks share the work, or use AsyncCheckpointIO."
+
+@hang_rule(
+    after="slow-logger",
+    remedy=(
+        "Write checkpoints to fast local storage and copy them away, save less often, write a sharded checkpoint so "
+        "that all ranks share the work, or use AsyncCheckpointIO."
+    ),
 )
-
-
-@hang_rule(after="slow-logger", remedy=_REMEDY)
 def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
     """A rank is writing a checkpoint while the others wait for it.
 

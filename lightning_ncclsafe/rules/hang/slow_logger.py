@@ -21,16 +21,19 @@ from lightning_ncclsafe.rules.kit import (
     storage_evidence,
 )
 
-_REMEDY = (
-    "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
-    "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
-)
 # Whose methods these files hold: what a user calls, above what a library does to get it done.
 _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_CLIENT, "MlflowClient"))
 _OFFLOAD = "LoggerOffload"
 
 
-@hang_rule(after="rank-zero-only-work", remedy=_REMEDY)
+@hang_rule(
+    after="rank-zero-only-work",
+    remedy=(
+        "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a "
+        "directory on a local disk and copy it away after the run, or log less often (log_every_n_steps, "
+        "self.log(on_step=False))."
+    ),
+)
 def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, mostly rank 0, is held up in a logger while the others wait in a collective.
 

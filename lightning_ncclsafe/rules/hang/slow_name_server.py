@@ -12,14 +12,16 @@ _CALLS = re.compile(
     r"\b(?:TCPStore|rendezvous|getaddrinfo|gethostby\w+|getnameinfo|getfqdn|create_connection|urlopen)\("
 )
 _LISTED = 8
-_REMEDY = (
-    "Look at the name server on that host: how long does `getent hosts ADDRESS` take, for the addresses of all hosts "
-    "and for ::ffff:127.0.0.1? Write names and addresses of the hosts into /etc/hosts, run a caching resolver on each "
-    "host, or make a lost question cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
+
+
+@hang_rule(
+    after="blocked-on-disk",
+    remedy=(
+        "Look at the name server on that host: how long does `getent hosts ADDRESS` take, for the addresses of all "
+        "hosts and for ::ffff:127.0.0.1? Write names and addresses of the hosts into /etc/hosts, run a caching "
+        "resolver on each host, or make a lost question cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
+    ),
 )
-
-
-@hang_rule(after="blocked-on-disk", remedy=_REMEDY)
 def slow_name_server(view: Timeline) -> Iterator[Finding]:
     """A rank waits for a name server, most often while it connects to the job's store.
 

@@ -73,6 +73,7 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
+    confidence = Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     text = (
@@ -85,15 +86,11 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         short,
         joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         severity=_severity(view, short),
-        confidence=_confidence(lengths) if is_known else Confidence.POSSIBLE,
+        confidence=confidence if is_known else Confidence.POSSIBLE,
         location=users_line(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
-
-
-def _confidence(lengths: dict[int, int]) -> Confidence:
-    return Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY
 
 
 def _is_known(view: Timeline, rank: int) -> bool:

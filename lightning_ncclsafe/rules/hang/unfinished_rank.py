@@ -30,13 +30,16 @@ _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
     "once fit has returned, or let one rank alone do it with a Trainer of its own, of one device."
 )
-_REMEDY = (
-    "If this work is meant, nothing: the others leave, and it goes on. If it never ends, the job does not either: look "
-    "at that line; it writes, sends or waits for a thread or process at the end of the run, without the other ranks."
+
+
+@hang_rule(
+    after="late-at-init",
+    remedy=(
+        "If this work is meant, nothing: the others leave, and it goes on. If it never ends, the job does not either: "
+        "look at that line; it writes, sends or waits for a thread or process at the end of the run, without the other "
+        "ranks."
+    ),
 )
-
-
-@hang_rule(after="late-at-init", remedy=_REMEDY)
 def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     """All ranks but some have returned from the Trainer's function, and leave those behind.
 

@@ -21,14 +21,15 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 
-_REMEDY = (
-    "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; a "
-    "microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive in "
-    "dist.batch_isend_irecv."
+
+@hang_rule(
+    after="crossed-groups",
+    remedy=(
+        "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; "
+        "a microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive "
+        "in dist.batch_isend_irecv."
+    ),
 )
-
-
-@hang_rule(after="crossed-groups", remedy=_REMEDY)
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for what they have sent or are to receive, and nobody does anything else.
 

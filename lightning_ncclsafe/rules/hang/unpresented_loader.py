@@ -27,13 +27,15 @@ from lightning_ncclsafe.rules.kit import (
     wait_words,
 )
 
-_REMEDY = (
-    "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate of "
-    "steps (trainer.estimated_stepping_batches) under a condition on the rank, a fit that some ranks skip."
+
+@hang_rule(
+    after="frozen-rank",
+    remedy=(
+        "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate "
+        "of steps (trainer.estimated_stepping_batches) under a condition on the rank, a fit that some ranks skip."
+    ),
+    unless=(alone_in_trainer,),
 )
-
-
-@hang_rule(after="frozen-rank", remedy=_REMEDY, unless=(alone_in_trainer,))
 def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait for the others to present their dataloaders, which do something else.
 

@@ -3,10 +3,10 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES, Code
-from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
+from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES
+from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -14,12 +14,13 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     batch_words,
+    clause,
     duration_words,
     finding,
     hang_rule,
     how_we_know,
+    is_in,
     memory_evidence,
-    ranks_words,
     says_shm_is_full,
     short_of_memory,
     standing,
@@ -40,6 +41,7 @@ _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", 
 _KILLS = ("SIGKILL", "Killed")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
+_ENDED = "has|have ended without a word"
 _REMEDY = (
     "A worker that is killed by SIGSEGV, SIGABRT or SIGBUS has failed in native code (a decoder, a library that was "
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
@@ -103,11 +105,7 @@ def _breaks_off(facts: RankFacts) -> bool:
     exception = facts.exception
     if exception is None or exception.type not in _BROKEN:
         return False
-    return _is_in(HANDING_OVER, exception.stack) and _is_in(DATALOADER, exception.stack)
-
-
-def _is_in(code: Code, stack: Iterable[Frame]) -> bool:
-    return any(code.has(frame.file, frame.function) for frame in stack)
+    return is_in(HANDING_OVER, exception.stack) and is_in(DATALOADER, exception.stack)
 
 
 def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
@@ -118,23 +116,23 @@ def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
 
 
 def _waits_for_a_process(facts: RankFacts) -> bool:
-    return _is_in(_WAITS, facts.stack[-4:])
+    return is_in(_WAITS, facts.stack[-4:])
 
 
 def _waits_for_its_own(facts: RankFacts) -> bool:
     """Whether it waits for a process of the user's; torch's loader looks after its own, and raises once one is dead."""
     inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    return _waits_for_a_process(facts) and not _is_in(DATALOADER, inner)
+    return _waits_for_a_process(facts) and not is_in(DATALOADER, inner)
 
 
 def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confidence) -> Finding:
     ranks = tuple(pids)
     facts = view.facts[ranks[0]]
-    how = f"killed by a signal ({signal})" if signal else "ended without a word"
-    one = f"{'was' if signal else 'has'} {how}"
+    how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
-    who = f"{whose} of rank {ranks[0]} {one}" if len(ranks) == 1 else f"Workers of {ranks_words(ranks)} {_many(one)}"
-    text = f"{who}{_killer(facts, signal or _KILLS[0])}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    killer = _killer(facts, signal or _KILLS[0])
+    waiting = while_others_wait(view, ranks)
+    text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{killer}, {batch_words(facts.progress)}{waiting}."
     told = (view.facts[rank] for rank in ranks[:_LISTED])
     return finding(
         view,
@@ -146,10 +144,6 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
         remedy=_remedy(facts, signal),
         location="",
     )
-
-
-def _many(one: str) -> str:
-    return one.replace("was ", "were ", 1).replace("has ", "have ", 1)
 
 
 def _said(facts: RankFacts) -> Iterator[Evidence]:

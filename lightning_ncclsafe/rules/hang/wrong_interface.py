@@ -132,20 +132,16 @@ def _apart(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[
 def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem, unseen: tuple[int, ...]) -> Finding:
     """The finding; with ranks that may be on another host, or on this one and not started, it is a guess."""
     backend = taken[problem.ranks[0]].backend
-    text = problem.text[:1].upper() + problem.text[1:]
+    waits = clause(tuple(view.facts), "waits|wait")
     return finding(
         view,
         problem.ranks,
-        f"{text}, and no collective has ever come through: {_waits(view)} at the start{_if_apart(unseen)}.",
+        f"{problem.text}, and no collective has ever come through: {waits} at the start{_if_apart(unseen)}.",
         confidence=Confidence.POSSIBLE if unseen else problem.confidence,
         evidence=_evidence(taken),
         remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
         location="",
     )
-
-
-def _waits(view: Timeline) -> str:
-    return f"{ranks_words(view.facts)} {verb(tuple(view.facts), 'waits', 'wait')}"
 
 
 def _if_apart(unseen: tuple[int, ...]) -> str:

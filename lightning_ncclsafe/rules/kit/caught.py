@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.overruns import aborted
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
@@ -39,9 +39,9 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 def missed_thread(facts: RankFacts) -> CaughtException | None:
     """What has ended another thread of a rank that waits for one; the last one, and None where that is long ago."""
     inner = facts.stack[-_INNER:]
-    waits = any(WAITS_FOR_THREADS.has(frame.file, frame.function) for frame in inner)
+    waits = is_in(WAITS_FOR_THREADS, inner)
     # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
-    waits = waits and not any(PROCESSES.has(frame.file, frame.function) for frame in inner)
+    waits = waits and not is_in(PROCESSES, inner)
     ended = (one for one in facts.caught if one.thread and is_recent(one, facts))
     return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
 

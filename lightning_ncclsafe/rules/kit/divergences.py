@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
     deepest_user_frame,
+    is_in,
     is_telling,
     starts_trainer,
     trainer_start,
@@ -318,7 +319,7 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
 
 
 def _own_call(stack: tuple[Frame, ...]) -> str:
-    if any(MODEL_CHECKPOINT.has(frame.file, frame.function) for frame in stack):
+    if is_in(MODEL_CHECKPOINT, stack):
         return "in ModelCheckpoint, which saves where the value that it monitors says so on its rank"
     if deepest_user_frame(stack) is not None:
         return "in a call of the user's own, while the others are in what Lightning calls on all ranks"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind, phase_kind_of
-from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind
+from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind, is_in
 from lightning_ncclsafe.rules.kit.rule import forget
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 
@@ -69,7 +69,7 @@ def _is_alarming(job: JobFacts) -> bool:
 
 def is_compiling(stack: Iterable[Frame]) -> bool:
     """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
-    return any(_COMPILES.has(frame.file, frame.function) for frame in stack)
+    return is_in(_COMPILES, stack)
 
 
 def _awaited(line: Timeline) -> Iterable[int]:

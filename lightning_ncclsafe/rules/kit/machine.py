@@ -62,10 +62,12 @@ _FAULTS_PER_S = 100
 _GROWS_BYTES_PER_S = 1_000_000
 # What is that far off says nothing about this start.
 _SOON_S = 3600.0
-_REMEDY_SWAP = (
+TOO_LITTLE_MEMORY = (
     "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
     "smaller batch or fewer loader workers, and keep swap off network storage."
 )
+"""What to do where a host swaps."""
+
 _REMEDY_GROWS = (
     "It is still filling its memory, and every rank of the host that loads the same takes as much again: load the "
     "dataset lazily or memory-mapped, or prepare it once and ahead of the job (a script that leaves its result "
@@ -168,7 +170,7 @@ def memory_clause(*parts: str) -> str:
 def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]) -> str:
     """What to do about the memory of processes that swap, or still grow; empty where they do neither."""
     if swapping:
-        return _REMEDY_SWAP
+        return TOO_LITTLE_MEMORY
     return _REMEDY_GROWS if any(map(growth_bytes_per_s, processes)) else ""
 
 

@@ -10,6 +10,7 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind
+from lightning_ncclsafe.rules.kit.activity import is_in
 from lightning_ncclsafe.rules.kit.wording import numel, size_words
 
 _LISTED = 4
@@ -227,7 +228,7 @@ def _meanings(rows: tuple[_Row, ...], file: str, function: str) -> tuple[tuple[s
 
 
 def _of_collective(collective: Collective, facts: RankFacts) -> str:
-    in_backward = any(libraries.BACKWARD.has(frame.file, frame.function) for frame in facts.stack)
+    in_backward = is_in(libraries.BACKWARD, facts.stack)
     in_backward = in_backward or any(action.name.endswith(".backward") for action in facts.progress.actions)
     if collective.op.startswith("all_reduce") and in_backward:
         return "DDP's gradient all-reduce"

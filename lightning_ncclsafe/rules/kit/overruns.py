@@ -19,7 +19,7 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import numel
@@ -75,7 +75,7 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
     """Whether its main thread was in a collective, below the last line of the user's own, on gloo."""
     stack = view.witnesses[rank].stack
     last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    called = any(_COLLECTIVES.has(frame.file, frame.function) for frame in stack[last + 1 :][-_NEAR:])
+    called = is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
     return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
@@ -162,7 +162,7 @@ def _site(stack: tuple[Frame, ...]) -> _Site:
     frame = deepest_user_frame(inside)
     if frame is not None:
         return _Site(True, (frame.file, frame.function, condition_around(stack)[0]))
-    return _Site(False, tuple(any(code.has(one.file, one.function) for one in inside) for code in _CALLERS))
+    return _Site(False, tuple(is_in(code, inside) for code in _CALLERS))
 
 
 def is_gone(view: Timeline, rank: int) -> bool:
@@ -190,7 +190,7 @@ def last_of_gloo(facts: RankFacts) -> Collective | None:
 
 def is_of_fsdp(facts: RankFacts) -> bool:
     """Whether FSDP has called what a rank waits in, or waited in until the connection broke."""
-    return any(FSDP.has(frame.file, frame.function) for frame in _near(facts))
+    return is_in(FSDP, _near(facts))
 
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import END_OF_EPOCH
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts, StepFacts
-from lightning_ncclsafe.rules.kit.activity import hook_words
+from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.divergences import conditioned
 from lightning_ncclsafe.rules.kit.rule import once
@@ -70,7 +70,7 @@ def _position(facts: RankFacts) -> Position:
 
 def _ends_epoch(facts: RankFacts) -> bool:
     """Whether a rank is in what Lightning does between its training epochs."""
-    return any(END_OF_EPOCH.has(frame.file, frame.function) for frame in facts.stack)
+    return is_in(END_OF_EPOCH, facts.stack)
 
 
 def _past_last_batch(progress: Progress) -> bool:

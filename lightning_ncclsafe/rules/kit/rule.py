@@ -106,7 +106,7 @@ class Findings:
 Superseded = Callable[[Finding, Findings], bool]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rule(Generic[V]):
     """A rule and what it declares.
 
@@ -134,6 +134,9 @@ class Rule(Generic[V]):
     superseded: Superseded | None = None
     reads_exceptions: bool = False
     is_of_machine: bool = False
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name!r})"
 
     def __call__(self, view: V) -> tuple[Finding, ...]:
         """What it finds in a job; worked out once."""
@@ -205,7 +208,11 @@ class Rules(Generic[V]):
         reads_exceptions: bool = False,
         is_of_machine: bool = False,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
-        """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`."""
+        """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`.
+
+        Raises:
+            ValueError: If another module declares a rule of that name.
+        """
 
         def register(ask: Callable[[V], Iterable[Finding]]) -> Rule[V]:
             rule = Rule(
@@ -220,6 +227,9 @@ class Rules(Generic[V]):
                 reads_exceptions=reads_exceptions,
                 is_of_machine=is_of_machine,
             )
+            known = self._by_name.setdefault(rule.name, rule)
+            if known.ask.__module__ != ask.__module__:
+                raise ValueError(f"the rule {rule.name} is declared in {known.ask.__module__} and in {ask.__module__}")
             self._by_name[rule.name] = rule
             return rule
 

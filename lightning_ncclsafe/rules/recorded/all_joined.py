@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (

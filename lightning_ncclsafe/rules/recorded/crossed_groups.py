@@ -14,19 +14,21 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
 
-_REMEDY = (
-    "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and no "
-    "group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, too: "
-    "each waits on the device for those before it. No timeout is long enough for this."
-)
 _LISTED = 4
 
 
-@recorded_rule(after="unmatched-p2p", remedy=_REMEDY)
+@recorded_rule(
+    after="unmatched-p2p",
+    remedy=(
+        "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
+        "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
+        "too: each waits on the device for those before it. No timeout is long enough for this."
+    ),
+)
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in one group for others, which wait in another group for them.
 

@@ -6,8 +6,18 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.rules.hang.dead_rank import is_ended_by_gloo
 from lightning_ncclsafe.rules.kit import Confidence, Evidence, Finding, Timeline, clause, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.ended import FATAL, died, fatal_exit, gone, raised
-from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.questions import (
+    FATAL,
+    anybody_gave_up,
+    compared,
+    details_of,
+    died,
+    fatal_exit,
+    gone,
+    lines_of,
+    raised,
+    stated,
+)
 from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."

@@ -7,16 +7,15 @@ from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "these can never complete together"
-_REMEDY = (
-    "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
-    "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on all "
-    "ranks, and the same branches of the model in forward. No timeout is long enough for this."
-)
 
 
 @recorded_rule(
     after="mismatched-collective",
-    remedy=_REMEDY,
+    remedy=(
+        "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
+        "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on "
+        "all ranks, and the same branches of the model in forward. No timeout is long enough for this."
+    ),
     follows=("crossed-groups", "mismatched-collective"),
     reads_exceptions=True,
 )

@@ -17,8 +17,15 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     short_location,
 )
-from lightning_ncclsafe.rules.recorded.ended import died, raised
-from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, compared, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.questions import (
+    anybody_gave_up,
+    compared,
+    details_of,
+    died,
+    lines_of,
+    raised,
+    stated,
+)
 from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _GIST = 200

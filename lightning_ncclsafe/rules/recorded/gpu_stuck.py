@@ -13,7 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
@@ -23,15 +23,16 @@ from lightning_ncclsafe.rules.recorded.telling import (
     told,
 )
 
-_REMEDY = (
-    "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power and "
-    "temperature; and in the rank's own output for a CUDA error. If the same GPU stands out in several jobs, take its "
-    "host out (--exclude) and have it checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a "
-    "kernel of yours: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+
+@recorded_rule(
+    after="crossed-groups",
+    remedy=(
+        "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power "
+        "and temperature; and in the rank's own output for a CUDA error. If the same GPU stands out in several jobs, "
+        "take its host out (--exclude) and have it checked (dcgmi diag -r 3). If it moves to another GPU with the "
+        "code, it is a kernel of yours: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+    ),
 )
-
-
-@recorded_rule(after="crossed-groups", remedy=_REMEDY)
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """A rank holds open what has ended on members of its group, or has not started what all others have.
 

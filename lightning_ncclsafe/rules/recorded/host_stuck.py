@@ -15,9 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.absent import idle_behind
-from lightning_ncclsafe.rules.recorded.ended import gone
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
+from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
@@ -34,15 +33,17 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-_REMEDY = (
-    "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. It is "
-    "mostly work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), data that "
-    "does not come, a compilation, one batch less than the others, or an exception that was caught. py-spy dump --pid "
-    "PID shows the line while it hangs. "
-) + LOOK_THERE
 
-
-@recorded_rule(after="watchdog-stuck", remedy=_REMEDY)
+@recorded_rule(
+    after="watchdog-stuck",
+    remedy=(
+        "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. "
+        "It is mostly work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "data that does not come, a compilation, one batch less than the others, or an exception that was caught. "
+        "py-spy dump --pid PID shows the line while it hangs. "
+    )
+    + LOOK_THERE,
+)
 def host_stuck(view: Timeline) -> Iterator[Finding]:
     """All others wait in a collective that this rank has never called; it has finished all that it called.
 

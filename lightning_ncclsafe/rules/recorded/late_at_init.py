@@ -5,16 +5,10 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
+from lightning_ncclsafe.rules.recorded.questions import gone, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, recorded
 
 SET_UP = "the set-up of the NCCL communicator"
-_REMEDY = (
-    "This is no fault of the network: look at what this rank does before its first collective. Do downloads, "
-    "tokenising, indexing and reading of large files once, ahead of the job or in prepare_data; see whether its host "
-    "swaps. " + LOOK_THERE
-)
 _REMEDY_JOIN = (
     "Look for the output of the ranks that have not come: a rank that was never started, that failed before, that has "
     "another world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
@@ -25,7 +19,14 @@ _REMEDY_STORE = (
 )
 
 
-@recorded_rule(after="out-of-step", remedy=_REMEDY)
+@recorded_rule(
+    after="out-of-step",
+    remedy=(
+        "This is no fault of the network: look at what this rank does before its first collective. Do downloads, "
+        "tokenising, indexing and reading of large files once, ahead of the job or in prepare_data; see whether its "
+        "host swaps. " + LOOK_THERE
+    ),
+)
 def late_at_init(view: Timeline) -> Iterator[Finding]:
     """Ranks waited for another one while their first communicator was set up, and say for which.
 

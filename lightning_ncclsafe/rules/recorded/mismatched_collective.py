@@ -7,15 +7,18 @@ from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "the same operation with another size or type, which cannot complete"
-_REMEDY = (
-    "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their sizes "
-    "first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one operation: "
-    "one of them has skipped a collective, or called one more, under a condition on the rank or on the data. The lines "
-    "that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No timeout is long enough."
+
+
+@recorded_rule(
+    after="dead-rank",
+    remedy=(
+        "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their "
+        "sizes first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one "
+        "operation: one of them has skipped a collective, or called one more, under a condition on the rank or on the "
+        "data. The lines that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No "
+        "timeout is long enough."
+    ),
 )
-
-
-@recorded_rule(after="dead-rank", remedy=_REMEDY)
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, ranks have recorded one operation with another number of elements or type.
 

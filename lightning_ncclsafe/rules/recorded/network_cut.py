@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, recorded_rule
-from lightning_ncclsafe.rules.recorded.ended import gone
-from lightning_ncclsafe.rules.recorded.stated import anybody_gave_up, details_of, lines_of, stated
+from lightning_ncclsafe.rules.recorded.questions import anybody_gave_up, details_of, gone, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)

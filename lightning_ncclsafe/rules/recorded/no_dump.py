@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
@@ -17,14 +17,15 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-_REMEDY = (
-    "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor does "
-    "one whose watchdog cannot run. Where its file was merely not copied, or is on another host's disk, add it and ask "
-    "again. TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE have to be set on all ranks."
+
+@recorded_rule(
+    after="gpu-stuck",
+    remedy=(
+        "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor "
+        "does one whose watchdog cannot run. Where its file was merely not copied, or is on another host's disk, add "
+        "it and ask again. TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE have to be set on all ranks."
+    ),
 )
-
-
-@recorded_rule(after="gpu-stuck", remedy=_REMEDY)
 def no_dump(view: Timeline) -> Iterator[Finding]:
     """Every rank whose dump was read waits; what they wait for can only be a rank without one.
 

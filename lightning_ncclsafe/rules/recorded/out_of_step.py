@@ -13,11 +13,9 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.absent import idle_behind
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind, lines_of, stated
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO
 from lightning_ncclsafe.rules.recorded.standstill import has_dumps
-from lightning_ncclsafe.rules.recorded.stated import lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     one_element,
@@ -27,18 +25,21 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-_REMEDY = (
-    "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, a "
-    "metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a rank. "
-    "Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, nvidia-smi -q). "
-    "Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say "
-    "what every rank called under each number. No timeout is long enough for the first."
-)
 # Here the root is through before the others have come, and rightly so.
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
-@recorded_rule(after="diverged-collectives", remedy=_REMEDY)
+@recorded_rule(
+    after="diverged-collectives",
+    remedy=(
+        "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, "
+        "a metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a "
+        "rank. Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, "
+        "nvidia-smi -q). Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, "
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say what every rank called under each number. No timeout is long enough "
+        "for the first."
+    ),
+)
 def out_of_step(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait in a number of a group that others are through with; what these called under it is not known.
 

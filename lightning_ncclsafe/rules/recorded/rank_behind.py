@@ -20,13 +20,16 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.recorded.standstill import has_moved
 from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, recorded, waiting_in, waiting_words
 
-_REMEDY = (
-    "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
-    "TORCH_NCCL_DUMP_ON_TIMEOUT=1 before the run. A strategy of this package says more, with each rank's line of code."
+
+@recorded_rule(
+    after="all-joined",
+    remedy=(
+        "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 before the run. A strategy of this package says more, with each rank's line of "
+        "code."
+    ),
+    superseded=is_named_otherwise,
 )
-
-
-@recorded_rule(after="all-joined", remedy=_REMEDY, superseded=is_named_otherwise)
 def rank_behind(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in a group, and what was read does not tell for whom.
 

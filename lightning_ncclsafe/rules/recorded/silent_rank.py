@@ -16,10 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.absent import Absence, absences
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import Absence, absences, compared, gone, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
-from lightning_ncclsafe.rules.recorded.stated import compared, lines_of, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     counters_evidence,
@@ -31,14 +29,17 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-_REMEDY = (
-    "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own output "
-    "and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), waits for data, "
-    "has had one batch less, or is dead. If it has only been ended before it could speak, read the logs of all ranks. "
-) + LOOK_THERE
 
-
-@recorded_rule(after="network-cut", remedy=_REMEDY)
+@recorded_rule(
+    after="network-cut",
+    remedy=(
+        "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own "
+        "output and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "waits for data, has had one batch less, or is dead. If it has only been ended before it could speak, read the "
+        "logs of all ranks. "
+    )
+    + LOOK_THERE,
+)
 def silent_rank(view: Timeline) -> Iterator[Finding]:
     """Ranks that time out name a collective; a member of that group never says a word about it.
 

@@ -23,8 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     signature,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone, misled
-from lightning_ncclsafe.rules.recorded.stated import details_of, lines_of, said_of_all, stated
+from lightning_ncclsafe.rules.recorded.questions import details_of, gone, lines_of, misled, said_of_all, stated
 from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, recorded, told
 
 # What a log calls what may be between two ranks only.

@@ -2,21 +2,24 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Collective, RankFacts
+from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
 from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
-_REMEDY = (
-    "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
-    "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one another "
-    "in a circle, pair each send with its receive in dist.batch_isend_irecv. "
-) + LOOK_THERE
 _LISTED = 6
 
 
-@recorded_rule(after="host-stuck", remedy=_REMEDY)
+@recorded_rule(
+    after="host-stuck",
+    remedy=(
+        "Look at what the rank that is waited for does instead: another number of microbatches, a stage that works "
+        "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one "
+        "another in a circle, pair each send with its receive in dist.batch_isend_irecv. "
+    )
+    + LOOK_THERE,
+)
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in sends and receives of which the other side is not called, because it waits for them in turn.
 
@@ -35,11 +38,6 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """
     if not gone(view):
         yield from (_finding(view, root) for root in roots_of(view, Cause.UNMATCHED))
-
-
-def pending_p2p(facts: RankFacts) -> Iterator[Collective]:
-    """Sends and receives that have not completed, the oldest first."""
-    yield from (call for call in facts.collectives if call.is_p2p and not call.completed)
 
 
 def _finding(view: Timeline, root: Root) -> Finding:

@@ -12,17 +12,18 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.ended import gone
+from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.telling import quotes, recorded
 
-_REMEDY = (
-    "Look for native code that keeps the GIL while it waits or computes (an extension, a tokenizer, a data loader's "
-    "thread) and for a call of CUDA that does not return: py-spy dump --native --pid PID shows both, the kernel's log "
-    "(dmesg) shows Xid errors of its GPU. TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC only postpones the abort."
+
+@recorded_rule(
+    after="late-at-init",
+    remedy=(
+        "Look for native code that keeps the GIL while it waits or computes (an extension, a tokenizer, a data "
+        "loader's thread) and for a call of CUDA that does not return: py-spy dump --native --pid PID shows both, the "
+        "kernel's log (dmesg) shows Xid errors of its GPU. TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC only postpones the abort."
+    ),
 )
-
-
-@recorded_rule(after="late-at-init", remedy=_REMEDY)
 def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
     """NCCL's watchdog thread on a rank did not move, by PyTorch's heartbeat monitor.
 

@@ -85,15 +85,15 @@ HELD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "socket": (lambda _: socket.socket(), "a socket (Digits.held)"),
 }
 SHARED: dict[str, tuple[Callable[[], Any], str]] = {
-    "lock": (threading.Lock, "a lock between threads (Digits.held)"),
-    "reentrant lock": (threading.RLock, "a lock between threads (Digits.held)"),
-    "condition": (threading.Condition, "a lock between threads (Digits.held)"),
-    "queue": (queue.Queue, "a queue between threads (Digits.held)"),
-    "simple queue": (queue.SimpleQueue, "a queue between threads (Digits.held)"),
+    "lock": (threading.Lock, "a thread lock (Digits.held)"),
+    "reentrant lock": (threading.RLock, "a thread lock (Digits.held)"),
+    "condition": (threading.Condition, "a thread lock (Digits.held)"),
+    "queue": (queue.Queue, "a thread queue (Digits.held)"),
+    "simple queue": (queue.SimpleQueue, "a thread queue (Digits.held)"),
     "executor": (lambda: ThreadPoolExecutor(1), "a pool of threads or processes (Digits.held)"),
-    "in a slot": (lambda: Slotted(threading.Lock()), "a lock between threads (Digits.held._Slotted__private)"),
-    "in a list": (lambda: [1, "a", threading.Lock()], "a lock between threads (Digits.held[2])"),
-    "in a dict": (lambda: {"a": (threading.Lock(),)}, "a lock between threads (Digits.held['a'][0])"),
+    "in a slot": (lambda: Slotted(threading.Lock()), "a thread lock (Digits.held._Slotted__private)"),
+    "in a list": (lambda: [1, "a", threading.Lock()], "a thread lock (Digits.held[2])"),
+    "in a dict": (lambda: {"a": (threading.Lock(),)}, "a thread lock (Digits.held['a'][0])"),
     "by a method": (lambda: Digits(lock=threading.Lock()).__len__, "(Digits.held.__self__.lock)"),
 }
 

@@ -524,7 +524,7 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
     seen += plain(next(epoch))
     assert seen + [item for batch in epoch for item in plain(batch)] == list(range(23))
     assert len(lines) == 1
-    assert "2 worker processes have failed" in lines[0] and "goes on with no worker processes" in lines[0]
+    assert "2 worker processes failed" in lines[0] and "goes on with no worker processes" in lines[0]
     tuned.resize(1, 1)
     assert len([*tuned.begin()]) == 12
     assert tuned.frozen and tuned.workers == 0 and len(lines) == 1
@@ -534,7 +534,7 @@ def test_a_worker_that_the_user_did_not_ask_for_is_killed() -> None:
     lines = Lines()
     tuned = tuned_of(DataLoader(Deadly(), batch_size=2), 2, prefetch=3, say=lines)
     assert [item for batch in tuned.begin() for item in plain(batch)] == list(range(23))
-    assert len(lines) == 1 and "2 worker processes have failed" in lines[0]
+    assert len(lines) == 1 and "2 worker processes failed" in lines[0]
     assert tuned.frozen and tuned.workers == 0
 
 
@@ -780,8 +780,8 @@ def test_what_cannot_be_resized_is_said() -> None:
     class OwnBatches(DataLoader[Any]):
         pass
 
-    assert unresizable([1, 2]) == "a list is no torch DataLoader"
-    assert "way of its own to be iterated" in unresizable(Own(Items()))
+    assert unresizable([1, 2]) == "a list is not a torch DataLoader"
+    assert "overrides how it is iterated" in unresizable(Own(Items()))
     assert "iterable dataset" in unresizable(DataLoader(Endless()))
     assert unresizable(OwnBatches(Items())) == ""
 
@@ -820,7 +820,7 @@ def test_what_several_processes_cannot_use_is_left_alone_unless_the_user_has_sho
     assert unresizable(DataLoader(dataset)) == ""
     dataset.file = threading.Lock()
     found = [unresizable(DataLoader(dataset, num_workers=workers)) for workers in (0, 1, 2)]
-    why = "its dataset holds a lock between threads (Opening.file), which several processes cannot use at once"
+    why = "its dataset holds a thread lock (Opening.file), which several processes cannot use at once"
     assert found == [why, why, ""]
     # Where it is not forked, it is the dataset's own affair what is sent.
     assert unresizable(DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")) == ""

@@ -202,7 +202,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
     assert line == (
-        "train_dataloader: num_workers=4 instead of 16: on every rank, that is far more than there are cores for "
+        "train_dataloader: num_workers=4 instead of 16 on every rank: that is far more than there are cores for "
         "(2 cores shared by 2 ranks)"
     )
     assert ranks.said[1] == []

@@ -41,10 +41,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ncclsafe import LoggerOffload
 from lightning_ncclsafe.loggers import starting
-from lightning_ncclsafe.loggers.destination import LocalDestination
-from lightning_ncclsafe.loggers.files import FilesSink
-from lightning_ncclsafe.loggers.frames import Frame
-from lightning_ncclsafe.loggers.segments import Portion
+from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination
+from lightning_ncclsafe.loggers.segments import Portion, StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
 POINTS = 25
@@ -68,7 +66,7 @@ class SqliteStore:
         self._claim = claim
         self._on_fault = on_fault
         # What could not be written down yet.
-        self._spilled: deque[Frame] = deque()
+        self._spilled: deque[StagedFrame] = deque()
         # Up to here all is delivered, whether or not the disk had room to write that down.
         self._released = 0
         self._number = 0
@@ -80,7 +78,7 @@ class SqliteStore:
             "SELECT ifnull(sum(length(body)), 0), ifnull(max(number), 0) FROM frames"
         ).fetchone()
 
-    def append(self, frames: Sequence[Frame]) -> None:
+    def append(self, frames: Sequence[StagedFrame]) -> None:
         """Writes frames down in one transaction; on a full disk they stay in memory."""
         with self._lock:
             self._spilled.extend(frames)
@@ -104,7 +102,7 @@ class SqliteStore:
                 "SELECT number, head, body FROM frames WHERE number > ? ORDER BY number", (self._released,)
             )
             for number, head, body in rows:
-                frames.append(Frame(body=body, **json.loads(head)))
+                frames.append(StagedFrame(body=body, **json.loads(head)))
                 end, size = number, size + len(body)
                 if size >= most_bytes:
                     break
@@ -130,7 +128,7 @@ class SqliteStore:
         """Not asked for here."""
         return False
 
-    def count_dropped(self, frame: Frame) -> None:
+    def count_dropped(self, frame: StagedFrame) -> None:
         """Counts a frame that was not to be staged, or not any more."""
         self.dropped_points += frame.points
         self.dropped_records += frame.records
@@ -213,10 +211,10 @@ STORES: dict[str, Any] = {"files": Store, "sqlite": SqliteStore}
 AnyStore = Store | SqliteStore
 
 
-def frame(number: int, points: int = POINTS) -> Frame:
+def frame(number: int, points: int = POINTS) -> StagedFrame:
     """Lines of numbers, which begin with this one."""
     lines = b"".join(b"%08d %032d\n" % (one, one) for one in range(number, number + points))
-    return Frame(kind="append", file="points", body=lines, points=points)
+    return StagedFrame(kind="append", file="points", body=lines, points=points)
 
 
 def deliver_all(store: AnyStore, to: Path, most_bytes: int = 4 << 20) -> None:
@@ -322,7 +320,7 @@ def bytes_on_disk(kind: str, folder: Path, _: argparse.Namespace) -> dict[str, A
     store = STORES[kind](folder / "media")
     began = written_bytes()
     for _ in range(100):
-        store.append([Frame(kind="append", file="points", body=os.urandom(2 << 20), records=1)])
+        store.append([StagedFrame(kind="append", file="points", body=os.urandom(2 << 20), records=1)])
         most = max(most, size_of(folder / "media"))
     found["written for each byte of media"] = round((written_bytes() - began) / (200 << 20), 2)
     found["on disk at most, for each byte of media"] = round(most / (200 << 20), 2)

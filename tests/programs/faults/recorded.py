@@ -58,20 +58,20 @@ def write(name: str, causes: tuple[str, ...], ranks: tuple[int, ...] | None, job
     """Writes a constructed one; returns its file."""
     truth = {"causes": [*causes], "ranks": None if ranks is None else [*ranks]}
     path = RECORDINGS / f"{name}.json"
-    file = {"made": "constructed", "truth": truth, "job": _told(job)}
+    file = {"made": "constructed", "truth": truth, "job": without_defaults(job)}
     path.write_text(json.dumps(file, separators=(",", ":")) + "\n")
     return path
 
 
-def _told(value: Any) -> Any:
+def without_defaults(value: Any) -> Any:
     """As plain data, without what is as it is by default: facts may get more of that."""
     if isinstance(value, tuple):
-        return [_told(item) for item in value]
+        return [without_defaults(item) for item in value]
     if not is_dataclass(value):
         return to_plain(value)
-    return {
-        field.name: _told(found) for field in fields(value) if (found := getattr(value, field.name)) != _default(field)
-    }
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    defaults = {field.name: _default(field) for field in fields(value)}
+    return {name: without_defaults(one) for name, one in found.items() if one != defaults[name]}
 
 
 def _default(field: Field[Any]) -> Any:

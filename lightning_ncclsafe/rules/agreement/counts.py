@@ -1,0 +1,280 @@
+"""Ranks that have other numbers of loaders, samples or batches."""
+
+from collections.abc import Iterator
+
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.rules.agreement.contents import peer_differences, unlike
+from lightning_ncclsafe.rules.agreement.presence import is_of_length
+from lightning_ncclsafe.rules.agreement.reason import reason
+from lightning_ncclsafe.rules.agreement.settings import setting_errors
+from lightning_ncclsafe.rules.agreement.shares import sampler_errors
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    JobData,
+    JobLoader,
+    Questions,
+    Severity,
+    agreement_rule,
+    clause,
+    counted,
+    deviating,
+    differences,
+    differing_evidence,
+    disagreement,
+    epoch_batches,
+    grouped,
+    joined,
+    ranks_words,
+    spread,
+    told,
+    value_words,
+)
+
+_QUESTIONS: Questions[DataFacts] = {
+    "stage": lambda data: data.stage,
+    "number of loaders": lambda data: len(data.loaders),
+    "mode": lambda data: data.mode,
+}
+
+
+@agreement_rule(
+    after="uneven-end",
+    remedy=(
+        "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has "
+        "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
+        "around them."
+    ),
+)
+def loader_count(view: JobData) -> Iterator[Finding]:
+    """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
+
+    Symptom:
+        The run hangs when one rank begins its second validation loader, or as soon as two ranks are in two stages.
+
+    Cause:
+        A condition on the rank around a loader or a call of the Trainer, files that exist on some hosts only.
+
+    Remedy:
+        Return the same loaders in the same order and mode on every rank.
+
+    Cannot see:
+        Loaders that the user's own code makes and goes through by itself.
+    """
+    found = differences(view.data, _QUESTIONS)
+    if found:
+        what, groups = next(iter(found.items()))
+        about = "" if what == "stage" else f" in {view.stage}"
+        yield disagreement(
+            deviating(found.values()),
+            f"Ranks have different loaders to go through; the {what}{about} is {spread(groups)}.",
+            evidence=differing_evidence(found),
+        )
+
+
+@agreement_rule(
+    after="unpresented-loader",
+    remedy=(
+        "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An "
+        "empty shard needs the same class as a full one."
+    ),
+)
+def sized_and_unsized(view: JobData) -> Iterator[Finding]:
+    """A loader has a length on some ranks and none on others.
+
+    Symptom:
+        All ranks hang before the first batch: Lightning sums the lengths, and ranks without one do not take part.
+
+    Cause:
+        An IterableDataset on some ranks and a map-style one on others, or a __len__ that raises TypeError on some.
+
+    Remedy:
+        Give the loader a length on all ranks or on none.
+
+    Cannot see:
+        Whether a length that is given is right.
+    """
+    for loader in view.loaders:
+        asked = {rank: facts for rank, facts in loader.facts.items() if not _failed(facts)}
+        if grouped({rank: facts.length is None for rank, facts in asked.items()}).differ:
+            yield _half_sized(loader)
+
+
+def _failed(facts: LoaderFacts) -> bool:
+    """Whether asking for the length raised, which is a finding of its own."""
+    return any(is_of_length(text) for text in facts.problems)
+
+
+def _half_sized(loader: JobLoader) -> Finding:
+    groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
+    sized = loader.by(lambda facts: facts.length is None)
+    return disagreement(
+        sized.deviating,
+        f"The {loader.name} has a length on some ranks only: {spread(groups, _words)}.",
+        evidence=told(groups, _words),
+    )
+
+
+def _words(value: tuple[str, str]) -> str:
+    sized, dataset = value
+    return f"{sized} ({value_words(dataset)})" if dataset else sized
+
+
+_WAYS_ON = {
+    "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
+    "repeat": "With on_uneven='repeat' the ranks that run out begin their data again until all have had {most:,}.",
+}
+
+
+@agreement_rule(
+    after="validation-step",
+    remedy=(
+        "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or "
+        "pad shards to one length, or set drop_last=True. Where that cannot be had, on_uneven='stop_together' ends the "
+        "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
+    ),
+)
+def unequal_batches(view: JobData) -> Iterator[Finding]:
+    """A loader has different numbers of batches on different ranks.
+
+    Symptom:
+        The run hangs at the end of the epoch, or "when saving": the ranks that have more wait for those that are done.
+
+    Cause:
+        Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset.
+
+    Remedy:
+        Give every rank the same number of batches, or set a policy for what is uneven.
+
+    Cannot see:
+        Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
+    """
+    for loader in view.loaders if not view.goes_alone else ():
+        if is_uneven(loader) and not _explained(view, loader):
+            yield _other_batches(view, loader)
+
+
+def is_uneven(loader: JobLoader) -> bool:
+    """Whether the number of batches is known on all ranks and differs."""
+    return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
+
+
+def ends_apart(view: JobData, loader: JobLoader) -> bool:
+    """Whether ranks would run out of a loader's data at different batches, and wait for one another then."""
+    if view.goes_alone or not is_uneven(loader):
+        return False
+    return bool(_empty(view, loader)) or (view.policy not in _WAYS_ON and view.by(epoch_batches).differ)
+
+
+def _explained(view: JobData, loader: JobLoader) -> bool:
+    """Whether another error names the cause, and these numbers with it."""
+    if unlike(loader) or loader.unequal_samples or peer_differences(view, loader):
+        return True
+    return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
+
+
+def _empty(view: JobData, loader: JobLoader) -> tuple[int, ...]:
+    """The ranks that cannot begin their data again, as there is none."""
+    return tuple(rank for rank, facts in loader.facts.items() if view.policy == "repeat" and not facts.batches)
+
+
+def _other_batches(view: JobData, loader: JobLoader) -> Finding:
+    words = counted("batch")
+    empty = _empty(view, loader)
+    harmless = not ends_apart(view, loader)
+    return disagreement(
+        loader.batches.deviating,
+        joined(
+            (
+                f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
+                _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
+                reason(view, loader),
+            )
+        ),
+        severity=Severity.WARNING if harmless else Severity.ERROR,
+        evidence=told(loader.batches, words),
+    )
+
+
+def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
+    return f"With on_uneven='repeat' {clause(empty, 'has|have nothing to repeat')}."
+
+
+def _harmless(view: JobData, loader: JobLoader) -> str:
+    if view.policy in _WAYS_ON:
+        counts = [count for count, _ in loader.batches.parts if count is not None]
+        return _WAYS_ON[view.policy].format(least=min(counts), most=max(counts))
+    return (
+        f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks end together all the same."
+    )
+
+
+_LISTED = 8
+_WAYS_TO_END = {
+    "raise": "All ranks stop here.",
+    "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
+    "repeat": "With on_uneven='repeat' the short ones begin their data again until the longest has ended.",
+}
+
+
+@agreement_rule(
+    remedy=(
+        "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than "
+        "on another, the same number of loader workers. Where that cannot be had, "
+        "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
+        "on_uneven='repeat' with the last."
+    )
+)
+def uneven_end(view: JobData) -> Iterator[Finding]:
+    """Data of unknown length has ended on some ranks before the others.
+
+    Symptom:
+        Without a vote on the next batch: the run hangs at the end of an epoch, or ranks drift apart by an epoch.
+
+    Cause:
+        Shards of unequal length, samples that are dropped while they are read, packing.
+
+    Remedy:
+        Make shards alike, or set a policy for what is uneven.
+
+    Cannot see:
+        How many batches the others still have.
+    """
+    for loader in view.loaders:
+        ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
+        if ended and len(ended) < len(loader.facts):
+            yield _ended_apart(view, loader, ended)
+
+
+def _ended_apart(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Finding:
+    others = tuple(rank for rank in loader.facts if rank not in set(ended))
+    text = (
+        f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
+        f"{clause(others, 'has|have had')} {_counts(loader, others)} and may have more."
+    )
+    return disagreement(
+        _odd_ones(loader, ended, others) if view.policy == "raise" else ended,
+        joined((text, _WAYS_TO_END.get(view.policy, ""))),
+        severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
+        evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
+    )
+
+
+def _odd_ones(loader: JobLoader, ended: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that have ended, unless most have after as many batches: then it is the others that have too many."""
+    is_alike = len({loader.facts[rank].read for rank in ended}) == 1
+    return others if is_alike and len(ended) > len(others) else ended
+
+
+def _counts(loader: JobLoader, ranks: tuple[int, ...]) -> str:
+    counts = sorted({loader.facts[rank].read or 0 for rank in ranks})
+    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+
+
+def _evidence(loader: JobLoader, rank: int) -> Evidence:
+    facts = loader.facts[rank]
+    return Evidence(
+        source="loader",
+        rank=rank,
+        text=f"Has had {facts.read or 0:,} batches{', and there are no more' if facts.ended else ' so far'}.",
+    )

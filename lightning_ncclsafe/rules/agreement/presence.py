@@ -1,0 +1,125 @@
+"""Ranks that do not present their data, or cannot read it."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Groups,
+    JobData,
+    Severity,
+    agreement_rule,
+    disagreement,
+    grouped,
+    joined,
+    ranks_words,
+    told,
+    verb,
+)
+
+_LISTED = 8
+
+
+@agreement_rule(
+    after="loader-count",
+    remedy=(
+        "Look at this rank's own output: it has failed, is still preparing its data, or has taken another path than "
+        "the others. Call the same methods of the Trainer on all ranks, and leave slow preparation to prepare_data, so "
+        "that all ranks come to their loaders at about the same time."
+    ),
+)
+def unpresented_loader(view: JobData) -> Iterator[Finding]:
+    """Some ranks presented their loaders and others never did.
+
+    Symptom:
+        The ranks that did would wait in their first collective until it times out.
+
+    Cause:
+        A rank failed, was killed, reads or tokenises data alone, or never called this stage.
+
+    Remedy:
+        Look at the rank's own output; let all ranks call the same stages.
+
+    Cannot see:
+        What the rank does instead; a report about the hang says that.
+    """
+    if view.silent:
+        others, silent = tuple(view.data), view.silent
+        text = (
+            f"{ranks_words(silent)} never presented {verb(silent, 'its', 'their')} {view.stage}, "
+            f"{ranks_words(others)} did."
+        )
+        yield disagreement(silent, text, evidence=_evidence(view.job, others))
+
+
+def _evidence(job: JobFacts, others: tuple[int, ...]) -> Iterator[Evidence]:
+    yield Evidence(source="loader", text=f"{len(others):,} of {job.world_size:,} ranks presented their loaders.")
+    for process in job.witnessed[:_LISTED]:
+        yield Evidence(source="process", rank=process.rank, text=f"Process {process.pid} is {process.state}.")
+
+
+_OF_LENGTH = "len(loader)"
+_REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."
+_REMEDY_LENGTH = (
+    "Mend the loader's __len__: Lightning calls it too, and a rank on which it raises leaves the others waiting."
+)
+
+
+@agreement_rule(after="same-shard")
+def unreadable_loader(view: JobData) -> Iterator[Finding]:
+    """Something about a loader could not be found out on some rank.
+
+    Symptom:
+        A loader's length, sampler or samples raise an error when they are asked for.
+
+    Cause:
+        A file that is missing on one host, a __len__ or __getitem__ that fails, an attribute that is a property.
+
+    Remedy:
+        Mend what the finding quotes.
+
+    Cannot see:
+        Whether what could not be compared is the same on all ranks.
+    """
+    for name, by_length in _problems(view).items():
+        for of_length in (True, False):
+            if by_length[of_length]:
+                yield _finding(name, grouped(by_length[of_length]), of_length)
+
+
+def is_of_length(problem: str) -> bool:
+    """Whether a sentence says that asking for the loader's length failed."""
+    return problem.startswith(_OF_LENGTH)
+
+
+def _problems(view: JobData) -> dict[str, dict[bool, dict[int, str]]]:
+    """By loader, by whether they are about its length, by rank; several of one rank are told as one."""
+    found: dict[str, dict[bool, dict[int, str]]] = defaultdict(lambda: {True: {}, False: {}})
+    for rank, data in view.data.items():
+        for index, loader in enumerate(data.loaders):
+            for of_length in (True, False):
+                texts = [text for text in loader.problems if is_of_length(text) is of_length]
+                if texts:
+                    found[loader.name or f"loader {index}"][of_length][rank] = " ".join(map(_sentence, texts))
+    return found
+
+
+def _sentence(text: str) -> str:
+    return text if text.rstrip().endswith(".") else f"{text.rstrip()}."
+
+
+def _finding(name: str, groups: Groups[str], of_length: bool) -> Finding:
+    text, ranks = groups.parts[0]
+    others = len(groups.parts) - 1
+    more = (
+        f"{others:,} more such {'sentence is' if others == 1 else 'sentences are'} in the evidence." if others else ""
+    )
+    return disagreement(
+        tuple(sorted(rank for _, alike in groups.parts for rank in alike)),
+        joined((f"The {name} could not be read in full on {ranks_words(ranks)}: {text}", more)),
+        severity=Severity.ERROR if of_length else Severity.WARNING,
+        evidence=told(groups, lambda sentence: sentence.rstrip().removesuffix(".")),
+        remedy=_REMEDY_LENGTH if of_length else _REMEDY,
+    )

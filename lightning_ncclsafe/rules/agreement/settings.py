@@ -1,0 +1,176 @@
+"""Ranks that were told other things: how to make batches, how to go on where data differs, when to validate."""
+
+from collections.abc import Iterator
+
+from lightning_ncclsafe.facts import DataFacts, LoaderFacts
+from lightning_ncclsafe.rules.kit import (
+    TRAIN,
+    Differences,
+    Finding,
+    Groups,
+    JobData,
+    JobLoader,
+    Questions,
+    Severity,
+    agreement_rule,
+    batches_words,
+    counted,
+    deviating,
+    differences,
+    differing_evidence,
+    differing_words,
+    disagreement,
+    joined,
+    spread,
+    told,
+)
+
+_OF_BATCHES: Questions[LoaderFacts] = {
+    "batch_size": lambda facts: facts.batch_size,
+    "drop_last": lambda facts: facts.drop_last,
+    # Each worker of an IterableDataset ends with an incomplete batch of its own; without workers there is one reader.
+    "num_workers": lambda facts: max(facts.num_workers, 1) if facts.iterable else None,
+}
+
+
+@agreement_rule(
+    after="sampler-disagreement",
+    remedy=(
+        "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of "
+        "the host, let rank 0 decide for all."
+    ),
+)
+def loader_settings(view: JobData) -> Iterator[Finding]:
+    """Batch size, drop_last or, for data that is iterated, the number of workers is not the same on all ranks.
+
+    Symptom:
+        The run hangs at the end of an epoch, as ranks have different numbers of batches; or gradients are weighted
+        wrongly.
+
+    Cause:
+        Settings that are worked out on each rank, from memory or cores for instance.
+
+    Remedy:
+        Give the loader the same settings on all ranks.
+
+    Cannot see:
+        The sizes of batches that a batch sampler of the user's own makes.
+    """
+    for loader in view.loaders:
+        found = _differing(loader)
+        if found:
+            severity = Severity.ERROR if setting_errors(view, loader) else Severity.WARNING
+            yield _other_settings(loader, found, severity)
+
+
+def setting_errors(view: JobData, loader: JobLoader) -> Differences:
+    """The settings that are not the same on all ranks and let these have different numbers of batches."""
+    return {name: groups for name, groups in _differing(loader).items() if not _may_differ(view, loader, name)}
+
+
+def _may_differ(view: JobData, loader: JobLoader, name: str) -> bool:
+    if view.goes_alone:
+        return True  # no rank waits for another one there
+    if name == "batch_size":
+        # Ranks with different GPUs, each with as much data as it needs for as many batches.
+        return not loader.batches.differ and loader.batches.parts[0][0] is not None
+    return name == "num_workers" and view.policy != "raise"
+
+
+def _differing(loader: JobLoader) -> Differences:
+    """The settings that decide how samples become batches and are not the same on all ranks."""
+    # Where only some ranks iterate their data, that is the finding, and not how many workers they have for it.
+    asked = dict(_OF_BATCHES)
+    if loader.by(lambda facts: facts.iterable).differ:
+        del asked["num_workers"]
+    return differences(loader.facts, asked)
+
+
+def _other_settings(loader: JobLoader, found: Differences, severity: Severity) -> Finding:
+    text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
+    return disagreement(
+        deviating(found.values()),
+        joined((text, batches_words(loader))),
+        severity=severity,
+        evidence=differing_evidence(found),
+    )
+
+
+_OF_GOING_ON: Questions[DataFacts] = {
+    "on_mismatch": lambda data: data.on_mismatch,
+    "content": lambda data: data.content,
+    "on_uneven": lambda data: data.on_uneven,
+}
+
+
+@agreement_rule(
+    after="unequal-batches",
+    remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
+)
+def settings_disagreement(view: JobData) -> Iterator[Finding]:
+    """The settings of the comparison itself are not the same on all ranks.
+
+    Symptom:
+        One rank would raise or stop where another goes on, and the others would wait for it.
+
+    Cause:
+        A condition on the rank or an environment variable of one host around the settings.
+
+    Remedy:
+        Use the same settings on all ranks.
+
+    Cannot see:
+        Other settings of the Trainer.
+    """
+    found = differences(view.data, _OF_GOING_ON)
+    if found:
+        yield disagreement(
+            deviating(found.values()),
+            f"Ranks have different settings for comparing their data: {differing_words(found)}.",
+            evidence=differing_evidence(found),
+        )
+
+
+@agreement_rule(
+    after="loader-settings",
+    remedy=(
+        "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of "
+        "this rank's own number."
+    ),
+)
+def validation_step(view: JobData) -> Iterator[Finding]:
+    """Validation would not start after the same training batch on all ranks.
+
+    Symptom:
+        In the middle of an epoch one rank validates while the others train, and all wait for each other.
+
+    Cause:
+        A val_check_interval that is worked out on each rank, or a fraction of unequal numbers of batches.
+
+    Remedy:
+        Give every rank the same val_check_interval and the same number of training batches.
+
+    Cannot see:
+        Intervals in time, and those of loaders without a length.
+    """
+    steps = view.by(lambda data: data.val_check_batch)
+    if view.stage == TRAIN and steps.differ and not _follows(view):
+        yield _other_turns(steps)
+
+
+def _follows(view: JobData) -> bool:
+    """Whether the steps differ only because the loaders do, which other findings say."""
+    if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
+        return True
+    # With a policy for uneven data the run goes on, with a length that ranks agree on, and Lightning works out the step
+    # from that one.
+    return any(loader.batches.differ for loader in view.loaders)
+
+
+def _other_turns(steps: Groups[int | None]) -> Finding:
+    words = counted("batch")
+    return disagreement(
+        steps.deviating,
+        f"Ranks would begin validation after different numbers of training batches: {spread(steps, words)}.",
+        evidence=told(steps, words),
+    )

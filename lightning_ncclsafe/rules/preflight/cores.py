@@ -1,0 +1,110 @@
+"""Ranks that have too few cores for what they start, or not those that were meant."""
+
+from collections.abc import Iterable, Iterator
+
+from lightning_ncclsafe.rules.kit import Checked, Host, Severity, core_pools, core_shares, threads, total
+from lightning_ncclsafe.rules.preflight.problem import Problem, check
+
+_ERROR_ABOVE = 2.0
+_ROUNDING = 1e-6  # shares are sums of fractions
+
+
+@check(
+    after="different-versions",
+    remedy=(
+        "Lower num_workers of the loaders (validation loaders with persistent workers count too), or give each rank "
+        "more cores (--cpus-per-task); LoaderTuner leaves four for each core at most."
+    ),
+)
+def too_many_workers(view: Checked) -> Iterator[Problem]:
+    """The workers and threads of all ranks on a host are more than the cores that they may run on.
+
+    Symptom:
+        Steps of uneven length, collectives that wait for a rank without a core, in the end a timeout.
+
+    Cause:
+        num_workers was chosen for one process and is multiplied by the ranks of the host, or by several loaders; a
+        quota or a mask leaves fewer cores than the machine has.
+
+    Remedy:
+        Fewer workers, or more cores for each rank.
+
+    Cannot see:
+        Other jobs on the host, and workers that mostly wait for storage and need less than a core.
+    """
+    for host in view.hosts:
+        shares = core_shares(host)
+        for pool in core_pools(host):
+            ranks = tuple(rank for rank in pool if rank in shares)
+            cores = sum(shares[rank] for rank in ranks)
+            workers = total(host.facts[rank].load.loader_workers for rank in ranks)
+            busy = sum(threads(host.facts[rank], shares[rank]) for rank in ranks)
+            if workers > 0 and workers + busy > cores + _ROUNDING:
+                yield _problem(ranks, workers, busy, cores)
+
+
+def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> Problem:
+    ratio = (workers + busy) / cores
+    room = max(int((cores - busy + _ROUNDING) // len(ranks)), 0)
+    text = (
+        f"{workers:,} loader {'worker' if workers == 1 else 'workers'} and {busy:,} other "
+        f"{'thread' if busy == 1 else 'threads'} on {round(cores, 1):g} "
+        f"{'core' if cores == 1 else 'cores'}, {ratio:.1f} for each core; there is room for {room:,} "
+        f"{'worker' if room == 1 else 'workers'} per rank"
+    )
+    severity = Severity.ERROR if ratio > _ERROR_ABOVE + _ROUNDING else Severity.WARNING
+    return Problem(ranks=ranks, text=text, badness=ratio, severity=severity)
+
+
+@check(
+    after="socket-fallback",
+    remedy=(
+        "Bind each rank to cores of its own: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
+        "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
+    ),
+)
+def cores_mismatch(view: Checked) -> Iterable[Problem]:
+    """A rank may run on fewer cores than Slurm gave it, on a single one, or on some of those of another rank.
+
+    Symptom:
+        Loaders are slow however many workers they have; NCCL's threads wait for the one core there is.
+
+    Cause:
+        srun without --cpus-per-task, a launcher that binds each process to one core, binding by hand that overlaps.
+
+    Remedy:
+        Pass the number of cores to what starts the ranks.
+
+    Cannot see:
+        Other jobs on the same cores.
+    """
+    problems = (problem for host in view.hosts for problem in (*_too_few(host), *_single(host), *_overlapping(host)))
+    return problems
+
+
+def _too_few(host: Host) -> Iterator[Problem]:
+    for rank, facts in host.facts.items():
+        cores, asked = len(facts.capacity.cpus), facts.capacity.slurm_cpus_per_task
+        if asked is not None and 0 < cores < asked:
+            text = f"bound to {cores:,} of the {asked:,} cores of SLURM_CPUS_PER_TASK"
+            yield Problem(ranks=(rank,), text=text, badness=asked / cores)
+
+
+def _single(host: Host) -> Iterator[Problem]:
+    """On a host with a single core there is no other way."""
+    cores = {cpu for facts in host.facts.values() for cpu in facts.capacity.cpus}
+    for rank, facts in host.facts.items():
+        if len(facts.capacity.cpus) == 1 and len(cores) > 1 and not (facts.capacity.slurm_cpus_per_task or 0) > 1:
+            text = "bound to one core, which the training, NCCL's threads and the loader's have to share"
+            yield Problem(ranks=(rank,), text=text, badness=1.0)
+
+
+def _overlapping(host: Host) -> Iterator[Problem]:
+    masks = {facts.capacity.cpus for facts in host.facts.values() if facts.capacity.cpus}
+    sets = [frozenset(mask) for mask in masks]
+    mixed = {one for one in sets for other in sets if one != other and one & other}
+    if mixed:
+        ranks = tuple(rank for rank, facts in host.facts.items() if frozenset(facts.capacity.cpus) in mixed)
+        sizes = sorted({len(one) for one in mixed})
+        cores = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        yield Problem(ranks=ranks, text=f"bound to different masks of {cores} cores that overlap")
