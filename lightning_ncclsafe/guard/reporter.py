@@ -106,7 +106,7 @@ class Reporter:
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""
-        # Where every rank has the same traceback to print, nobody waits and nothing is to be explained.
+        # Where every rank has the same traceback to print, no rank waits and nothing needs an explanation.
         is_joint = _all_raised_alike(job)
         if not is_joint:
             folder, where = self._write(diagnosis)

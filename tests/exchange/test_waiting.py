@@ -32,6 +32,7 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.slept_s.append(seconds)
         self.now_s += seconds
+        assert self.now_s < 100, "the wait does not end"
         self.on_sleep()
 
 
