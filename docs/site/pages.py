@@ -195,7 +195,7 @@ def _page(name: str, told: list[Cause], leading: list[tuple[str, str]], names: C
 
 def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]], linked: Callable[[str], str]) -> Iterator[str]:
     first = told[0]
-    yield from ("---", f"title: {name}", f"description: {json.dumps(first.summary)}", "---", "")
+    yield from ("---", f"title: {name}", f"description: {json.dumps(first.summary)}", "hide: [toc]", "---", "")
     yield from (f"# {first.title}", "")
     yield from (f"Reports call this **`{name}`**: {lowered(first.summary)}", "")
     if leading:
@@ -266,5 +266,6 @@ def _help(command: list[str]) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Shows the names of classes in docstrings as code, without Sphinx's roles around them."""
-    return ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+    """Shows what docstrings have for Sphinx as everything else, and callbacks under the names that users import."""
+    html = ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+    return re.sub(r"(?<=>)(\w+)Hooks(?=<)", r"\1", html).replace("<p>Example::</p>", "<p>Example:</p>")

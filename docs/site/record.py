@@ -62,9 +62,17 @@ def from_training(kind: str, name: str, warm: Warm, wanted: str = "") -> Iterato
                 f"Of a real training on {case.world_size} gloo ranks that is made to go wrong so:"
                 f' `make faults FAULTS="--only {case.name}"`.'
             )
+            made += IMITATED.get(case.scenario.name, "")
             if source := case.scenario.source:
                 made += f" It was written after [a public thread]({source})."
             yield {"made": made, "job": without_defaults(job)}
+
+
+# What these machines do not have is raised by the scenario itself.
+IMITATED = {
+    "no_memory_left_on_a_device": " There is no GPU: the scenario raises the exception itself, with a made-up text.",
+    "worker_that_finds_no_shared_memory": " The scenario raises the exception itself; `/dev/shm` is not full.",
+}
 
 
 def _strategies(case: Case) -> tuple[str, ...]:

@@ -331,6 +331,7 @@ class ProcessFacts:
         gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
         ended_by: The signal that has ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty where it lives, or nothing tells.
             Of one that it has met in itself ``stack`` is where its main thread was.
+        thread_stack: That of another thread of its that was in a collective when it ended, called by the user's code.
         said: Why it has aborted itself, in the words of what has, as they stand last on its stderr; other ranks may
             write to the same file.
         exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
@@ -348,6 +349,7 @@ class ProcessFacts:
     memory_growth_bytes_per_s: int | None = None
     swap_growth_bytes_per_s: int | None = None
     stack: tuple[Frame, ...] = ()
+    thread_stack: tuple[Frame, ...] = ()
     gil_held: bool = False
     ended_by: str = ""
     said: str = ""
@@ -459,6 +461,7 @@ class RankFacts:
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
         progress: How far its Trainer has come.
         stack: Main thread's Python stack, outermost frame first; of the exception's traceback nothing is in here.
+        thread_stack: That of another thread that is in a collective which the user's code has called; empty if none is.
         groups: Process groups this rank belongs to, as far as a recorder tells of them, or they were not used yet.
         unrecorded: Process groups this rank has used, and of whose collectives nothing is known.
         collectives: The recorder's last entries, oldest first; all that have not completed are among them.
@@ -492,6 +495,7 @@ class RankFacts:
     pid: int = 0
     taken_ns: int = 0
     stack: tuple[Frame, ...] = ()
+    thread_stack: tuple[Frame, ...] = ()
     groups: tuple[Group, ...] = ()
     unrecorded: tuple[UnrecordedGroup, ...] = ()
     collectives: tuple[Collective, ...] = ()

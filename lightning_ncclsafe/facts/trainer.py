@@ -33,6 +33,7 @@ class TrainerFacts:
             leave; the first 8.
         batches_begun: Training batches of this epoch that have been begun.
         batches: How many the epoch has; None where that is not known.
+        validated: Batches of its last validation that are over, or of the one that it is in, of all loaders together.
     """
 
     settings: dict[str, str]
@@ -43,3 +44,4 @@ class TrainerFacts:
     ended_at: tuple[str, ...] = ()
     batches_begun: int = 0
     batches: int | None = None
+    validated: int = 0

@@ -285,7 +285,7 @@ def _try_for(seconds: float, act: Callable[[], None]) -> None:
 
 
 def end_frozen(cards: Iterable[Card], say: Callable[[str], None]) -> None:
-    """Kills processes of this host that cannot end themselves, and that perhaps nothing else ends, as the launcher itself.
+    """Kills processes of this host that cannot end themselves, and that nothing else may end: one may be the launcher.
 
     Args:
         cards: Of ranks that are stopped, or whose interpreter's lock is held for good.

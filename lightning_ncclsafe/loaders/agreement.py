@@ -51,7 +51,7 @@ class Agreement:
         self._report_dir = report_dir
         self._incidents = incidents
         self._say = say
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def compare(self, data: DataFacts) -> tuple[EpochEnd, ...]:
         """Shares this rank's loaders, waits for those of all other ranks, and returns how their epochs end.
@@ -101,8 +101,8 @@ class Agreement:
             for rank, reading in enumerate(readings)
         )
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
-        is_error, is_first = data.on_uneven == "raise", loader.name not in self._said
-        self._said.add(loader.name)
+        is_error, is_first = data.on_uneven == "raise", loader.name not in self._reported
+        self._reported.add(loader.name)
         folder = self._write(diagnosis) if is_first else ""
         if is_first:
             self._incidents.note(diagnosis.job.incident.number)
@@ -125,8 +125,8 @@ class Agreement:
         ranks = []
         for rank, (data_rank, *theirs) in enumerate(votes.gather(data.data_rank, *digests)):
             # Batches that equal each other are synthetic, for a benchmark for instance, and prove nothing.
-            tells = all(theirs) and len(set(theirs)) == len(theirs)
-            fingerprints = {"first batches": "".join(f"{digest:016x}" for digest in theirs)} if tells else {}
+            differ = all(theirs) and len(set(theirs)) == len(theirs)
+            fingerprints = {"first batches": "".join(f"{digest:016x}" for digest in theirs)} if differ else {}
             loaders = (replace(_alike(loader), fingerprints=fingerprints),)
             its_data = replace(data, data_rank=data_rank, loaders=loaders)
             ranks.append(RankFacts(rank=rank, progress=self._identity.progress, data=its_data))
@@ -171,9 +171,9 @@ class Agreement:
         """
         loaders = [loader.name for facts in diagnosis.job.ranks[:1] if facts.data for loader in facts.data.loaders]
         about = " ".join([*loaders, *sorted(finding.rule for finding in diagnosis.findings)])
-        if about in self._said:
+        if about in self._reported:
             return 0
-        self._said.add(about)
+        self._reported.add(about)
         policies = {facts.data.on_mismatch for facts in diagnosis.job.ranks if facts.data}
         is_incident = policies != {"raise_on_hang"}
         if self._identity.rank == 0:

@@ -330,7 +330,7 @@ class LoaderCollector:
     def _voting(
         self, agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts, most: int | None
     ) -> Iterate:
-        ahead, tell = end.looks_ahead, partial(agreement.uneven, data, facts)
+        ahead, report = end.looks_ahead, partial(agreement.uneven, data, facts)
         votes = self._votes[ahead]
         # Ranks that share a batch must evaluate the same data, too.
         has_peers = data.data_ranks < self._strategy.world_size
@@ -342,7 +342,7 @@ class LoaderCollector:
             on_uneven = self._settings.on_uneven
             called = partial(_torch.calls_besides, VOTE_GROUPS) if end.may_part else None
             return Lockstep(
-                begin, votes, on_uneven, tell, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
+                begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
             )
 
         return iterate

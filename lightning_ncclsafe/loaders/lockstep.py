@@ -63,8 +63,8 @@ class Lockstep:
         begin: Begins the rank's own data; called again if a short rank starts over.
         votes: How ranks vote.
         on_uneven: What happens if one rank's data ends before another's.
-        tell: Called on all ranks when that happens, with what each rank has read; its result is raised if ``on_uneven``
-            is ``"raise"``.
+        report: Called on all ranks when that happens, with what each rank has read; its result is raised if
+            ``on_uneven`` is ``"raise"``.
         compare: Called on all ranks once each has two batches, with a digest of each; None for no comparison.
         digest: Computes the digest of a batch.
         looks_ahead: Whether each batch is fetched when the previous one is handed out; the same on all ranks.
@@ -79,7 +79,7 @@ class Lockstep:
         begin: Begin,
         votes: Votes,
         on_uneven: OnUneven,
-        tell: Callable[[list[BatchesRead]], Exception],
+        report: Callable[[list[BatchesRead]], Exception],
         compare: Callable[[int, int], None] | None = None,
         digest: Callable[[Any], int] = hash,
         *,
@@ -90,7 +90,7 @@ class Lockstep:
         self._begin = begin
         self._votes = votes
         self._on_uneven = on_uneven
-        self._tell = tell
+        self._report = report
         self._compare = compare
         self._digest = digest
         self._digests: list[int] = []
@@ -102,7 +102,7 @@ class Lockstep:
         self._ended = False
         self._given = 0
         self._over = False
-        self._told = False
+        self._reported = False
         self._called = called
         self._called_before = 0
         self._goes_alone = False
@@ -163,7 +163,7 @@ class Lockstep:
         self._goes_alone = self._can_part()
         if self._goes_alone:
             return not self._ended
-        error = self._tell_once()
+        error = self._report_once()
         if self._on_uneven == "raise" and error is not None:
             self._over = True
             raise error from self._error
@@ -183,11 +183,11 @@ class Lockstep:
             first, second = (*self._digests, 0, 0)[:2]
             compare(first, second)
 
-    def _tell_once(self) -> Exception | None:
-        if self._told:
+    def _report_once(self) -> Exception | None:
+        if self._reported:
             return None
-        self._told = True
-        return self._tell(
+        self._reported = True
+        return self._report(
             [
                 BatchesRead(batches=batches, ended=bool(ended))
                 for batches, ended in self._votes.gather(self._given + (not self._ended), self._ended)

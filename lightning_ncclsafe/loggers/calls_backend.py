@@ -1,6 +1,6 @@
 """Loggers of any class: their own methods are called, in order, by the thread that delivers.
 
-MLFlow and Weights & Biases, whose points keep the time at which they were logged, have classes of their own here.
+MLFlow and Weights & Biases, where points keep the time at which they are logged, have classes of their own.
 """
 
 import json
@@ -16,31 +16,31 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import Copied, Replacements
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.capture import ArgumentCopier, Replacements
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 
 LOG_METRICS = "log_metrics"
-# Methods of experiments that return nothing, by the class of the experiment; everything else goes through at once.
+# Methods of experiments that return nothing, by package; everything else goes through at once.
 _QUEUED = {
-    # What "run.log", "wandb.log" and the hooks of "run.watch" come to.
+    # Called by "run.log", "wandb.log" and the hooks of "run.watch".
     "wandb": ("_log",),
     "mlflow": ("log_batch", "log_metric", "log_param", "set_tag"),
     "comet_ml": ("log_metric", "log_metrics", "log_parameter", "log_parameters", "log_other"),
 }
-# After these nothing can be logged any more: what waits is delivered first.
+# After these nothing more can be logged, so what waits is delivered first.
 _LAST = {"wandb": ("finish",), "mlflow": ("set_terminated",), "comet_ml": ("end",)}
-# With these words methods of experiments begin that answer what was logged: it is delivered first.
+# Prefixes of methods that return what was logged, which is delivered first.
 _READING = ("get_", "search_", "list_", "download_", "load_")
-# Of MLFlow's, those that must never be dropped, and whose arguments say so for a batch.
+# Those that must never be dropped; for MLFlow's batches, the arguments decide.
 _KEPT = {"log_param", "log_parameter", "log_parameters", "set_tag", "log_other", "log_hyperparams"}
-# An error that trying again does not mend is tried so often all the same: servers, too, answer nonsense for a while.
+# Attempts at a call with an error that is unlikely to pass: servers, too, may answer nonsense for a while.
 _ATTEMPTS = 3
 _NUMBERS = (bool, int, float)
-# What libraries that have exceptions of their own call those of the way to the server.
+# Names of exceptions for trouble on the way to the server, in libraries with exceptions of their own.
 _PASSING = re.compile("connect|timeout|comm|network|unavailable|retr", re.IGNORECASE)
-# What MLFlow's server takes at once (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
+# Most metrics of one request (mlflow.utils.validation.MAX_METRICS_PER_BATCH).
 _MOST_METRICS = 1000
 _LOG_BATCH = "experiment.log_batch"
 _LOG_METRIC = "experiment.log_metric"
@@ -54,8 +54,8 @@ class CallsBackend:
 
     Args:
         logger: The logger.
-        experiment: Its experiment, if it is one whose methods are known; None otherwise.
-        limit_bytes: Most memory that arguments may hold that cannot be written down.
+        experiment: Its experiment, if its methods are known; None otherwise.
+        limit_bytes: Most memory for arguments that cannot be staged.
         finalize_s: How long the end of an experiment waits for what was logged before, seconds.
     """
 
@@ -71,8 +71,8 @@ class CallsBackend:
         self._numbers = count(1)
         self._delivered = 0
         self._attempts = 0
-        # Calls whose arguments cannot be written down as they are, by number; and whether a likeness was.
-        self._objects: dict[int, tuple[Call, bool]] = {}
+        # Calls whose arguments cannot be staged as they are, by number, and whether an approximation was.
+        self._objects: dict[int, tuple[LoggedCall, bool]] = {}
         self._lock = threading.Lock()
         self._of_logger = Replacements()
         self._of_experiment = Replacements()
@@ -86,14 +86,14 @@ class CallsBackend:
         return self
 
     def attach(self, offload: Offload) -> None:
-        """Replaces the logger's methods, and of its experiment those that return nothing."""
+        """Replaces the logger's methods, and those of its experiment that return nothing."""
         self._offload = offload
         logger, experiment = self._logger, self._experiment
         methods, replace = self._methods, self._of_logger.replace
         if experiment is None or _is_lightnings(type(logger).log_metrics):
             methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
         else:
-            # One of the user's may keep what it is given; what it calls of the experiment waits.
+            # The user's own may keep what it is given; its calls of the experiment wait.
             methods[LOG_METRICS] = logger.log_metrics
         methods["save"] = replace(logger, "save", self._ask_save)
         replace(logger, "finalize", offload.finalize)
@@ -103,7 +103,7 @@ class CallsBackend:
             return
         package = _package(experiment)
         for name in (name for name in _QUEUED[package] if hasattr(experiment, name)):
-            # A logger's own method may have the same name.
+            # A method of the logger may have the same name.
             key = f"experiment.{name}"
             call = partial(self._queue, key, name in _KEPT)
             methods[key] = self._of_experiment.replace(experiment, name, call)
@@ -114,13 +114,13 @@ class CallsBackend:
                 self._of_experiment.replace(experiment, name, partial(self._read, getattr(experiment, name)))
 
     def detach(self) -> None:
-        """The logger's methods are its own again; through those of its experiment, what waits is still delivered."""
+        """Restores the logger's methods; what waits is still delivered through those of its experiment."""
         self._of_logger.undo()
         if not self._offload.is_closed:
             self._of_experiment.undo()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
-        """One call each, written down in full."""
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
+        """One call for each, staged in full."""
         return [
             StagedFrame(
                 kind="call",
@@ -132,8 +132,8 @@ class CallsBackend:
             for one in scalars
         ]
 
-    def call(self, call: Call) -> list[StagedFrame]:
-        """A call, written down if that can be done, and held in memory otherwise."""
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
+        """A call, staged if possible and held in memory otherwise."""
         number = next(self._numbers)
         body = b""
         with suppress(TypeError, ValueError):
@@ -147,7 +147,7 @@ class CallsBackend:
         """Makes the calls, in order, each once.
 
         Raises:
-            Exception: What the logger raised, unless trying again would not help.
+            Exception: What the logger raises, unless retrying cannot help.
         """
         for frame in frames:
             if _number(frame) > self._delivered:
@@ -156,21 +156,21 @@ class CallsBackend:
         self._save()
 
     def replay(self, frames: Sequence[StagedFrame]) -> None:
-        """Makes the calls that an earlier process has written down.
+        """Makes the calls that an earlier process staged.
 
         Raises:
-            Exception: What the logger raised, unless trying again would not help.
+            Exception: What the logger raises, unless retrying cannot help.
         """
         for frame in frames:
             self._attempt(partial(self._make_from_text, frame), frame)
 
     def finalize(self, status: str) -> None:
-        """The logger's own."""
+        """Calls the logger's own."""
         self._save()
         type(self._logger).finalize(self._logger, status)
 
     def close(self) -> None:
-        """The methods of its experiment are its own again."""
+        """Restores the experiment's methods."""
         self._of_experiment.undo()
 
     def _done(self, frames: Sequence[StagedFrame]) -> None:
@@ -200,13 +200,13 @@ class CallsBackend:
     def _make_from_text(self, frame: StagedFrame) -> None:
         if not frame.body or frame.file not in self._methods:
             return
-        said = json.loads(frame.body)
-        if "values" in said:
-            self._methods[LOG_METRICS](metrics=said["values"], step=said["step"])
+        call = json.loads(frame.body)
+        if "values" in call:
+            self._methods[LOG_METRICS](metrics=call["values"], step=call["step"])
         else:
-            self._methods[frame.file](*said["args"], **said["kwargs"])
+            self._methods[frame.file](*call["args"], **call["kwargs"])
 
-    def _hold(self, number: int, call: Call, is_written: bool) -> None:
+    def _hold(self, number: int, call: LoggedCall, is_written: bool) -> None:
         with self._lock:
             self._objects[number] = call, is_written
             held = sum(one.data_bytes for one, _ in self._objects.values())
@@ -244,12 +244,12 @@ class CallsBackend:
         return method(*args, **kwargs)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
-        # What MLFlow is asked to do on its own threads returns a future.
+        # MLFlow returns a future for what runs on its own threads.
         is_not_ours = self._offload.is_own_thread or self._offload.is_closed
         if is_not_ours or kwargs.get("synchronous") is False:
             return self._methods[name](*args, **kwargs)
-        copied = Copied()
-        call = Call(
+        copied = ArgumentCopier()
+        call = LoggedCall(
             name=name,
             args=copied.copy(args),
             kwargs=copied.copy(kwargs),
@@ -280,7 +280,7 @@ def _package(experiment: Any) -> str:
 
 
 def is_permanent(error: Exception) -> bool:
-    """Whether trying again cannot mend it."""
+    """Whether retrying cannot help."""
     code = str(getattr(error, "error_code", ""))
     if code.startswith("INVALID"):
         return True
@@ -294,25 +294,29 @@ def is_permanent(error: Exception) -> bool:
     return not code.startswith(("INTERNAL", "TEMPORARILY", "RESOURCE_EXHAUSTED"))
 
 
-def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars | None:
-    """What a call of ``log_metrics`` logs, if that is nothing but numbers."""
-    said = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
-    metrics, step = said.get("metrics"), _plain(said.get("step"))
-    if len(args) + len(kwargs) > len(said) or said.keys() - {"metrics", "step"} or not isinstance(metrics, Mapping):
+def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoggedScalars | None:
+    """What a call of ``log_metrics`` logs, if it is only numbers."""
+    arguments = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
+    metrics, step = arguments.get("metrics"), _plain(arguments.get("step"))
+    if (
+        len(args) + len(kwargs) > len(arguments)
+        or arguments.keys() - {"metrics", "step"}
+        or not isinstance(metrics, Mapping)
+    ):
         return None
     values = {tag: _plain(value) for tag, value in metrics.items()}
     if not all(type(tag) is str and type(value) in _NUMBERS for tag, value in values.items()):
         return None
-    return Scalars(step=step, values=values, created=time.time()) if type(step) in (int, type(None)) else None
+    return LoggedScalars(step=step, values=values, created=time.time()) if type(step) in (int, type(None)) else None
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's as one that JSON knows."""
+    """A NumPy number as one that JSON knows."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives back the very same."""
+    """Whether JSON returns exactly the same."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     if type(value) is list:
@@ -327,10 +331,10 @@ class MLFlowBackend(CallsBackend):
     _caught: list[tuple[Any, dict[str, Any]]] | None = None
 
     def deliver(self, frames: Sequence[StagedFrame]) -> None:
-        """Makes the calls, in order; points that follow each other in one request for every thousand.
+        """Makes the calls, in order, with up to a thousand consecutive points in one request.
 
         Raises:
-            Exception: What the client raised, unless trying again would not help.
+            Exception: What the client raises, unless retrying cannot help.
         """
         for are_points, group in groupby(frames, key=lambda frame: frame.file == LOG_METRICS and frame.points > 0):
             same = [frame for frame in group if frame.details.get("number", 0) > self._delivered]
@@ -347,7 +351,7 @@ class MLFlowBackend(CallsBackend):
         except Exception as error:
             if not is_permanent(error):
                 raise
-            # One of them is wrong, and must not take the others with it.
+            # One of them is wrong and must not cost the others.
             for frame in frames:
                 self._attempt(partial(self._send, [frame]), frame)
                 self._done([frame])
@@ -358,17 +362,17 @@ class MLFlowBackend(CallsBackend):
             created = json.loads(frame.body)["created"]
             self._caught = []
             try:
-                # The logger's own, for prefixes and names that MLFlow does not allow.
+                # Through the logger, for prefixes and for names that MLFlow does not allow.
                 self._make_from_text(frame)
             finally:
                 caught, self._caught = self._caught, None
-            for metric, said in caught:
-                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), said))
-        # All for the same run, unless the logger is one of the user's.
-        for said, group in groupby(metrics, key=lambda one: one[1]):
+            for metric, options in caught:
+                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), options))
+        # All for the same run, unless the logger's class is the user's.
+        for options, group in groupby(metrics, key=lambda one: one[1]):
             same = [metric for metric, _ in group]
             for first in range(0, len(same), _MOST_METRICS):
-                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **said)
+                self._methods[_LOG_BATCH](metrics=same[first : first + _MOST_METRICS], **options)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         if self._offload.is_own_thread and name == _LOG_BATCH and self._caught is not None and not args:
@@ -380,12 +384,12 @@ class MLFlowBackend(CallsBackend):
         # Parameters and tags.
         keep = keep or (name == _LOG_BATCH and bool(args[2:] or kwargs.get("params") or kwargs.get("tags")))
         answer = super()._queue(name, keep, *args, **kwargs)
-        # The client gives back the value it was given.
+        # The client returns the value it is given.
         return (args[2] if len(args) > 2 else kwargs.get("value")) if (name, answer) == (_LOG_PARAM, None) else answer
 
 
 def _in_parts(frames: Sequence[StagedFrame]) -> Iterator[list[StagedFrame]]:
-    """Frames whose points go into one request, so that none is sent again because of a later one."""
+    """Frames whose points fit one request, so that none is sent again because of a later one."""
     part: list[StagedFrame] = []
     points = 0
     for frame in frames:
@@ -402,7 +406,7 @@ def _in_parts(frames: Sequence[StagedFrame]) -> Iterator[list[StagedFrame]]:
 class WandbBackend(CallsBackend):
     """Takes a ``WandbLogger`` and its run off the training thread."""
 
-    # When what is delivered just now was logged, seconds since the epoch.
+    # When the call that is being delivered was logged, seconds since the epoch.
     _created: float | None = None
 
     def _make(self, frame: StagedFrame) -> None:
@@ -425,10 +429,10 @@ class WandbBackend(CallsBackend):
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
         if name != _LOG:
             return super()._queue(name, keep, *args, **kwargs)
-        said = {**dict(zip(("data", "step", "commit"), args, strict=False)), **kwargs}
-        data = said.get("data")
+        arguments = {**dict(zip(("data", "step", "commit"), args, strict=False)), **kwargs}
+        data = arguments.get("data")
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             # Raises.
             return self._methods[name](*args, **kwargs)
         created = self._created if self._created is not None and self._offload.is_own_thread else time.time()
-        return super()._queue(name, keep, **{**said, "data": {"_timestamp": created, **data}})
+        return super()._queue(name, keep, **{**arguments, "data": {"_timestamp": created, **data}})

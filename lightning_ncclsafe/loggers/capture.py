@@ -1,4 +1,4 @@
-"""How what a logger is given is caught: methods are replaced, arguments copied, the scalars of one call collected."""
+"""How the calls of a logger are captured: methods are replaced, arguments copied, the scalars of one call collected."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.loggers.intake import Scalars
+from lightning_ncclsafe.loggers.intake import LoggedScalars
 
 FIRST_S = 0.5
-"""How long the first log waits for its file: who looks whether there is one finds it, as without an offload."""
-# Deeper than this nobody nests what is logged; a list that holds itself is.
+"""How long the first log waits for its file, so that whoever looks for one finds it, as without an offload."""
+# Nobody nests what is logged deeper than this, but for a list that holds itself.
 _DEEPEST = 20
-# About what a number in a list takes.
+# About the memory of a number in a list.
 _ITEM_BYTES = 32
 
 
@@ -27,27 +27,27 @@ class Replacements:
         self._replaced: list[ReplacedMethod] = []
 
     def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Replaces a method; returns the one that was there.
+        """Replaces a method; returns the original.
 
         Raises:
-            AttributeError: If the owner does not have it, or does not let it be replaced.
+            AttributeError: If the owner does not have it, or refuses to have it replaced.
         """
         replaced = ReplacedMethod(owner, name, call)
-        # At once, so that it is undone when the next one fails.
+        # Now, so that it is undone if the next one fails.
         self._replaced.append(replaced)
         return replaced.original
 
     def undo(self) -> None:
-        """All methods are as they were."""
+        """Restores all methods."""
         while self._replaced:
             self._replaced.pop().remove()
 
 
-class Collecting(threading.local):
+class ScalarCollector(threading.local):
     """Collects the scalars of one call of ``log_metrics``, on each thread for itself."""
 
     def __init__(self) -> None:
-        self._found: list[Scalars] | None = None
+        self._found: list[LoggedScalars] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -55,8 +55,8 @@ class Collecting(threading.local):
         return self._found is not None
 
     @contextmanager
-    def scalars(self) -> Iterator[list[Scalars]]:
-        """What is collected within it, in order. A call within a call leaves everything to the outer one."""
+    def scalars(self) -> Iterator[list[LoggedScalars]]:
+        """What is collected within it, in order. A nested call leaves everything to the outer one."""
         if self._found is not None:
             yield []
             return
@@ -66,8 +66,10 @@ class Collecting(threading.local):
         finally:
             self._found = None
 
-    def call(self, put: Callable[[Scalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a logger's ``log_metrics`` and hands on what it has collected, also when it raises."""
+    def call(
+        self, put: Callable[[LoggedScalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a logger's ``log_metrics`` and passes on the scalars that it logs, even if it raises."""
         with self.scalars() as collected:
             try:
                 return log_metrics(*args, **kwargs)
@@ -76,29 +78,29 @@ class Collecting(threading.local):
                     put(scalars)
 
     def add(self, tag: str, value: float, step: int | None, created: float) -> None:
-        """A scalar."""
+        """Adds a scalar."""
         assert self._found is not None
         last = self._found[-1] if self._found else None
         if last is None or last.step != step or tag in last.values:
-            self._found.append(Scalars(step=step, values={tag: value}, created=created))
+            self._found.append(LoggedScalars(step=step, values={tag: value}, created=created))
         else:
             last.values[tag] = value
 
 
 @dataclass(slots=True)
-class Copied:
-    """What copying has seen.
+class ArgumentCopier:
+    """Copies arguments as they are at the moment of a call, and counts what the copies hold.
 
     Attributes:
-        data_bytes: How much memory the copies hold.
-        events: CUDA events after which the copies of tensors on devices are there.
+        data_bytes: Memory of the copies.
+        events: CUDA events after which the copies of device tensors are complete.
     """
 
     data_bytes: int = 0
     events: list[Any] = field(default_factory=list)
 
     def copy(self, value: Any, depth: int = 0) -> Any:
-        """Copies tensors, arrays, images and the lists, tuples and dicts that they are in; all else as it is."""
+        """Copies tensors, arrays, images and the lists, tuples and dicts that hold them; all else stays as it is."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray):
@@ -121,7 +123,7 @@ class Copied:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.copy(item, depth) for item in value))
         if isinstance(value, dict):
-            # Also an OrderedDict or a defaultdict; what else its class knows is kept.
+            # Also an OrderedDict or a defaultdict, with everything else that its class holds.
             copied = value.copy()
             copied.update({key: self.copy(item, depth) for key, item in value.items()})
             return copied
@@ -132,10 +134,10 @@ class Copied:
         try:
             copied = tensor.detach().clone()
         except torch.OutOfMemoryError:
-            # The device has no room to spare: its copy waits for what it computes, as Lightning's own does.
+            # The device has no memory to spare: the copy waits for it, as Lightning's own does.
             return tensor.detach().to("cpu", copy=True)
         if copied.is_cuda:
-            # Not waited for here: that would stop the training thread until the device has caught up.
+            # Waiting here would stop the training thread until the device has caught up.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(copied.device))
             self.events.append(event)

@@ -1,4 +1,4 @@
-"""CSV: rows are staged as JSON and become rows of ``metrics.csv`` as Lightning writes them."""
+"""CSV: rows are staged as JSON and become rows of ``metrics.csv``, as Lightning writes them."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import FIRST_S, Collecting, Replacements
+from lightning_ncclsafe.loggers.capture import FIRST_S, Replacements, ScalarCollector
 from lightning_ncclsafe.loggers.files import FilesSink, open_destination
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
@@ -30,7 +30,7 @@ class CSVBackend:
     Args:
         logger: The logger; its experiment exists.
         store: Local staging.
-        to_yaml: Makes the text of ``hparams.yaml``.
+        to_yaml: Creates the text of ``hparams.yaml``.
     """
 
     def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
@@ -40,7 +40,7 @@ class CSVBackend:
         self._to_yaml = to_yaml
         self._file = os.path.basename(str(self._writer.metrics_file_path))
         self.file_names: tuple[str, ...] = (self._file, _HPARAMS)
-        self._collecting = Collecting()
+        self._collecting = ScalarCollector()
         self._replacements = Replacements()
         self.path = str(self._writer.log_dir)
         self._is_there = False
@@ -54,7 +54,7 @@ class CSVBackend:
         )
 
     def attach(self, offload: Offload) -> None:
-        """Replaces the writer's methods; what it has not saved yet, it saves first."""
+        """Replaces the writer's methods, after it has saved what it still has."""
         self._offload = offload
         self._writer.save()
         logger, writer, replace = self._logger, self._writer, self._replacements.replace
@@ -65,36 +65,36 @@ class CSVBackend:
         replace(logger, "finalize", offload.finalize)
 
     def detach(self) -> None:
-        """The logger's methods are its own again."""
+        """Restores the logger's methods."""
         self._replacements.undo()
         self._writer.metrics = []
 
     def close(self) -> None:
-        """The logger learns which columns the file has by now."""
+        """Updates the columns that the writer knows."""
         header = self._store.anchors.get(self._file, {}).get("header")
         if header:
             self._writer.metrics_keys = list(header)
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One row for each call."""
         rows = [_json({**one.values, "step": one.step}) for one in scalars]
         points = sum(len(one.values) for one in scalars)
         return [StagedFrame(kind="rows", file=self._file, body=b"\n".join(rows), points=points)] if rows else []
 
-    def call(self, call: Call) -> list[StagedFrame]:
-        """A row that is not to be thinned, or hyperparameters."""
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
+        """A row that must not be thinned, or hyperparameters."""
         if call.name == _HPARAMS:
             return [StagedFrame(kind="whole", file=_HPARAMS, body=self._to_yaml(*call.args), records=1, keep=True)]
         (row,) = call.args
         return [StagedFrame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
 
     def finalize(self, status: str) -> None:
-        """The logger's own."""
+        """Calls the logger's own."""
         type(self._logger).finalize(self._logger, status)
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        # As Lightning has it, for whoever reads it there until the row is saved.
+        # As in Lightning, for whoever reads the row there until it is saved.
         pairs = metrics_dict.items()
         values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
         self._writer.metrics.append({**values, "step": step})
@@ -104,12 +104,12 @@ class CSVBackend:
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
         else:
-            self._offload.put(Call(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
+            self._offload.put(LoggedCall(name=_ROW, args=({**row, "step": step},), kwargs={}, created=time.time()))
 
     def _forget_rows(self) -> None:
-        """Lightning counts the rows that are not saved yet where it is given no step, and a copy knows the columns."""
+        """Drops the rows that Lightning counts where no step is given, and keeps their columns, which a copy needs."""
         self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
-        # A new list, as Lightning's: somebody may have kept the old one.
+        # A new list, as in Lightning: somebody may have kept the old one.
         self._writer.metrics = []
         if not self._is_there and self._writer.metrics_keys and self.folders and not self._collecting.is_on:
             self._is_there = True
@@ -118,16 +118,16 @@ class CSVBackend:
     def _log_hparams(self, params: dict[str, Any]) -> None:
         self._writer.hparams.update(params)
         hparams = dict(self._writer.hparams)
-        self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+        self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
         if self.folders:
             self._offload.catch_up(FIRST_S)
 
 
 def _cell(value: Any) -> Any:
-    """What is written of a value: the text of what is neither text nor a number, as it is by now."""
+    """What is written of a value: its text now if it is neither text nor a number."""
     return value if value is None or isinstance(value, (str, Real)) else str(value)
 
 
 def _json(row: dict[str, Any]) -> bytes:
-    # What JSON does not know, csv would write as its text, too.
+    # What JSON does not know becomes its text, as with csv.
     return json.dumps(row, default=str).encode()

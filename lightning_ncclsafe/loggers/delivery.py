@@ -1,4 +1,4 @@
-"""The thread that brings staged frames to a logger's storage or server, however long that takes to answer."""
+"""The thread that delivers staged frames to a logger's storage or server, however long that takes to answer."""
 
 import errno
 import threading
@@ -10,14 +10,14 @@ from typing import Protocol
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
-# Between two deliveries passes at least this many times what the last write took: a storage is not kept busy.
+# The pause between two deliveries, in multiples of the last write, so that storage is not kept busy.
 _PACE_TIMES = 4.0
 _LONGEST_PACE_S = 30.0
-# A backlog goes in one row of writes; the pause is for those who log little by little.
+# A backlog goes out in one series of writes; the pause is for what arrives little by little.
 _MOST_PORTIONS = 32
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
-# A job whose error trying again hardly mends is tried so often all the same.
+# Attempts at a job whose error is unlikely to pass.
 _ATTEMPTS = 3
 _LASTING = {errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 
@@ -26,13 +26,13 @@ class Sink(Protocol):
     """Where frames go."""
 
     pace_s: float
-    """What passes between two deliveries at least, seconds."""
+    """Least pause between two deliveries, seconds."""
 
     def deliver(self, frames: Sequence[StagedFrame]) -> None:
         """Delivers frames, in order.
 
         Raises:
-            Exception: If the storage or the server refuses. The same frames, and more, may be given again.
+            Exception: If the storage or the server refuses. The same frames, and more, may come again.
         """
 
 
@@ -44,22 +44,22 @@ class _Job:
 
 
 class Delivery:
-    """Delivers what a store holds, in the background. A fault is tried again, later each time, for as long as it lasts.
+    """Delivers what a store holds, in the background. A fault is retried, later each time, for as long as it lasts.
 
     Args:
-        store: What is staged.
-        sink: Where it goes.
-        name: Whose it is, for the thread's name.
-        on_fault: Told of the first error of each row of failures.
-        on_lost: Told of a job that cannot be done, however often it is tried.
-        after: What has to be set before the first delivery: somebody else's rest for the same files comes first.
+        store: Local staging.
+        sink: Where frames go.
+        name: Class name of the logger, for the thread's name.
+        on_fault: Called with the first error of each series.
+        on_lost: Called with the error of a job that is given up.
+        after: Set before the first delivery may begin: the rest of an earlier offload for the same files comes first.
 
     Attributes:
         points: Points delivered.
         records: Everything else delivered.
-        longest_write_s: The longest write that has ended, seconds.
+        longest_write_s: The longest completed write, seconds.
         faults: Deliveries that failed.
-        last_fault: The last of these errors.
+        last_fault: The last error.
     """
 
     def __init__(
@@ -91,38 +91,38 @@ class Delivery:
         self._hurried = False
         self._closed = False
         self._changed = threading.Condition()
-        # A daemon: a storage that never answers must not keep the process.
+        # A daemon: storage that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ncclsafe-write-{name}", daemon=True)
         self._thread.start()
 
     @property
     def writing_s(self) -> float:
-        """For how long the write that is going on has waited for the storage; 0 if there is none."""
+        """How long the present write has waited for the storage, seconds; 0 if there is none."""
         since = self._since_s
         return time.monotonic() - since if since is not None else 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was staged is delivered."""
+        """Whether everything staged is delivered."""
         with self._changed:
             return self._is_idle()
 
     @property
     def jobs_bytes(self) -> int:
-        """How much memory the arguments of the jobs hold that wait."""
+        """Memory of the arguments of waiting jobs."""
         return sum(job.data_bytes for job in list(self._jobs))
 
     def wake(self) -> None:
-        """There is something to deliver."""
+        """Notes that there is something to deliver."""
         with self._changed:
             self._changed.notify_all()
 
     def add_job(self, call: Callable[[], None], data_bytes: int = 0) -> None:
-        """Something that is to be done on this thread, as it touches the storage itself; once, if it still waits.
+        """Adds something to do on this thread, as it writes to the storage itself; once, if it is still waiting.
 
         Args:
-            call: What is to be done.
-            data_bytes: How much memory its arguments hold.
+            call: What to do.
+            data_bytes: Memory of its arguments.
         """
         with self._changed:
             if not any(job.call == call for job in self._jobs):
@@ -130,7 +130,7 @@ class Delivery:
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """Delivers everything without a pause, until a flush has ended."""
+        """Delivers everything without pauses until a flush has ended."""
         with self._changed:
             self._hurried, self._next_s = True, 0.0
             self._changed.notify_all()
@@ -140,7 +140,7 @@ class Delivery:
 
         Args:
             deadline: Seconds of the monotonic clock.
-            or_fault: Whether to give up, too, as soon as the storage refuses.
+            or_fault: Whether to give up also as soon as the storage refuses.
         """
         self.hurry()
         with self._changed:
@@ -151,7 +151,7 @@ class Delivery:
             return self._is_idle()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a condition holds that only deliveries, or the end, bring about."""
+        """Waits for a condition that only deliveries, or the end, can make true."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._closed)
 
@@ -207,7 +207,7 @@ class Delivery:
             self._store.release(portion)
             self.points += sum(frame.points for frame in frames)
             self.records += sum(frame.records for frame in frames)
-            # Somebody may wait for room.
+            # Somebody may be waiting for room.
             self.wake()
         while self._jobs:
             self._do(self._jobs[0])
@@ -221,11 +221,11 @@ class Delivery:
             job.attempts += 1
             is_tried = isinstance(error, OSError) and (error.errno not in _LASTING or job.attempts < _ATTEMPTS)
             if not is_tried:
-                # What waits behind it is not to wait for ever.
+                # What is behind it must not wait forever.
                 self._on_lost(error)
                 return
             with self._changed:
-                # Unless it has been asked for again in the meantime.
+                # Unless it has been added again in the meantime.
                 if not any(other.call == job.call for other in self._jobs):
                     self._jobs.insert(0, job)
             raise

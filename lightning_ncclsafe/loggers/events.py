@@ -1,4 +1,4 @@
-"""TensorBoard's events, made by torch's own SummaryWriter but caught before they are written."""
+"""TensorBoard's events, created by torch's own SummaryWriter but caught before they are written."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams, scalar
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from lightning_ncclsafe.loggers.intake import Scalars
+from lightning_ncclsafe.loggers.intake import LoggedScalars
 
 # TensorFlow's constant for checksums of data that holds checksums (tensorflow/core/lib/hash/crc32c.h).
 _MASK = 0xA282EAD8
@@ -23,12 +23,12 @@ _files = count()
 
 
 class CaughtFile(FileWriter):
-    """torch's writer of one event file, which hands on its events instead of writing them.
+    """torch's writer of one event file, which passes on its events instead of writing them.
 
     Args:
-        logdir: The directory that the file would be in.
-        take: Is given the directory and each event, serialised.
-        now: Wall-clock time of events that bring none, seconds since the epoch.
+        logdir: The directory of the file.
+        take: Called with the directory and each serialised event.
+        now: Wall-clock time of events without one, seconds since the epoch.
     """
 
     def __init__(self, logdir: str, take: Callable[[str, bytes], None], now: Callable[[], float] = time.time) -> None:
@@ -37,28 +37,28 @@ class CaughtFile(FileWriter):
         self._now = now
 
     def get_logdir(self) -> str:
-        """The directory that the file would be in."""
+        """The directory of the file."""
         return self._logdir
 
     def add_event(self, event: Any, step: Any = None, walltime: float | None = None) -> None:
-        """Hands an event on."""
+        """Passes on an event."""
         event.wall_time = self._now() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
         self._take(self._logdir, event.SerializeToString())
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
     def reopen(self) -> None:
-        """There is nothing to open."""
+        """Does nothing."""
 
 
 class _CaughtFiles(dict[str, CaughtFile]):
-    """``SummaryWriter.all_writers``, which has a writer for whatever directory is asked for."""
+    """``SummaryWriter.all_writers`` with a writer for every directory."""
 
     def __init__(self, make: Callable[[str], CaughtFile]) -> None:
         self._make = make
@@ -71,11 +71,11 @@ class _CaughtFiles(dict[str, CaughtFile]):
 
 
 class EventMaker(SummaryWriter):
-    """Makes the events of ``add_…`` calls. Belongs to one thread.
+    """Creates the events of ``add_…`` calls. Belongs to one thread.
 
     Args:
         logdir: The logger's directory.
-        settings: Attributes of the SummaryWriter whose calls are made here, such as its bins for histograms.
+        settings: Attributes of the SummaryWriter whose calls it makes, such as its bins for histograms.
     """
 
     def __init__(self, logdir: str, **settings: Any) -> None:
@@ -86,13 +86,13 @@ class EventMaker(SummaryWriter):
         vars(self).update(settings)
 
     def make(self, name: str, args: Any, kwargs: Any, created: float) -> list[tuple[str, bytes]]:
-        """The events of one call, each with the directory it belongs to.
+        """The events of one call, each with its directory.
 
         Args:
             name: The method, ``"add_image"`` for instance.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            created: When it was called, seconds since the epoch.
+            created: Time of the call, seconds since the epoch.
         """
         self._made, self._created = [], created
         getattr(self, name)(*args, **kwargs)
@@ -101,7 +101,7 @@ class EventMaker(SummaryWriter):
     def add_scalars(
         self, main_tag: str, tag_scalar_dict: Any, global_step: Any = None, walltime: float | None = None
     ) -> None:
-        """torch's own takes the time at which it runs."""
+        """Torch's own method uses the time at which it runs."""
         super().add_scalars(main_tag, tag_scalar_dict, global_step, self._created if walltime is None else walltime)
 
     def add_hparams(
@@ -112,7 +112,7 @@ class EventMaker(SummaryWriter):
         run_name: str | None = None,
         global_step: Any = None,
     ) -> None:
-        """torch's own writes with a writer of its own, to files."""
+        """Torch's own method writes to files with a writer of its own."""
         if type(hparam_dict) is not dict or type(metric_dict) is not dict:
             raise TypeError("hparam_dict and metric_dict should be dictionary.")
         file = self._files[os.path.join(str(self.log_dir), run_name or str(self._created))]
@@ -130,7 +130,7 @@ class EventMaker(SummaryWriter):
         return CaughtFile(logdir, lambda there, event: self._made.append((there, event)), lambda: self._created)
 
 
-def scalar_event(scalars: Scalars) -> bytes:
+def scalar_event(scalars: LoggedScalars) -> bytes:
     """One event for all scalars of a call."""
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.values.items()]
     event = Event(wall_time=scalars.created, summary=Summary(value=values))
@@ -140,14 +140,14 @@ def scalar_event(scalars: Scalars) -> bytes:
 
 
 def first_event() -> bytes:
-    """What an event file begins with."""
+    """The first event of an event file."""
     source = SourceMetadata(writer="lightning_ncclsafe")
     event = Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source)
     return bytes(event.SerializeToString())
 
 
 def file_name(suffix: str = "") -> str:
-    """A name for a new event file, as TensorBoard makes them, not used by any other of this process."""
+    """A name for a new event file, as TensorBoard creates them, unique in this process."""
     return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.n{next(_files)}{suffix}"
 
 
@@ -158,6 +158,6 @@ def record(event: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    # TensorBoard's own is a loop in Python: 0.1 s for a megabyte, all of it with the GIL held.
+    # TensorBoard's own is a loop in Python: 0.1 s per megabyte, all with the GIL held.
     crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF)

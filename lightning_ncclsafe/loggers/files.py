@@ -1,6 +1,6 @@
-"""Delivers staged frames to the files of a directory, each exactly once, whatever was interrupted when.
+"""Delivers staged frames to the files of a directory, each exactly once, whatever is interrupted when.
 
-The directory is one of a mounted file system, or below an fsspec URL.
+The directory is on a mounted file system or below an fsspec URL.
 """
 
 import csv
@@ -20,23 +20,23 @@ from typing import Any, Protocol
 from lightning_ncclsafe.loggers.segments import StagedFrame
 
 Anchors = dict[str, dict[str, Any]]
-# A file that was refused this often in a row for a reason that does not pass is given up.
+# A file that is refused this often in a row, for a reason that does not pass, is given up.
 _MOST_REFUSALS = 3
 _LASTING = (errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ELOOP)
-# What the data itself comes to. Anything else, a client of an object store raises it, may be an outage.
+# Errors of the data itself. Anything else, raised by the client of an object store for instance, may be an outage.
 _OF_DATA = (csv.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# The largest field that the csv module reads is a number of the whole process.
+# The largest field that the csv module reads is a setting of the whole process.
 _field_size = threading.Lock()
 
 
 class Destination(Protocol):
-    """A directory of files. Names are relative, with ``/``. All calls may block for as long as the storage does.
+    """A directory of files. Names are relative, with ``/``. Every call may block for as long as the storage does.
 
     Attributes:
         path: The directory, as the user knows it.
-        pace_s: How often it is to be written to at most: what passes between two writes, seconds.
-        appends: Whether what is appended to a file can be read from that file afterwards.
-        folders: The absolute paths that it has on this host.
+        pace_s: Least pause between two writes, seconds.
+        appends: Whether what is appended to a file can be read from that file.
+        folders: Its absolute paths on this host.
     """
 
     path: str
@@ -45,17 +45,17 @@ class Destination(Protocol):
     folders: tuple[str, ...]
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None if there is none."""
 
     def append(self, file: str, data: bytes) -> None:
-        """Appends; makes the file and its directory if need be.
+        """Appends; creates the file and its directory if needed.
 
         Raises:
             OSError: If the storage refuses. A part may have been written.
         """
 
     def read(self, file: str, start: int = 0) -> bytes:
-        """The bytes of a file from ``start`` on; none where there is no file."""
+        """The bytes of a file from ``start`` on; empty if there is no file."""
 
     def replace(self, file: str, data: bytes) -> None:
         """Writes a whole file; readers see the old or the new one."""
@@ -66,8 +66,8 @@ class LocalDestination:
 
     Args:
         path: The directory.
-        device: Number of the device it was on when the run began. A directory that has been removed is made again,
-            but not on the disk below a mount that is gone.
+        device: Number of its device when the run began. A directory that is removed is created again, but not on the
+            disk below a mount that is gone.
     """
 
     pace_s = 1.0
@@ -75,25 +75,25 @@ class LocalDestination:
 
     def __init__(self, path: str, device: int | None = None) -> None:
         self.path = path
-        # A program may change its directory.
+        # A program may change its working directory.
         self._folder = Path(path).absolute()
         self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
         self._device = device if device is not None else _device_of(self._folder)
 
     @property
     def device(self) -> int:
-        """Number of the device of the directory, or of what exists above it."""
+        """Device number of the directory, or of what exists above it."""
         return self._device
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None if there is none."""
         try:
             return (self._folder / file).stat().st_size
         except FileNotFoundError:
             return None
 
     def append(self, file: str, data: bytes) -> None:
-        """Appends in one call of the system, so that readers see whole records."""
+        """Appends in one system call, so that readers see whole records."""
         handle = self._open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             view = memoryview(data)
@@ -103,7 +103,7 @@ class LocalDestination:
             os.close(handle)
 
     def read(self, file: str, start: int = 0) -> bytes:
-        """The bytes of a file from ``start`` on; none where there is no file."""
+        """The bytes of a file from ``start`` on; empty if there is no file."""
         try:
             with open(self._folder / file, "rb") as opened:
                 opened.seek(start)
@@ -112,7 +112,7 @@ class LocalDestination:
             return b""
 
     def replace(self, file: str, data: bytes) -> None:
-        """Writes beside the file, then renames."""
+        """Writes a temporary file, then renames it."""
         path = self._folder / file
         temporary = path.with_name(f".{path.name}.ncclsafe")
         handle = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -136,16 +136,16 @@ class LocalDestination:
 
 
 class RemoteDestination:
-    """A directory of an fsspec file system. Where it cannot append, each append is a file of its own, numbered.
+    """A directory of an fsspec file system. If it cannot append, each append becomes a numbered file of its own.
 
     Args:
         path: The directory's URL.
     """
 
-    # An append may mean a new object, or that the whole object is sent again.
+    # An append may create a new object or send the whole object again.
     pace_s = 10.0
     folders: tuple[str, ...] = ()
-    # Not of every file system, and which ones do is known only once something has been appended.
+    # Some file systems can, but which ones is known only after an append.
     appends = False
 
     def __init__(self, path: str) -> None:
@@ -155,11 +155,11 @@ class RemoteDestination:
         self._fs: Any
         self._fs, self._root = url_to_fs(path)
         self._tries_append = True
-        # The last of each file's numbered ones.
+        # The last number of each file.
         self._numbers: dict[str, int] = {}
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file and of those numbered after it; None where there is none."""
+        """Bytes of a file and of its numbered ones; None if there is none."""
         sizes = []
         name, number = file, 0
         while (size := self._size_of(name)) is not None or not number:
@@ -178,7 +178,7 @@ class RemoteDestination:
                 return
             except (NotImplementedError, ValueError):
                 self._tries_append = False
-        # Asked for even after a failure: it may have been written all the same.
+        # Checked even after a failure, as it may have been written anyway.
         number = self._numbers.get(file, 1)
         while self._fs.exists(self._name(f"{file}.{number}")):
             number += 1
@@ -188,18 +188,18 @@ class RemoteDestination:
     def _open(self, file: str) -> Any:
         try:
             return self._fs.open(self._name(file), "ab")
-        except FileNotFoundError:  # some append only to what is there, as fsspec's memory did until 2025
+        except FileNotFoundError:  # some append only to existing files, as fsspec's memory did until 2025
             return self._fs.open(self._name(file), "wb")
 
     def read(self, file: str, start: int = 0) -> bytes:
-        """The bytes of a file from ``start`` on; none where there is no file."""
+        """The bytes of a file from ``start`` on; empty if there is no file."""
         try:
             return bytes(self._fs.cat_file(self._name(file), start=start or None))
         except FileNotFoundError:
             return b""
 
     def replace(self, file: str, data: bytes) -> None:
-        """Writes a whole file: object stores show the old one until it is there."""
+        """Writes a whole file: object stores show the old one until the new one is complete."""
         self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(self._name(file), data)
 
@@ -219,7 +219,7 @@ def open_destination(path: str, device: int | None = None) -> Destination:
 
 
 def _device_of(path: Path) -> int:
-    """The device that a path is on, or would be if it were made."""
+    """The device that a path is on, or would be on if created."""
     for there in (path.absolute(), *path.absolute().parents):
         with suppress(FileNotFoundError, NotADirectoryError):
             return there.stat().st_dev
@@ -229,15 +229,15 @@ def _device_of(path: Path) -> int:
 class FilesSink:
     """Writes frames to files.
 
-    What the last complete delivery has left of a file is its *anchor*: its size in bytes, or for CSV its number of
-    rows. After a fault or a crash the file itself is asked how much it has beyond that, and only the rest is sent.
+    The state of a file after its last complete delivery is its *anchor*: its size in bytes, or for CSV its number of
+    rows. After a fault or a crash, what the file has beyond its anchor is not sent again.
 
     Args:
         destination: The directory.
-        anchors: What earlier deliveries have left, by file; changed as files grow.
-        note: Writes the anchors down.
-        reject: Told of the frames of a file that can never be written, and why; they are left out. None: they are
-            tried for ever, and hold up what is behind them.
+        anchors: State after earlier deliveries, by file; changed as files grow.
+        note: Saves the anchors.
+        reject: Called with the frames of a file that can never be written, and why; they are left out. None: they are
+            retried forever, and hold up what is behind them.
     """
 
     def __init__(
@@ -252,16 +252,16 @@ class FilesSink:
         self._anchors = anchors
         self._note = note
         self._reject = reject
-        # How often in a row each kind of write to each file has been refused for a reason that does not pass.
+        # How often in a row each kind of write to each file was refused for a reason that does not pass.
         self._refusals: dict[tuple[str, str], int] = {}
-        # Files that are known to be as their anchor says.
+        # Files that are known to match their anchor.
         self._sure: set[str] = set()
 
     def deliver(self, frames: Sequence[StagedFrame]) -> None:
-        """Delivers frames in order, coalesced into one write for each file. What one file refuses keeps no other.
+        """Delivers frames in order, coalesced into one write per file. A file that refuses does not hold up others.
 
         Raises:
-            Exception: If the storage refuses. The same frames, and more behind them, may be given again.
+            Exception: If the storage refuses. The same frames, and more behind them, may come again.
         """
         sure, self._sure = self._sure, set()
         after: Anchors = {}
@@ -276,12 +276,12 @@ class FilesSink:
                 failed.append(_Refused(key, same, error))
         if failed:
             self._give_up(failed)
-        # Only now: a delivery that failed half-way is given again from its beginning.
+        # Only now: a delivery that fails half-way is repeated from its beginning.
         self._anchors.update(after)
         self._sure = (sure | set(after)) - {refused.key[1] for refused in failed}
 
     def _write(self, frames: Sequence[StagedFrame], sure: bool) -> Anchors:
-        """Writes the frames of one kind and one file; returns what that leaves."""
+        """Writes the frames of one kind and one file; returns the new anchors."""
         kind, file = frames[0].kind, frames[0].file
         if kind == "append":
             return {file: self._append(file, b"".join(frame.body for frame in frames), sure)}
@@ -293,7 +293,7 @@ class FilesSink:
         return {}
 
     def _give_up(self, failed: "Sequence[_Refused]") -> None:
-        """Leaves out what can never be written, if nothing else has failed; else raises."""
+        """Leaves out what can never be written if nothing else has failed; otherwise raises."""
         for refused in failed:
             before = self._refusals.get(refused.key, 0)
             self._refusals[refused.key] = before + 1 if _lasts(refused.error) else 0
@@ -303,7 +303,7 @@ class FilesSink:
             del self._refusals[refused.key]
             kind, file = refused.key
             if kind == "append":
-                # A part may have been written: it is not to be taken for the beginning of what comes next.
+                # A part may have been written, which must not be taken for the beginning of what comes next.
                 with suppress(Exception):
                     self._set_anchor(file, {"size": self.destination.size(file) or 0})
             self._reject(refused.frames, refused.error)
@@ -313,7 +313,7 @@ class FilesSink:
         if not sure:
             there = self.destination.size(file) or 0
             if there < size:
-                # It has been removed. Nothing of this delivery is in what is there, but after a fault it would be.
+                # It was removed. Nothing of this delivery is in it yet, but would be after a fault.
                 size = there
                 self._set_anchor(file, {"size": size})
             data = data[there - size :]
@@ -326,7 +326,7 @@ class FilesSink:
         anchor = self._anchors.get(file)
         if sure and anchor is not None and self.destination.appends:
             header = _header(anchor["header"], rows)
-            # It may have been removed since, or somebody else has written there.
+            # It may have been removed since, or somebody else has written to it.
             if header == anchor["header"] and "size" in anchor and self.destination.size(file) == anchor["size"]:
                 data = _csv(header, rows, with_header=False)
                 self.destination.append(file, data)
@@ -338,8 +338,7 @@ class FilesSink:
             return self._add_rows(f"recovered-{file}", rows, False)
         there = len(table.rows)
         if anchor is None or there < anchor["rows"] or (sure and there > anchor["rows"]):
-            # Of an earlier stage, what is left of what has been removed, or what somebody else has added: nothing of
-            # this delivery is in it.
+            # Rows of an earlier stage, the rest after a removal, or rows of somebody else: none of this delivery.
             anchor = {"rows": there, "first": first, "header": table.header}
             self._set_anchor(file, anchor)
         rows = rows[_same(rows, table.rows[anchor["rows"] :]) :]
@@ -353,8 +352,8 @@ class FilesSink:
             "size": size,
         }
 
-    def _add_to_table(self, file: str, table: "_Table", header: list[str], rows: list[dict[str, Any]]) -> int:
-        """Brings rows into a file; returns by how much it has grown."""
+    def _add_to_table(self, file: str, table: "_CsvTable", header: list[str], rows: list[dict[str, Any]]) -> int:
+        """Adds rows to a file; returns by how much it has grown."""
         fits = table.is_whole and header == table.header
         if fits and not rows:
             return 0
@@ -372,7 +371,7 @@ class FilesSink:
             self.destination.replace(file, (certain[-1:] or frames)[0].body)
 
     def _set_anchor(self, file: str, anchor: dict[str, Any]) -> None:
-        """What a delivery finds, before it changes it."""
+        """Saves what a delivery finds before it changes it."""
         self._anchors[file] = anchor
         self._note()
 
@@ -387,14 +386,14 @@ class _Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _CsvTable:
     """A CSV file.
 
     Attributes:
         header: Its columns.
         rows: Its complete rows.
         is_whole: Whether its last row is complete.
-        bytes: How long the file is.
+        bytes: Length of the file.
     """
 
     header: list[str]
@@ -403,7 +402,7 @@ class _Table:
     bytes: int
 
 
-def _read_table(data: bytes) -> _Table:
+def _read_table(data: bytes) -> _CsvTable:
     whole, newline, rest = data.rpartition(b"\n")
     # A row does not end within quotes.
     while whole.count(b'"') % 2:
@@ -411,7 +410,7 @@ def _read_table(data: bytes) -> _Table:
     reader = csv.DictReader(io.StringIO((whole + newline).decode(errors="replace"), newline=""))
     with _fields_of_any_size():
         rows: list[dict[str, Any]] = list(reader)
-        return _Table(list(reader.fieldnames or ()), rows, not rest, len(data))
+        return _CsvTable(list(reader.fieldnames or ()), rows, not rest, len(data))
 
 
 @contextmanager
@@ -439,21 +438,21 @@ def _csv(header: list[str], rows: Iterable[dict[str, Any]], *, with_header: bool
 
 
 def _bytes(text: str) -> bytes:
-    """The text in UTF-8; half a surrogate pair, which has no bytes there, as ``\\udXXX``."""
+    """The text in UTF-8; half a surrogate pair, which UTF-8 cannot encode, as ``\\udXXX``."""
     return text.encode(errors="backslashreplace")
 
 
 def _same(rows: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> int:
-    """How many of the first rows are there already: between ours, somebody else may have written."""
+    """How many of the first rows the file already has: somebody else may have written between ours."""
     pairs = enumerate(zip(rows, there, strict=False))
     return next((place for place, (row, found) in pairs if _values(row) != _values(found)), min(len(rows), len(there)))
 
 
 def _values(row: dict[str, Any]) -> dict[str, str]:
-    """What a row says whatever columns are beside it."""
+    """The values of a row, whatever other columns there are."""
     return {key: _bytes(str(value)).decode() for key, value in row.items() if value is not None and value != ""}
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether an error will be the same however often it is tried."""
+    """Whether an error is the same however often the write is retried."""
     return error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, _OF_DATA)

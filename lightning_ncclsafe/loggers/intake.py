@@ -1,4 +1,4 @@
-"""What the training thread hands over: a queue bounded in bytes, from which nothing is dropped uncounted."""
+"""What the training thread hands over: a queue bounded in bytes, which drops nothing uncounted."""
 
 import threading
 import time
@@ -9,23 +9,23 @@ from typing import Any
 
 from lightning_ncclsafe.settings import Overflow
 
-# Of each window at most this many points are left: the smallest, the largest and the last.
+# Points that are left of each window: the smallest, the largest and the last.
 _LEFT = 3
-# How long a window that is closed by its number of points stays open at most, for each step of coarseness.
+# How long a window that closes by its number of points may stay open, for each step of coarseness.
 _LONGEST_S = 0.5
-# What an entry costs beside its data, and a scalar beside its tag; a little more than Python takes.
+# Memory of an entry beside its data, and of a scalar beside its tag; a little more than Python needs.
 _ENTRY_BYTES = 400
 _SCALAR_BYTES = 120
-# Of a queue that is full of scalars, a pass leaves at most about half.
+# Each pass leaves at most about half of a queue that is full of scalars.
 _MOST_COARSE = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scalars:
-    """What one call has logged.
+class LoggedScalars:
+    """What one call logs.
 
     Attributes:
-        step: Step, as it was given.
+        step: The step, as given.
         values: Value by tag.
         created: Wall-clock time of the call, seconds since the epoch.
     """
@@ -36,45 +36,44 @@ class Scalars:
 
 
 @dataclass(slots=True)
-class _Window:
+class _TagWindow:
     opened: float
     seen: int = 0
     # Those that stand for the window, each with its place in the order of arrival.
-    smallest: tuple[int, Scalars] | None = None
-    largest: tuple[int, Scalars] | None = None
-    last: tuple[int, Scalars] | None = None
+    smallest: tuple[int, LoggedScalars] | None = None
+    largest: tuple[int, LoggedScalars] | None = None
+    last: tuple[int, LoggedScalars] | None = None
 
 
 class Thinner:
-    """Lets scalar points through, or of each tag's window only the smallest, the largest and the last.
+    """Lets scalar points through, or only the smallest, the largest and the last of each tag's window.
 
-    The idea is that of M4 aggregation (Jugel et al., VLDB 2014): a line drawn through these points has the outline of
-    the line through all. NaN counts as the smallest.
+    This is M4 aggregation (Jugel et al., VLDB 2014): a line through these points has the outline of the line through
+    all. NaN counts as the smallest.
 
     Args:
-        max_points_per_s: Most points of a tag in a second, on average; None for no such limit. Points wait for their
-            window, ``3 / max_points_per_s`` seconds, to end.
+        max_points_per_s: Most points of a tag per second, on average; None for no limit. Points wait for the end of
+            their window, which lasts ``3 / max_points_per_s`` seconds.
 
     Attributes:
-        coarseness: Beside the rate, a window is not closed before it has ``3 * 2**coarseness`` points; 0 lets all
-            through.
+        coarseness: A window also stays open until it has ``3 * 2**coarseness`` points; 0 lets all through.
         thinned: Points that were left out.
     """
 
     def __init__(self, max_points_per_s: float | None = None) -> None:
         self._window_s = _LEFT / max_points_per_s if max_points_per_s else 0.0
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, _TagWindow] = {}
         self._arrived = 0
         self.coarseness = 0
         self.thinned = 0
 
     @property
     def idle(self) -> bool:
-        """Whether no point waits for its window to end."""
+        """Whether no point waits for the end of its window."""
         return not self._windows
 
-    def offer(self, scalars: Scalars, now: float) -> list[Scalars]:
-        """Takes what was logged and returns what may go on, in the order of arrival.
+    def offer(self, scalars: LoggedScalars, now: float) -> list[LoggedScalars]:
+        """Takes what was logged and returns what may pass, in the order of arrival.
 
         Args:
             scalars: What was logged.
@@ -83,26 +82,26 @@ class Thinner:
         if not self.coarseness and not self._window_s and not self._windows:
             return [scalars]
         self._arrived += 1
-        closed: list[tuple[str, _Window]] = []
+        closed: list[tuple[str, _TagWindow]] = []
         for tag, value in scalars.values.items():
-            window = self._windows.setdefault(tag, _Window(opened=now))
+            window = self._windows.setdefault(tag, _TagWindow(opened=now))
             self._put(window, tag, value, scalars)
             if self._is_over(window, now):
                 closed.append((tag, self._windows.pop(tag)))
         return list(self._left_of(closed))
 
-    def due(self, now: float) -> list[Scalars]:
-        """What has waited for as long as it may."""
+    def due(self, now: float) -> list[LoggedScalars]:
+        """The points of windows that have been open for as long as they may."""
         longest_s = max(self._window_s, _LONGEST_S * 2**self.coarseness)
         over = [tag for tag, window in self._windows.items() if now - window.opened >= longest_s]
         return list(self._left_of([(tag, self._windows.pop(tag)) for tag in over]))
 
-    def rest(self) -> list[Scalars]:
-        """Everything that waits."""
+    def rest(self) -> list[LoggedScalars]:
+        """The points of all open windows."""
         windows, self._windows = self._windows, {}
         return list(self._left_of(list(windows.items())))
 
-    def _put(self, window: _Window, tag: str, value: float, scalars: Scalars) -> None:
+    def _put(self, window: _TagWindow, tag: str, value: float, scalars: LoggedScalars) -> None:
         place = (self._arrived, scalars)
         window.seen += 1
         window.last = place
@@ -111,40 +110,40 @@ class Thinner:
         if window.largest is None or _below(window.largest[1].values[tag], value):
             window.largest = place
 
-    def _is_over(self, window: _Window, now: float) -> bool:
+    def _is_over(self, window: _TagWindow, now: float) -> bool:
         enough = window.seen >= _LEFT * 2**self.coarseness if self.coarseness else True
         return enough and now - window.opened >= self._window_s
 
-    def _left_of(self, windows: list[tuple[str, _Window]]) -> Iterator[Scalars]:
-        """The points that stand for these windows; those of one call together again."""
-        chosen: dict[int, tuple[Scalars, dict[str, float]]] = {}
+    def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
+        """The points that stand for these windows, with those of one call together again."""
+        chosen: dict[int, tuple[LoggedScalars, dict[str, float]]] = {}
         for tag, window in windows:
             places = {place[0]: place[1] for place in (window.smallest, window.largest, window.last) if place}
             self.thinned += window.seen - len(places)
             for number, scalars in places.items():
                 chosen.setdefault(number, (scalars, {}))[1][tag] = scalars.values[tag]
         for _, (scalars, values) in sorted(chosen.items(), key=lambda item: item[0]):
-            yield Scalars(step=scalars.step, values=values, created=scalars.created)
+            yield LoggedScalars(step=scalars.step, values=values, created=scalars.created)
 
 
 def _below(one: float, other: float) -> bool:
-    # Only NaN is not itself; math.isnan would not take an integer that no float can hold.
+    # Only NaN differs from itself; math.isnan does not accept an integer that no float can hold.
     return one != one or one < other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call that is made later, with its arguments as they were.
+class LoggedCall:
+    """A call to make later, with its arguments as they were.
 
     Attributes:
         name: The method's name.
         args: Positional arguments, copied.
         kwargs: Keyword arguments, copied.
         created: Wall-clock time of the call, seconds since the epoch.
-        data_bytes: How much memory the arguments hold.
+        data_bytes: Memory of the arguments.
         keep: Whether it must never be dropped.
-        is_media: Whether it is encoded aside, as images and histograms are.
-        events: CUDA events to wait for before the arguments can be read.
+        is_media: Whether it is encoded on a separate thread, as images and histograms are.
+        events: CUDA events to wait for before reading the arguments.
     """
 
     name: str
@@ -162,23 +161,23 @@ class Call:
         return not self.name
 
 
-Entry = Scalars | Call
+Entry = LoggedScalars | LoggedCall
 
 
-MARKER = Call(name="", kwargs={}, created=0.0, keep=True)
-"""Nothing but an end: what waits for the end of its window is not to wait any more."""
+MARKER = LoggedCall(name="", kwargs={}, created=0.0, keep=True)
+"""A mark in the queue: points before it no longer wait for the end of their window."""
 
 
 class Intake:
-    """A queue from the training thread to those that write; media have a line of their own.
+    """A queue from the training thread to the threads that stage; media have a queue of their own.
 
     Args:
         limit_bytes: Most bytes that wait in it.
-        overflow: What happens beyond: ``"thin"``, ``"drop_oldest"`` or ``"block"``.
-        block_s: How long a call waits for room with ``"block"``, seconds; then points are thinned.
+        overflow: What happens beyond that: ``"thin"``, ``"drop_oldest"`` or ``"block"``.
+        block_s: How long a call waits for room with ``"block"``, seconds; after that, points are thinned.
 
     Attributes:
-        thinned: Points that were left out, others standing for them.
+        thinned: Points that were left out, as others stand for them.
         dropped_points: Points that were dropped.
         dropped_records: Calls that were dropped.
     """
@@ -191,28 +190,28 @@ class Intake:
         self._overflow = overflow
         self._block_s = block_s
         self._entries: deque[Entry] = deque()
-        self._media: deque[Call] = deque()
+        self._media: deque[LoggedCall] = deque()
         self._bytes = 0
-        # Taken out, and not yet done with.
+        # Taken out, but not done yet.
         self._held_bytes = 0
         self._changed = threading.Condition()
         self._closed = False
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that wait, or are being worked on."""
+        """Bytes that wait or are being staged."""
         return self._bytes + self._held_bytes
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody waits here any more."""
+        """Whether it is closed."""
         return self._closed
 
     def put(self, entry: Entry) -> None:
-        """Takes an entry. Blocks only with ``"block"``, and for no longer than was said."""
+        """Takes an entry. Blocks only with ``"block"``, and no longer than set."""
         size = size_of(entry)
         with self._changed:
-            # Nothing makes way for what would not fit all the same.
+            # Nothing is dropped for what would not fit anyway.
             if not self._has_room(size) and size <= self._limit_bytes:
                 if self._overflow == "block" and not entry_is_kept(entry):
                     self._changed.wait_for(lambda: self._has_room(size) or self._closed, self._block_s)
@@ -220,10 +219,10 @@ class Intake:
             if not self._has_room(size) and not entry_is_kept(entry):
                 self._count_dropped(entry)
                 return
-            line: deque[Any] = self._media if isinstance(entry, Call) and entry.is_media else self._entries
+            line: deque[Any] = self._media if isinstance(entry, LoggedCall) and entry.is_media else self._entries
             line.append(entry)
             self._bytes += size
-            # Whoever waits for the first takes those behind it, too.
+            # Whoever waits for the first entry takes those behind it, too.
             if len(line) == 1:
                 self._changed.notify_all()
 
@@ -235,15 +234,15 @@ class Intake:
             self._changed.notify_all()
 
     def take(self) -> list[Entry]:
-        """Everything but media, at once; held until it is given back with :meth:`done`."""
+        """Takes everything but media; its memory counts until :meth:`done`."""
         with self._changed:
             taken = list(self._entries)
             self._entries.clear()
             self._hold(taken)
             return taken
 
-    def take_media(self) -> Call | None:
-        """The next of the media, waited for; None once the intake is closed."""
+    def take_media(self) -> LoggedCall | None:
+        """Waits for the next of the media and takes it; None once the intake is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._media or self._closed)
             if not self._media:
@@ -253,19 +252,19 @@ class Intake:
             return call
 
     def done(self, entries: list[Entry]) -> None:
-        """These have been worked on."""
+        """Notes that these are staged."""
         with self._changed:
             self._held_bytes -= sum(map(size_of, entries))
             self._changed.notify_all()
 
     def wait_for_entries(self, timeout_s: float | None) -> bool:
-        """Waits until there is something other than media, or the time is over; False once all is taken and closed."""
+        """Waits for an entry other than media, or until the time is over; False once closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._entries or self._closed, timeout_s)
             return bool(self._entries) or not self._closed
 
     def wait_until_empty(self, deadline: float) -> bool:
-        """Waits until all has been worked on; False at the deadline (seconds of the monotonic clock)."""
+        """Waits until everything is staged; False at the deadline (seconds of the monotonic clock)."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._entries and not self._media and not self._held_bytes,
@@ -273,7 +272,7 @@ class Intake:
             )
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """Ends all waiting."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -290,7 +289,7 @@ class Intake:
         room = self._limit_bytes - self._held_bytes
         if self._has_room(size) or size > room:
             return
-        # Down to half of what the queue may have, so that a full one does not do this for every entry.
+        # Down to half of the limit, so that a full queue does not do this for every entry.
         goal = min(room // 2, room - size)
         if self._overflow != "drop_oldest":
             self._thin(goal)
@@ -299,8 +298,8 @@ class Intake:
 
     def _thin(self, goal: int) -> None:
         for coarseness in range(1, _MOST_COARSE):
-            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, Scalars))
-            # Where it is not the scalars that fill the queue, they do not make way.
+            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, LoggedScalars))
+            # LoggedScalars are not thinned if it is not they that fill the queue.
             if self._bytes <= goal or scalars <= goal // 2:
                 return
             thinner = Thinner()
@@ -321,7 +320,7 @@ class Intake:
         line.extendleft(reversed(kept))
 
     def _count_dropped(self, entry: Entry) -> None:
-        if isinstance(entry, Scalars):
+        if isinstance(entry, LoggedScalars):
             self.dropped_points += len(entry.values)
         else:
             self.dropped_records += 1
@@ -329,30 +328,30 @@ class Intake:
 
 def size_of(entry: Entry) -> int:
     """About how much memory an entry takes."""
-    if isinstance(entry, Scalars):
+    if isinstance(entry, LoggedScalars):
         return _ENTRY_BYTES + _SCALAR_BYTES * len(entry.values)
     return _ENTRY_BYTES + entry.data_bytes
 
 
 def entry_is_kept(entry: Entry) -> bool:
     """Whether an entry must never be dropped."""
-    return isinstance(entry, Call) and entry.keep
+    return isinstance(entry, LoggedCall) and entry.keep
 
 
 def _thinned(thinner: Thinner, entries: deque[Entry]) -> list[Entry]:
     """The same entries in the same order, with fewer points."""
-    left: list[Scalars] = []
+    left: list[LoggedScalars] = []
     for place, entry in enumerate(entries):
-        if isinstance(entry, Scalars):
-            # Its place is all that has to be known of it: windows end in another order than they began.
+        if isinstance(entry, LoggedScalars):
+            # Its place identifies it: windows do not end in the order in which they began.
             left += thinner.offer(replace(entry, step=place), 0.0)
     tags: dict[int | None, set[str]] = {}
     for scalars in [*left, *thinner.rest()]:
         tags.setdefault(scalars.step, set()).update(scalars.values)
     return [
         replace(entry, values={tag: value for tag, value in entry.values.items() if tag in tags[place]})
-        if isinstance(entry, Scalars)
+        if isinstance(entry, LoggedScalars)
         else entry
         for place, entry in enumerate(entries)
-        if place in tags or not isinstance(entry, Scalars)
+        if place in tags or not isinstance(entry, LoggedScalars)
     ]

@@ -1,4 +1,4 @@
-"""What has become of everything that one logger was given, and what the user is told of it."""
+"""What has become of everything that one logger was given, and what is printed about it."""
 
 from collections.abc import Callable
 
@@ -6,29 +6,29 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 # How many different failures of single calls are printed.
-_MOST_SAID = 5
-# A write that takes longer than this is late: there is one about every second.
+_MOST_REPORTED = 5
+# A write that takes longer is late, as there is one about every second.
 _LATE_WRITE_S = 2.0
-# So long nobody waits for a storage that is well.
+# Nobody waits this long for healthy storage.
 _LONG_WAIT_S = 5.0
 
 
 class Ledger:
-    """Counts, and says each kind of trouble once.
+    """Counts what is lost, and reports each kind of trouble once.
 
     Args:
         logger: Class name of the logger.
         say: Prints to the user.
 
     Attributes:
-        waited_s: For how long training has waited, seconds.
-        finalize_s: For how long the end of the run has waited, seconds.
+        waited_s: How long training has waited, seconds.
+        finalize_s: How long the end of the run has waited, seconds.
         lost_points: Points that were left out because they could not be written.
         lost_records: Everything else that was left out.
-        refused_points: Those of the lost points that had been handed to the storage or server before.
+        refused_points: Those of the lost points that the storage or server had been given.
         refused_records: Those of the lost records that had.
         failures: How often something was left out.
-        last_failure: What was said of it last.
+        last_failure: The last message about that.
     """
 
     def __init__(self, logger: str, say: Callable[[str], None]) -> None:
@@ -42,14 +42,14 @@ class Ledger:
         self.last_failure = ""
         self._logger = logger
         self._say = say
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Something cannot be written, whatever its storage.
+        """Counts what cannot be written, whatever its storage.
 
         Args:
             name: The method that was called, or the file.
-            error: Why not.
+            error: Why.
             points: Scalar points in it.
             records: Everything else in it.
         """
@@ -57,45 +57,45 @@ class Ledger:
         self.lost_records += records
         self.failures += 1
         self.last_failure = f"{self._logger}: {name} failed: {error!r:.500}"
-        # Of the same kind, which may differ in a step or a value from call to call.
+        # Errors of one kind may differ in a step or a value from call to call.
         kind = f"{name} {type(error).__name__}"
-        if kind not in self._said and len(self._said) < _MOST_SAID:
-            self._said.add(kind)
+        if kind not in self._reported and len(self._reported) < _MOST_REPORTED:
+            self._reported.add(kind)
             self._say(f"{self.last_failure}; it is left out, and training goes on")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """The same of something that the storage or server was given, and has refused for good."""
+        """Counts what the storage or server was given and has refused for good."""
         self.refused_points += points
         self.refused_records += records
         self.lose(name, error, points=points, records=records)
 
-    def say_storage_fault(self, error: Exception, path: str, staging: str) -> None:
-        """The storage or server does not take what it is given; said once."""
-        self._say_once(
+    def report_storage_fault(self, error: Exception, path: str, staging: str) -> None:
+        """Reports once that the storage or server refuses what it is given."""
+        self._report_once(
             "storage",
             f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, the write is"
             f" retried, and what is logged waits in {staging}",
         )
 
-    def say_staging_fault(self, error: OSError) -> None:
-        """Local staging cannot be written to; said once."""
-        self._say_once(
+    def report_staging_fault(self, error: OSError) -> None:
+        """Reports once that local staging cannot be written to."""
+        self._report_once(
             "staging",
             f"{self._logger}: local staging failed: {error!r:.500}; training goes on, and what is logged waits in"
             " memory; until staging works again, it is lost if this process is killed",
         )
 
-    def _say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+    def _report_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._say(text)
 
 
-def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
-    """Whether anything was thinned, dropped or late: of what went well nothing is said.
+def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
+    """Whether anything was thinned, dropped or late: nothing is printed if all went well.
 
     Args:
-        facts: What an offload has come to.
+        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.waited_s, facts.finalize_s) >= _LONG_WAIT_S
@@ -103,10 +103,10 @@ def is_worth_saying(facts: LoggerFacts, *, is_done: bool) -> bool:
 
 
 def summary(facts: LoggerFacts, *, is_done: bool) -> str:
-    """What a logger's offload has come to, and where the rest lies if there is one.
+    """What became of everything that was logged, and where the rest is if there is one.
 
     Args:
-        facts: What it has come to.
+        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     to = f" to {facts.path}" if facts.path else ""

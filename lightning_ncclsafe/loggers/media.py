@@ -1,4 +1,4 @@
-"""A process that encodes media: an image of 512 x 512 takes 0.1 s, much of it with the GIL held."""
+"""A process that encodes media: an image of 512 x 512 takes 0.1 s, mostly with the GIL held."""
 
 import os
 import pickle
@@ -9,16 +9,16 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-# Smaller arguments are encoded faster than they are handed over.
+# Smaller arguments are encoded faster than they are sent.
 LARGE_BYTES = 1 << 16
 
 
 class MediaProcessError(Exception):
-    """The process cannot be had, or cannot be sent this: the call has to be made here."""
+    """The process is not available, or cannot be sent this: the call has to be made here."""
 
 
 class MediaProcess:
-    """Encodes the large calls of one thread in a process of low priority, which is started for the first of them.
+    """Encodes the large calls of one thread in a process of low priority, which the first of them starts.
 
     Args:
         logdir: The logger's directory.
@@ -35,9 +35,9 @@ class MediaProcess:
 
         Raises:
             MediaProcessError: If the process has died, or the arguments cannot be sent.
-            Exception: What the call raised.
+            Exception: What the call raises.
         """
-        # Pickle is safe here: both ends of the pipe are ours. What cannot be pickled fails before anything is sent.
+        # Pickle is safe here, as both ends of the pipe are ours. What cannot be pickled fails before anything is sent.
         try:
             request = pickle.dumps((name, args, kwargs, created), protocol=5)
         except Exception as error:
@@ -62,7 +62,7 @@ class MediaProcess:
             process, self._process = self._process, None
         if process is None:
             return
-        # It keeps nothing. First, so that whoever waits for an answer lets go of the pipe.
+        # It has no state. First, so that whoever waits for an answer lets go of the pipe.
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -73,7 +73,7 @@ class MediaProcess:
     def _running(self) -> "subprocess.Popen[bytes]":
         with self._lock:
             if self._process is None:
-                # On one core, without the job's GPUs, and without what a script of the user may have named like ours.
+                # On one core, without the job's GPUs, and without user scripts that shadow our modules.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__],
@@ -105,13 +105,13 @@ def _exactly(pipe: BinaryIO | Any, length: int) -> bytes:
 
 
 def _serve() -> None:
-    """The process: answers requests until nobody can send any."""
-    # Ctrl-C and a scheduler's SIGTERM reach it, too; what was accepted before is still to be written.
+    """Runs in the process: answers requests until nobody can send any."""
+    # Ctrl-C and a scheduler's SIGTERM reach it, too, but what was accepted before still has to be written.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(10)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What a library prints must not come between.
+    # What a library prints must not mix with answers.
     os.dup2(2, 1)
     from lightning_ncclsafe.loggers.events import EventMaker
 
@@ -121,7 +121,7 @@ def _serve() -> None:
         request = _receive(requests)
         made: list[tuple[str, bytes]] | Exception | None = None
         try:
-            # Not of a class that only the user's own program has.
+            # Fails for a class that only the user's own program has.
             name, args, kwargs, created = pickle.loads(request)
         except Exception:
             _send(answers, pickle.dumps(made))

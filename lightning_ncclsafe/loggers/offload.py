@@ -1,4 +1,4 @@
-"""One logger off the training thread: what it accepts is staged within half a second, and delivered in its own time."""
+"""One logger off the training thread: what it accepts is staged within half a second and delivered at its own pace."""
 
 import atexit
 import math
@@ -17,18 +17,18 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import readers
 from lightning_ncclsafe.loggers.delivery import Delivery, Sink
 from lightning_ncclsafe.loggers.intake import Entry, Intake
-from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_saying, summary
+from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_printing, summary
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.stager import Encoder, Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.settings import OffloadSettings
 
 _live: "weakref.WeakSet[Offload]" = weakref.WeakSet()
-# By destination, what is set once an earlier offload has brought its rest there.
+# By destination, set once an earlier offload has delivered its rest there.
 _unfinished: dict[str, threading.Event] = {}
-# How long what came in at the last moment may take once everything else has been delivered.
+# How long to wait for what came in last, once everything else is delivered.
 _LAST_S = 1.0
-# Condition variables do not wait for ever.
+# Condition variables do not wait forever.
 _LONG_S = 3600.0
 
 
@@ -36,9 +36,9 @@ class Backend(Encoder, Protocol):
     """One kind of logger.
 
     Attributes:
-        path: Where it writes, for people.
-        folders: Directories of this host in which a program may read what it has written, absolute.
-        file_names: The files that it writes there, by a part of their names.
+        path: Where it writes, to display.
+        folders: Absolute paths of the directories of this host where a program may read what it writes.
+        file_names: Parts of the names of files that it writes there.
     """
 
     path: str
@@ -50,19 +50,19 @@ class Backend(Encoder, Protocol):
         """Where its frames go."""
 
     def attach(self, offload: "Offload") -> None:
-        """Puts itself between the logger and its callers."""
+        """Replaces methods of the logger by its own."""
 
     def detach(self) -> None:
-        """The logger's methods are its own again; also after an ``attach`` that failed half-way.
+        """Restores the logger's methods, also after an ``attach`` that failed half-way.
 
-        In the first case the offload is closed by now, and what was accepted is delivered after this.
+        Otherwise the offload is closed by now, and what it accepted is delivered after this.
         """
 
     def finalize(self, status: str) -> None:
-        """The logger's own finalize; after ``detach``, or in the middle of a run."""
+        """Calls the logger's own finalize; after ``detach``, or in the middle of a run."""
 
     def close(self) -> None:
-        """Everything has been delivered: the logger learns what it has to know, and nothing is left running."""
+        """Ends what is still running, and updates the logger, once everything is delivered."""
 
 
 @marked(Mark.LOGGER)
@@ -70,16 +70,16 @@ class Offload:
     """Takes a logger off the training thread, until it is finalized for the last time.
 
     Args:
-        backend: What to do with this kind of logger.
+        backend: How to handle this kind of logger.
         name: Class name of the logger.
         settings: Limits and policies.
         store: Its local staging.
-        ledger: What has become of everything.
+        ledger: Counts what is lost.
         say: Prints to the user.
 
     Attributes:
-        ending: Whether the Trainer is at its end, so that the next ``finalize`` is the last one.
-        ended: Set once everything has been delivered after that.
+        ending: Whether the Trainer is ending, so that the next ``finalize`` is the last one.
+        ended: Set once everything is delivered after that.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Offload:
         self._ledger = ledger
         self._say = say
         self._closed = False
-        # Whether somebody who read what was logged did not find all of it.
+        # Whether a reader of what was logged did not find all of it.
         self._is_behind = False
-        # Of a process that was forked; nothing of this works there.
+        # In a forked child, where none of this works.
         self._is_forked = False
         self._intake = Intake(settings.memory_limit_bytes, settings.overflow, settings.block_s)
         self._delivery = Delivery(
@@ -111,7 +111,7 @@ class Offload:
             backend.sink,
             name=name,
             after=_unfinished_at(self._destination),
-            on_fault=partial(ledger.say_storage_fault, path=backend.path, staging=str(store.folder)),
+            on_fault=partial(ledger.report_storage_fault, path=backend.path, staging=str(store.folder)),
             on_lost=partial(ledger.lose, "a write", records=1),
         )
         self._stager = Stager(
@@ -128,7 +128,7 @@ class Offload:
         """Puts itself between the logger and its callers.
 
         Raises:
-            Exception: If that fails; the logger is as it was.
+            Exception: If that fails; the logger is restored.
         """
         try:
             self._backend.attach(self)
@@ -143,7 +143,7 @@ class Offload:
         atexit.register(self._at_exit)
 
     def forked(self) -> None:
-        """This is a child of the process that it belongs to, which may hold its locks: it is not touched any more."""
+        """Lets go in a forked child: the parent may hold its locks."""
         self._is_forked = True
         readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
@@ -157,11 +157,11 @@ class Offload:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller is one of ours: what it calls goes through."""
+        """Whether the caller is one of our threads, whose calls go straight to the logger."""
         return threading.current_thread().name.startswith("ncclsafe-")
 
     def put(self, entry: Entry) -> None:
-        """Accepts what a logger was given."""
+        """Accepts what a logger is given."""
         if self._is_forked:
             return
         began = time.perf_counter()
@@ -170,11 +170,11 @@ class Offload:
         self._ledger.waited_s += time.perf_counter() - began
 
     def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:
-        """Does something that touches the storage itself, in its own time.
+        """Runs something that writes to the storage itself on the delivering thread.
 
         Args:
-            job: What to do. If it waits already, it is done once.
-            data_bytes: How much memory its arguments hold.
+            job: What to run; once, if it is already waiting.
+            data_bytes: Memory of its arguments.
         """
         if self._delivery.jobs_bytes + data_bytes > self._settings.memory_limit_bytes:
             self._intake.dropped_records += 1
@@ -182,22 +182,22 @@ class Offload:
             self._delivery.add_job(job, data_bytes)
 
     def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Something cannot be written, whatever its storage."""
+        """Counts what cannot be written, whatever its storage."""
         self._ledger.lose(name, error, points=points, records=records)
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """The storage or server, to which it was given, has refused something for good."""
+        """Counts what the storage or server has refused for good."""
         self._ledger.refuse(name, error, points=points, records=records)
 
     def reject(self, frames: Sequence[StagedFrame], error: Exception) -> None:
-        """The same of frames of one file."""
+        """Counts frames of one file that were refused for good."""
         points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
         self.refuse(frames[0].file, error, points=points, records=records)
 
     # What the Trainer, the guard and the interpreter call.
 
     def hurry(self) -> None:
-        """What was accepted until now goes to storage as fast as that goes."""
+        """Delivers what is accepted so far as fast as possible."""
         if not self._is_forked:
             self._stager.hurry()
             self._delivery.hurry()
@@ -207,7 +207,7 @@ class Offload:
         return self._is_forked or (self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline))
 
     def drain(self, timeout_s: float) -> bool:
-        """Brings everything accepted to storage; False if that took too long."""
+        """Delivers everything accepted; False if it takes too long."""
         began = time.monotonic()
         self.hurry()
         is_done = self.wait(began + timeout_s)
@@ -216,13 +216,13 @@ class Offload:
         return is_done
 
     def catch_up(self, most_s: float = math.inf) -> None:
-        """What was logged until now can be read where the logger puts it, as without an offload.
+        """Delivers what is logged so far, so that it can be read where the logger puts it, as without an offload.
 
-        Waits no longer than the end of a run does, and not at all where storage has not caught up since it was last
-        waited for in vain, or refuses what it is given.
+        Waits no longer than the end of a run does, and not at all if storage refuses what it is given or has not
+        caught up since the last wait in vain.
 
         Args:
-            most_s: How long to wait at most, seconds.
+            most_s: Longest wait, seconds.
         """
         if self._is_forked or self._closed or self.is_own_thread:
             return
@@ -237,7 +237,7 @@ class Offload:
         self._ledger.waited_s += time.monotonic() - began
 
     def finalize(self, status: str) -> None:
-        """Brings everything to storage, within the deadline; if the Trainer is at its end, for the last time."""
+        """Delivers everything within the deadline; for the last time if the Trainer is ending."""
         if self._is_forked:
             return
         if self.ending:
@@ -246,7 +246,7 @@ class Offload:
             self._finalize(status)
 
     def close(self, status: str | None = None) -> None:
-        """Gives the logger back, brings everything to storage, and says what became of it."""
+        """Restores the logger, delivers everything, and prints what became of it."""
         if self._closed or self._is_forked:
             return
         self._closed = True
@@ -263,17 +263,17 @@ class Offload:
             if status is not None:
                 self._finalize(status)
         facts = self.facts()
-        if is_worth_saying(facts, is_done=is_done):
+        if is_worth_printing(facts, is_done=is_done):
             self._say(summary(facts, is_done=is_done))
         if is_done:
             self._end()
         else:
-            # As long as there is this process, it goes on trying; whoever writes there next waits for it.
+            # It keeps trying for as long as this process lives; whoever writes there next waits for it.
             _set_unfinished(self._destination, self.ended)
             threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._name}", daemon=True).start()
 
     def facts(self) -> LoggerFacts:
-        """What it has come to."""
+        """Its counters and times."""
         delivery, intake, store, ledger = self._delivery, self._intake, self._store, self._ledger
         dropped = intake.dropped_points + intake.dropped_records + store.dropped_points + store.dropped_records
         return LoggerFacts(
@@ -324,14 +324,14 @@ class Offload:
 
 @marked(Mark.LOGGER)
 def drain_all(timeout_s: float) -> None:
-    """Brings what all offloaded loggers of this process have accepted to storage, as far as that goes in the time.
+    """Delivers what all offloaded loggers of this process have accepted, as far as possible in the time.
 
     Args:
         timeout_s: Seconds for all of them together.
     """
     deadline = time.monotonic() + timeout_s
     offloads = list(_live)
-    # All of them first: one whose storage is dead must not take the time of the others.
+    # All of them first: dead storage of one must not use up the time of the others.
     for offload in offloads:
         with suppress(Exception):
             offload.hurry()
@@ -341,12 +341,12 @@ def drain_all(timeout_s: float) -> None:
 
 
 def live_facts() -> tuple[LoggerFacts, ...]:
-    """What the offloaded loggers of this process have come to."""
+    """Counters and times of the offloaded loggers of this process."""
     return tuple(offload.facts() for offload in list(_live))
 
 
 def _unfinished_at(destination: str) -> threading.Event | None:
-    """What is set once an earlier offload has brought its rest to a destination; None if there is no such rest."""
+    """Set once an earlier offload has delivered its rest to a destination; None if there is no such rest."""
     event = _unfinished.get(destination)
     if event is not None and event.is_set():
         del _unfinished[destination]
@@ -355,7 +355,7 @@ def _unfinished_at(destination: str) -> threading.Event | None:
 
 
 def _set_unfinished(destination: str, ended: threading.Event) -> None:
-    """An offload ends with something left; ``ended`` is set once that is on storage."""
+    """Notes that an offload ends with something left; ``ended`` is set once that is delivered."""
     for other in [other for other, event in _unfinished.items() if event.is_set()]:
         del _unfinished[other]
     _unfinished[destination] = ended

@@ -1,4 +1,4 @@
-"""Whoever reads a logger's files in this program finds what was logged until then, as without an offload."""
+"""Whoever reads a logger's files in this program finds everything logged so far, as without an offload."""
 
 import os
 import sys
@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-# What Python says before it opens a file or lists a directory, by whatever library.
+# Audit events of Python before it opens a file or lists a directory, for whatever library.
 _EVENTS = frozenset({"open", "os.listdir", "os.scandir"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """What is to be done before anybody reads files of these names below a folder, or lists it."""
+    """What to do before anybody reads files of these names below a folder, or lists it."""
 
     folder: str
     names: tuple[str, ...]
@@ -25,24 +25,24 @@ _is_listening = False
 
 
 def watch(folder: str, names: tuple[str, ...], before: Callable[[], None]) -> None:
-    """From now on something is done before this program reads a file below a directory, or lists it.
+    """Has something done before this program reads a file below a directory, or lists it.
 
     Args:
         folder: The directory, as an absolute path.
-        names: The files, by any part of their names.
-        before: What is done, on the thread that reads.
+        names: Parts of the names of the files.
+        before: What to do, on the thread that reads.
     """
     global _is_listening, _watched
     _watched = (*_watched, _Watch(folder, names, before))
     if not _is_listening:
         _is_listening = True
-        # There is no way to take it back, but where there is nothing to watch it does nothing. What Python tells of, a
-        # call of id for instance, takes some 0.2 microseconds longer.
+        # A hook cannot be removed, but does nothing if nothing is watched. Each audit event, a call of id for instance,
+        # takes about 0.2 microseconds longer.
         sys.addaudithook(_hear)
 
 
 def leave(before: Callable[[], None]) -> None:
-    """Nothing is done any more; the reverse of :func:`watch`."""
+    """Reverses :func:`watch`."""
     global _watched
     _watched = tuple(one for one in _watched if one.before != before)
 
@@ -50,15 +50,15 @@ def leave(before: Callable[[], None]) -> None:
 def _hear(event: str, args: tuple[Any, ...]) -> None:
     if not _watched or event not in _EVENTS:
         return
-    # Who only writes sees nothing of what is there.
+    # Who only writes does not see what is there.
     if event == "open" and args[2] & os.O_ACCMODE == os.O_WRONLY:
         return
-    # Nobody's read fails because of us; that of a path that is none will by itself.
+    # Nobody's read fails because of us; that of an invalid path fails by itself.
     with suppress(Exception):
         if not isinstance(args[0], int):
             path = os.path.abspath(os.fsdecode(args[0]))
             for one in _watched:
                 is_below = path == one.folder or path.startswith(f"{one.folder}{os.sep}")
-                # Data, or a checkpoint, may lie there, too.
+                # Data or a checkpoint may be there, too.
                 if is_below and (event != "open" or any(name in os.path.basename(path) for name in one.names)):
                     one.before()

@@ -1,4 +1,4 @@
-"""Brings to storage what a process that is gone has left in local staging."""
+"""Delivers what a process that is gone left in local staging."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from lightning_ncclsafe.loggers.store import Store
 Replay = Callable[[Sequence[StagedFrame]], None]
 """Makes calls of the logger they were meant for."""
 
-# What a note of what has been delivered may need, and more.
+# More than a note of what is delivered needs.
 _PROBE_BYTES = 1 << 16
 _LONGEST_NAME = 100
 
@@ -39,14 +39,14 @@ class Recovered:
 
     Attributes:
         folder: The folder.
-        manifest: Whose it is.
-        points: Points brought to storage.
-        records: Everything else brought to storage.
+        manifest: Its manifest.
+        points: Points delivered.
+        records: Everything else delivered.
         to: Where they are now.
         problem: Why something may still be in the folder; empty if nothing is.
-        is_busy: Whether that is only because another process is at it.
+        is_busy: Whether that is only because another process works on it.
         lost_bytes: Bytes of the folder that could not be read.
-        lost_calls: Calls of which only the name was staged: their arguments were in the memory of the process.
+        lost_calls: Calls of which only the name was staged, as their arguments were in the memory of the process.
     """
 
     folder: Path
@@ -61,25 +61,25 @@ class Recovered:
 
 
 def recover(folder: Path, replay: Replay | None = None) -> Recovered:
-    """Brings what is in a folder to storage, and removes the folder when all of it is there.
+    """Delivers the content of a folder, and removes the folder when all of it is on storage.
 
-    It may be stopped at any time and begun again: what is on storage by then is not written again, and of the calls
-    that ``replay`` makes at most one is made twice.
+    It may be stopped at any time and begun again: what is on storage by then is not written again, and at most one of
+    the calls that ``replay`` makes is made twice.
 
     Args:
         folder: The folder of local staging.
-        replay: Makes calls of the logger they were meant for. None: they are written down, in files beside its logs.
+        replay: Makes calls of the logger they were meant for. None: they are written to files beside its logs.
 
     Raises:
-        StagingError: If the folder is no local staging.
-        Exception: What ``replay`` raised, but for an OSError: that is a problem of its storage.
+        StagingError: If the folder is not local staging.
+        Exception: What ``replay`` raises, except an OSError, which is a problem of its storage.
     """
     recovery = _Recovery(folder, read_manifest(folder), replay)
     try:
         with _claimed(folder) as claim:
-            # A lock that a living process has lost says nothing; one that it has given up does.
+            # A lock that a living process has lost means nothing; one that it has given up does.
             lives = claim.is_new and is_alive(recovery.done.manifest)
-            # Without a manifest it has just been recovered by somebody else.
+            # Without a manifest, somebody else has just recovered it.
             if claim.is_mine and not lives and (folder / MANIFEST).is_file():
                 recovery.run()
                 return recovery.done
@@ -94,7 +94,7 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
 
 
 class _Recovery:
-    """Brings what is in one folder to storage.
+    """Delivers the content of one folder.
 
     Attributes:
         done: What has become of it so far.
@@ -108,7 +108,7 @@ class _Recovery:
         self._written: set[str] = set()
 
     def run(self) -> None:
-        """Does it; the folder is claimed."""
+        """Delivers everything; the folder is claimed."""
         folder = self.done.folder
         _check_staging(folder)
         try:
@@ -126,7 +126,7 @@ class _Recovery:
 
     def _read(self, store: Store) -> Portion | None:
         staged = store.pending_bytes
-        # A call that is made cannot be looked up afterwards, as a file can: each is released at once.
+        # A call cannot be looked up afterwards, as a file can, so each is released at once.
         portion = store.read(1) if self._replay is not None else store.read()
         self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
         return portion
@@ -169,27 +169,27 @@ class _Recovery:
 
 
 def _written_down(frame: StagedFrame, name: str) -> StagedFrame:
-    """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as it was staged."""
-    said: Any = None
+    """A call as a line of a file: points as a row of CSV, anything else as a line of JSON, as staged."""
+    call: Any = None
     with suppress(ValueError, RecursionError):
-        said = json.loads(frame.body)
-    said = said if isinstance(said, dict) else {"text": frame.body.decode(errors="replace")}
-    values = said.get("values")
-    # A metric that has the name of one of our columns would take its place.
+        call = json.loads(frame.body)
+    call = call if isinstance(call, dict) else {"text": frame.body.decode(errors="replace")}
+    values = call.get("values")
+    # A metric with the name of one of our columns would take its place.
     if isinstance(values, dict) and not values.keys() & {"step", "time"}:
-        row = {**values, "step": said.get("step"), "time": said.get("created")}
+        row = {**values, "step": call.get("step"), "time": call.get("created")}
         return replace(frame, kind="rows", file=f"{name}.csv", body=json.dumps(row).encode())
     if not frame.body:
-        said = {"lost": "its arguments were only in the memory of the process"}
-    line = json.dumps({**said, "call": frame.file}).encode()
+        call = {"lost": "its arguments were only in the memory of the process"}
+    line = json.dumps({**call, "call": frame.file}).encode()
     return replace(frame, kind="append", file=f"{name}.jsonl", body=line + b"\n")
 
 
 def _file_name(manifest: Manifest) -> str:
-    """A name for people, the same whenever this staging is recovered: which run, and when it began."""
+    """A readable name, the same whenever this staging is recovered: which run, and when it began."""
     began = datetime.fromtimestamp(manifest.created_ns // 1_000_000_000, tz=timezone.utc)
     run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{manifest.logger}-{manifest.identity}").strip("-.")[:_LONGEST_NAME]
-    # The nanoseconds tell loggers apart that began together.
+    # The nanoseconds distinguish loggers that began together.
     return f"recovered-{run}-{began:%Y-%m-%dT%H-%M-%S}.{manifest.created_ns % 1_000_000_000:09d}Z-{manifest.pid}"
 
 
@@ -200,11 +200,11 @@ def _who_is_at_it(folder: Path, manifest: Manifest) -> str:
 
 
 def _check_staging(folder: Path) -> None:
-    """A recovery notes how far it has come; where it cannot, the next one would write things twice."""
+    """A recovery notes how far it is; if it cannot, the next one would write things twice."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
-        # The store takes what it cannot open for lost.
+        # The store counts what it cannot open as lost.
         for path in folder.glob("*.frames"):
             open(path, "rb", opener=open_regular).close()
     except OSError as error:
@@ -212,7 +212,7 @@ def _check_staging(folder: Path) -> None:
 
 
 def _check_is_there(to: str, root: str) -> None:
-    """What is written below the mount point of a file system that is not mounted would never be seen again."""
+    """What is written below an unmounted mount point would never be seen again."""
     if "://" not in to and not any(map(os.path.isdir, (to, root))):
         raise StagingError(
             f"{root or to} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p"

@@ -1,7 +1,7 @@
-"""The files of a folder of local staging: segments of frames, and a note of what of them is delivered.
+"""The files of a folder of local staging: segments of frames, and a note of how far they are delivered.
 
-A frame has a header that says where its bytes belong. It is written whole and carries a checksum, so that what a killed
-process left behind can be read up to the frame it died in. Headers are JSON; nothing in a frame is ever executed.
+A frame has a header that names where its bytes belong, and a checksum, so that what a killed process leaves can be read
+up to the frame it died in. Headers are JSON; nothing in a frame is ever executed.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 
 from lightning_ncclsafe.loggers.staging import open_regular
 
-Kind = Literal["append", "rows", "whole", "call"]
-"""How a frame's bytes are delivered: appended to a file, added to a CSV file as rows (one JSON object a line), written
-as a whole file, or given to the logger as a call."""
+FrameKind = Literal["append", "rows", "whole", "call"]
+"""How a frame's bytes are delivered: appended to a file, added to a CSV file as rows (one JSON object per line),
+written as a whole file, or passed to the logger as a call."""
 # Length of header, length of body, checksum of both.
 _PREFIX = struct.Struct("<III")
-# No frame of ours comes near; a length beyond it is not one.
+# No frame comes near this size; a larger length is damage.
 _LARGEST_BYTES = 1 << 31
 _DELIVERED = "delivered.json"
 _SUFFIX = ".frames"
@@ -40,10 +40,10 @@ class StagedFrame:
         points: Scalar points in it.
         records: Everything else in it: media, text, hyperparameters.
         keep: Whether it must never be dropped.
-        details: What this kind needs beside, in JSON's types.
+        details: What else this kind needs, in JSON's types.
     """
 
-    kind: Kind
+    kind: FrameKind
     file: str
     body: bytes
     points: int = 0
@@ -63,7 +63,7 @@ def encode(frame: StagedFrame) -> bytes:
 def decode(data: bytes) -> Iterator[tuple[StagedFrame, int]]:
     """The frames at the beginning of ``data``, each with the offset of its end.
 
-    Stops where a frame is not whole, or where the bytes are no frame.
+    Stops at an incomplete frame, or at bytes that are not a frame.
     """
     start = 0
     while len(data) - start >= _PREFIX.size:
@@ -83,7 +83,7 @@ def decode(data: bytes) -> Iterator[tuple[StagedFrame, int]]:
 def _frame(header: bytes, body: bytes) -> StagedFrame | None:
     try:
         head = json.loads(header)
-        if head["kind"] not in get_args(Kind) or not _is_below(head["file"]):
+        if head["kind"] not in get_args(FrameKind) or not _is_below(head["file"]):
             return None
         return StagedFrame(
             kind=head["kind"],
@@ -94,13 +94,13 @@ def _frame(header: bytes, body: bytes) -> StagedFrame | None:
             keep=bool(head["keep"]),
             details=dict(head["details"]),
         )
-    # The last two are what an infinite count and ten thousand brackets come to.
+    # The last two are raised by an infinite count and by ten thousand brackets.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def _is_below(file: str) -> bool:
-    """Whether this is the name of a file below the logger's directory: nothing outside of it is ours to write."""
+    """Whether this names a file below the logger's directory: nothing outside of it may be written."""
     path = PurePosixPath(file)
     return bool(path.name) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
@@ -111,8 +111,8 @@ class Portion:
 
     Attributes:
         frames: The frames, in order.
-        segment: Number of the segment they are in; -1 for those that could not be written down.
-        end: Offset of their end in the segment; for those that could not be written down, their number.
+        segment: Number of their segment; -1 for frames that could not be written.
+        end: Offset of their end in the segment; for frames that could not be written, their number.
     """
 
     frames: tuple[StagedFrame, ...]
@@ -127,10 +127,10 @@ class Segment:
     Attributes:
         folder: The folder it is in.
         number: Its place in the order.
-        size_bytes: How long it is.
-        released_bytes: How much of it, from its beginning, has been delivered.
-        points: Points in the rest, as far as this process has written it.
-        records: Everything else in the rest, as far as this process has written it.
+        size_bytes: Its length.
+        released_bytes: How much of it, from its beginning, is delivered.
+        points: Points in the rest, as far as this process wrote them.
+        records: Everything else in the rest, as far as this process wrote it.
     """
 
     folder: Path
@@ -147,12 +147,12 @@ class Segment:
 
     @property
     def rest_bytes(self) -> int:
-        """How much of it has not been delivered."""
+        """How much of it is not delivered."""
         return self.size_bytes - self.released_bytes
 
     def count(self, frames: Sequence[StagedFrame], times: int = 1) -> None:
-        """Counts frames that have been added, or with ``times=-1`` taken away."""
-        # Never below nothing: what an earlier process has left was not counted.
+        """Counts frames that are added, or with ``times=-1`` removed."""
+        # Never below zero, as what an earlier process left was not counted.
         self.points = max(self.points + times * sum(frame.points for frame in frames), 0)
         self.records = max(self.records + times * sum(frame.records for frame in frames), 0)
 
@@ -160,18 +160,18 @@ class Segment:
         """Writes at the end, all or nothing.
 
         Raises:
-            OSError: If that fails; ``FileNotFoundError`` if somebody has removed the file, or the folder.
+            OSError: If that fails; ``FileNotFoundError`` if the file or the folder is removed.
         """
-        # What was written before must still be there: behind nothing it would be looked for in the wrong place.
+        # What was written before must still be there, or this would be looked for at the wrong offset.
         makes = 0 if self.size_bytes else os.O_CREAT
-        # Not through a buffer: what is written here must outlive the process from now on.
+        # Unbuffered, so that it outlives the process from now on.
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | makes, 0o600)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(handle, view) :]
         except OSError:
-            # Half a frame would hide those after it.
+            # An incomplete frame would hide those after it.
             os.ftruncate(handle, self.size_bytes)
             raise
         finally:
@@ -179,14 +179,14 @@ class Segment:
         self.size_bytes += len(data)
 
     def read(self, most_bytes: int) -> Portion | None:
-        """The first frames of the rest, about ``most_bytes`` of them; None if there is no whole one.
+        """The first frames of the rest, about ``most_bytes`` of them; None if there is no complete one.
 
         Raises:
             OSError: If it cannot be read.
         """
         frames: list[StagedFrame] = []
         end = 0
-        # A recovery may ask for one call after the other: not for each is the whole file read.
+        # A recovery may ask for single calls, for each of which it must not read the whole file.
         chunk_bytes = max(2 * most_bytes, _CHUNK_BYTES)
         data = b""
         with open(self.path, "rb", opener=open_regular) as file:
@@ -204,7 +204,7 @@ class Segment:
         return Portion(tuple(frames), self.number, self.released_bytes + end) if frames else None
 
     def replace_rest(self, data: bytes) -> None:
-        """Has this in place of what has not been delivered.
+        """Replaces what is not delivered.
 
         Raises:
             OSError: If that fails; the file is as it was.
@@ -212,7 +212,7 @@ class Segment:
         temporary = self.path.with_suffix(".tmp")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(handle, "wb") as file:
-            # A hole takes the place of what has been delivered: what is noted about it stays true.
+            # A hole takes the place of what is delivered, so that noted offsets stay true.
             file.truncate(self.released_bytes)
             file.seek(self.released_bytes)
             file.write(data)
@@ -227,12 +227,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What has been delivered.
+    """How far frames are delivered.
 
     Attributes:
-        segment: Number of the first segment that is still needed; 0 for all that are there.
-        released: How much of that one has been delivered, bytes.
-        anchors: What the last delivery has left in each file of the destination.
+        segment: Number of the first segment that is still needed; 0 for all that exist.
+        released: How much of that one is delivered, bytes.
+        anchors: State of each file of the destination after its last delivery.
     """
 
     segment: int = 0
@@ -241,8 +241,8 @@ class Note:
 
 
 def write_note(folder: Path, note: Note) -> bool:
-    """Writes it down; returns whether it could."""
-    # Without it a recovery compares with what the storage has; the run itself does not need it.
+    """Writes the note; returns whether it could."""
+    # Without it, a recovery compares with what the storage has; the run itself does not need it.
     with suppress(OSError):
         temporary = folder / f"{_DELIVERED}.tmp"
         temporary.write_text(json.dumps(asdict(note)))
@@ -252,7 +252,7 @@ def write_note(folder: Path, note: Note) -> bool:
 
 
 def read_note(folder: Path) -> Note:
-    """What an earlier process has noted, as far as it makes sense."""
+    """What an earlier process noted, as far as it is valid."""
     try:
         found = json.loads(read_small(folder / _DELIVERED))
     except (ValueError, RecursionError):
@@ -268,10 +268,10 @@ def read_note(folder: Path) -> Note:
 
 
 def find_segments(folder: Path, note: Note) -> list[Segment]:
-    """The segments that an earlier process has left, in order.
+    """The segments that an earlier process left, in order.
 
     Raises:
-        OSError: If one cannot be looked at.
+        OSError: If one cannot be examined.
     """
     numbers = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
     segments = [Segment(folder, number) for number in numbers if number >= note.segment]
@@ -282,7 +282,7 @@ def find_segments(folder: Path, note: Note) -> list[Segment]:
 
 
 def read_small(path: Path) -> bytes:
-    """What is in a small file; nothing if there is none."""
+    """The content of a small file; empty if there is none."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return file.read()

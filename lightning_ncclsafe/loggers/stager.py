@@ -1,4 +1,4 @@
-"""The threads that turn what a logger was given into frames, and put these into local staging."""
+"""The threads that turn what a logger is given into frames and stage these locally."""
 
 import math
 import threading
@@ -8,41 +8,41 @@ from typing import Protocol
 
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.intake import Call, Entry, Intake, Scalars, Thinner
+from lightning_ncclsafe.loggers.intake import Entry, Intake, LoggedCall, LoggedScalars, Thinner
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.settings import OffloadSettings
 
-# How long what was accepted may stay in memory only.
+# How long what is accepted may stay in memory only.
 _STAGE_S = 0.25
-# From this part of the disk's limit on, the newest points are thinned, twice as much for each halving of what is free.
+# Beyond this share of the disk's limit new points are thinned, twice as much with each halving of the free space.
 _THIN_FROM = 0.5
-# Media may take this part of the disk's limit; the rest is left to points, which are smaller and matter more.
+# Media may take this share of the disk's limit; the rest is left to points, which are smaller and matter more.
 _MEDIA_SHARE = 0.75
 
 
 class Encoder(Protocol):
-    """What entries become."""
+    """Turns entries into frames."""
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
-        """What points become; on the staging thread."""
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
+        """The frames of points; on the staging thread."""
 
-    def call(self, call: Call) -> list[StagedFrame]:
-        """What a call becomes; on the staging thread, or that of media."""
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
+        """The frames of a call; on the staging thread or that of media."""
 
 
 class Stager:
     """Stages what arrives in an intake: one thread for points and short calls, one for media.
 
     Args:
-        encoder: What entries become.
+        encoder: Turns entries into frames.
         intake: Where they arrive.
         store: Local staging.
-        delivery: Told of what is staged.
-        ledger: Told of what cannot be staged.
+        delivery: Notified of what is staged.
+        ledger: Counts what cannot be staged.
         settings: Limits and policies.
-        name: Whose it is, for the threads' names.
+        name: Class name of the logger, for the threads' names.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Stager:
             thread.start()
 
     def hurry(self) -> None:
-        """Does not wait for more to come, from now on."""
+        """Stages at once from now on, without waiting for more."""
         self._hurried.set()
         self._intake.mark()
 
     def relax(self) -> None:
-        """Waits again, so that many calls become one write."""
+        """Waits for more again, so that many calls become one write."""
         self._hurried.clear()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything is staged, once the intake is closed; False if that takes longer."""
+        """Waits until everything is staged, once the intake is closed; False if it takes longer."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -122,13 +122,13 @@ class Stager:
                 self._intake.done([call])
 
     def _frames(self, entries: Sequence[Entry]) -> list[StagedFrame]:
-        """What these entries become, in order."""
+        """The frames of these entries, in order."""
         now = time.monotonic()
         self._thinner.coarseness = self._coarseness()
         frames: list[StagedFrame] = []
-        points: list[Scalars] = []
+        points: list[LoggedScalars] = []
         for entry in entries:
-            if isinstance(entry, Scalars):
+            if isinstance(entry, LoggedScalars):
                 points += self._thinner.offer(entry, now)
                 continue
             frames += self._frames_of_points(points + (self._thinner.rest() if entry.is_marker else []))
@@ -136,7 +136,7 @@ class Stager:
             frames += [] if entry.is_marker else self._frames_of_call(entry)
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
-    def _frames_of_points(self, points: Sequence[Scalars]) -> list[StagedFrame]:
+    def _frames_of_points(self, points: Sequence[LoggedScalars]) -> list[StagedFrame]:
         try:
             with OwnWork():
                 return self._encoder.scalars(points)
@@ -144,10 +144,10 @@ class Stager:
             if len(points) == 1:
                 self._ledger.lose("log_metrics", error, points=len(points[0].values))
                 return []
-        # One of them is wrong, and must not take the others with it.
+        # One of them is wrong and must not cost the others.
         return [frame for one in points for frame in self._frames_of_points([one])]
 
-    def _frames_of_call(self, call: Call) -> list[StagedFrame]:
+    def _frames_of_call(self, call: LoggedCall) -> list[StagedFrame]:
         try:
             for event in call.events:
                 event.synchronize()

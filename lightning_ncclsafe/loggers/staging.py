@@ -1,6 +1,6 @@
-"""Folders of local staging: made where nobody else can write, and claimed by the process that works in them.
+"""Folders of local staging: created where nobody else can write, and claimed by the process that works in them.
 
-A manifest in each says whose it is, and where what is in it belongs.
+The manifest of each names its owner and where its content belongs.
 """
 
 import errno
@@ -23,38 +23,38 @@ from typing import Any
 MANIFEST = "manifest.json"
 """The file that makes a folder one of local staging."""
 KINDS = {"files": ("append", "rows", "whole"), "calls": ("call",)}
-"""The kinds of staging, and of the frames in each."""
+"""The kinds of staging, with the kinds of frames in each."""
 SCHEMA = 1
 """Number of the layout of a folder of staging."""
-# A manifest has ten lines; what is larger is none.
+# A manifest has ten lines; anything larger is not one.
 _MOST_BYTES = 1 << 20
 _LATEST_NS = 1 << 63
 _LOCK = "lock"
-# Logger, time, process and number, see make_staging.
+# Logger, time, process and number; see make_staging.
 _UNFINISHED = re.compile(r".+-\d+-\d+-\d+")
 _folders = count()
-# What this process has claimed: a lock of lockf is none within a process, and closing any handle of the file ends it.
-# A child that was forked has a pid of its own here, as it has locks of its own.
+# Claims of this process: lockf does not lock within a process, and closing any handle of the file ends the lock. A
+# forked child has its own pid here, as it has its own locks.
 _claims: dict[tuple[int, str], object] = {}
-# Directories that were made by this process.
+# Directories that this process created.
 _made: set[Path] = set()
-# How often a directory is made that another process removes as soon as it is there: that one has just ended.
+# How often to create a directory that another process, which is just ending, removes at once.
 _ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Whose staging a folder is.
+    """Owner and destination of a folder of staging.
 
     Attributes:
         logger: Class name of the logger.
-        kind: ``"files"`` for frames that belong into files below ``destination``, ``"calls"`` for calls of a logger.
-        destination: The directory that the logger writes to, or a path or URL for people. Paths are made absolute.
-        root: The logger's ``save_dir``, made absolute: runs with the same one are of the same project.
-        identity: What tells this run from others of the same logger: its name and version.
+        kind: ``"files"`` for frames of files below ``destination``, ``"calls"`` for calls of a logger.
+        destination: The directory that the logger writes to, or a path or URL to display. Paths become absolute.
+        root: The logger's absolute ``save_dir``: runs that share it belong to the same project.
+        identity: Name and version of this run of the logger.
         host: Host name.
         pid: The process that writes, or wrote, here.
-        created_ns: When the folder was made, nanoseconds since the epoch.
+        created_ns: When the folder was created, nanoseconds since the epoch.
     """
 
     logger: str
@@ -67,18 +67,18 @@ class Manifest:
     created_ns: int = 0
 
     def __post_init__(self) -> None:
-        # Loggers know paths relative to the working directory; whoever recovers has another.
+        # Loggers have paths relative to the working directory, which is another one in a recovery.
         for name in ("destination", "root"):
             path = getattr(self, name)
             object.__setattr__(self, name, path if _is_absolute(path) or not path else os.path.abspath(path))
 
 
 class StagingError(Exception):
-    """A folder is no local staging, or not of a kind this version reads; its text says which."""
+    """A folder is not local staging, or of a kind that this version does not read; the message names which."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Makes a folder one of local staging, at once.
+    """Makes a folder one of local staging, atomically.
 
     Raises:
         OSError: If it cannot be written to.
@@ -89,28 +89,28 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Whose staging a folder is.
+    """Owner and destination of a folder of staging.
 
     Raises:
-        StagingError: If it is none, of another version, or if somebody else may have written there.
+        StagingError: If it is not staging, of another version, or if somebody else may have written there.
     """
     try:
         _check_owner(folder)
-        said = _manifest_text(folder)
+        found = _manifest_text(folder)
     except (OSError, ValueError, RecursionError) as error:
         raise StagingError(f"{folder} is not a staging folder of ncclsafe, or is damaged: {error}") from error
-    schema = said.pop("schema", None) if isinstance(said, dict) else None
+    schema = found.pop("schema", None) if isinstance(found, dict) else None
     if schema != SCHEMA:
         raise StagingError(f"{folder} has schema {schema!r:.50}; this version of ncclsafe reads schema {SCHEMA}.")
     expected = {field.name: int if field.name in ("pid", "created_ns") else str for field in fields(Manifest)}
-    is_typed = {name: type(value) for name, value in said.items()} == expected
-    if not is_typed or not _makes_sense(**said):
-        raise StagingError(f"{folder / MANIFEST} is damaged: it contains {repr(said)[:200]}")
-    return Manifest(**said)
+    is_typed = {name: type(value) for name, value in found.items()} == expected
+    if not is_typed or not _makes_sense(**found):
+        raise StagingError(f"{folder / MANIFEST} is damaged: it contains {repr(found)[:200]}")
+    return Manifest(**found)
 
 
 def staging_folders(directory: Path) -> list[Path]:
-    """Folders of local staging that are in a directory, the oldest of each logger first, also damaged ones.
+    """Folders of local staging in a directory, including damaged ones, the oldest of each logger first.
 
     Raises:
         OSError: If the directory cannot be read.
@@ -119,21 +119,21 @@ def staging_folders(directory: Path) -> list[Path]:
 
 
 def is_staging(folder: Path) -> bool:
-    """Whether a folder is local staging: it has a manifest, which is not one of some other program."""
+    """Whether a folder is local staging: it has a manifest that is not another program's."""
     if not os.path.isfile(folder / MANIFEST):
         return False
     try:
-        said = _manifest_text(folder)
+        found = _manifest_text(folder)
     except (OSError, ValueError, RecursionError):
         return True
-    return isinstance(said, dict) and "schema" in said
+    return isinstance(found, dict) and "schema" in found
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An opener of regular files: anything else is an error at once, where to open a pipe would wait for ever.
+    """An opener of regular files: anything else is an error at once, where opening a pipe would wait forever.
 
     Raises:
-        OSError: If it cannot be opened, or is no regular file.
+        OSError: If it cannot be opened, or is not a regular file.
     """
     handle = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -158,7 +158,7 @@ def _is_absolute(path: str) -> bool:
 
 
 def _check_owner(folder: Path) -> None:
-    """What is read there is written to where its manifest says, with all rights of this user."""
+    """What is read there is written wherever its manifest names, with all permissions of this user."""
     if stat.S_IMODE(folder.stat().st_mode) & 0o022:
         raise PermissionError(f"others can write to it; if what is in it is yours, run: chmod go-w {folder}")
     for path in (folder, *folder.iterdir()):
@@ -174,17 +174,17 @@ def _check_owner(folder: Path) -> None:
 class Claim:
     """The right to work in a folder of staging, until it is given up or the process ends.
 
-    A lock of lockf: it is not inherited by child processes, as one of flock would be.
+    It is a lock of lockf, which child processes do not inherit, as they would one of flock.
 
     Args:
         folder: The folder.
 
     Attributes:
-        is_mine: Whether nobody else had it.
-        is_new: Whether there was no lock in the folder before: nobody has ever worked there, or it was removed.
+        is_mine: Whether this process has it.
+        is_new: Whether the folder had no lock before: nobody has ever worked there, or the lock was removed.
 
     Raises:
-        OSError: If the folder is there and cannot be locked.
+        OSError: If the folder exists and cannot be locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -198,7 +198,7 @@ class Claim:
 
     def give_up(self) -> None:
         """Lets others have it."""
-        # In this order: to close a handle ends the lock of whoever in this process has claimed the folder since.
+        # In this order: closing a handle ends the lock of whoever in this process has claimed the folder since.
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -206,10 +206,10 @@ class Claim:
             del _claims[self._key]
 
     def renew(self) -> None:
-        """Makes the lock again if somebody has removed it: cleaners of temporary directories do.
+        """Creates the lock again if it was removed, as cleaners of temporary directories do.
 
         Raises:
-            OSError: If that fails, or somebody else has taken the folder meanwhile.
+            OSError: If that fails, or another process has claimed the folder meanwhile.
         """
         if self._handle is None or self._key[0] != os.getpid() or _is_at(self._handle, self._folder / _LOCK):
             return
@@ -219,12 +219,12 @@ class Claim:
         except OSError:
             os.close(handle)
             raise
-        # It is of another file, so that to close it ends no lock of the new one.
+        # It belongs to another file, so closing it does not end the new lock.
         os.close(self._handle)
         self._handle = handle
 
     def remove_lock(self) -> None:
-        """Removes the lock that this has made anew, and the folder if it was just being removed and is empty."""
+        """Removes the lock that this claim created, and the folder if it was just being removed and is empty."""
         with suppress(OSError):
             (self._folder / _LOCK).unlink()
             self._folder.rmdir()
@@ -234,7 +234,7 @@ class Claim:
         try:
             self._handle, self.is_new = _open_lock(path)
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Else whoever had it has removed it since, and another one may have been made.
+            # Otherwise its owner has removed it since, and there may be another one.
             self.is_mine = _is_at(self._handle, path)
         except OSError as error:
             is_taken = self._handle is not None and error.errno in (errno.EACCES, errno.EAGAIN)
@@ -251,24 +251,24 @@ def default_staging_dir() -> Path:
 
 
 def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, Claim]:
-    """Makes a folder of local staging and claims it for this process.
+    """Creates a folder of local staging and claims it for this process.
 
     Args:
-        staging_dir: Where; made, for this user only.
-        manifest: Whose it is; host, process and time are filled in.
+        staging_dir: Where; created, for this user only.
+        manifest: Its manifest; host, process and time are filled in.
 
     Returns:
-        The folder, and the claim to it.
+        The folder and the claim on it.
 
     Raises:
-        OSError: If it cannot be made, or somebody else could change what is in it.
+        OSError: If it cannot be created, or others could change what is in it.
     """
     here = replace(manifest, host=socket.gethostname(), pid=os.getpid(), created_ns=time.time_ns())
     folder = staging_dir / f"{manifest.logger}-{here.created_ns}-{here.pid}-{next(_folders)}"
     _make_private(staging_dir, folder)
     claim = None
     try:
-        # Before it has a manifest, so that no recovery takes it for one that was left behind.
+        # Before it has a manifest, so that no recovery takes it for one left behind.
         claim = Claim(folder)
         if not claim.is_mine:
             raise OSError(f"{folder} is claimed by another process")
@@ -282,21 +282,21 @@ def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, Claim]:
 
 
 def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
-    """Makes a folder of local staging again if it was removed, or a part of it, and lets it look used.
+    """Creates a folder of local staging again if it, or a part of it, was removed, and renews its times.
 
-    Cleaners of temporary directories remove what was not changed for days; a run may take weeks.
+    Cleaners of temporary directories remove what has not changed for days; a run may take weeks.
 
     Args:
-        folder: The folder; made, for this user only.
-        claim: The claim to it, if there is one.
-        manifest: The text of its manifest; none if it had none.
+        folder: The folder; created, for this user only.
+        claim: The claim on it, if there is one.
+        manifest: The text of its manifest; empty if it had none.
 
     Raises:
-        OSError: If it cannot be made, somebody else could change what is in it, or has taken it.
+        OSError: If it cannot be created, others could change what is in it, or another process has claimed it.
     """
     _make_private(folder.parent, folder)
     if claim is not None:
-        # Before the manifest, so that no recovery takes the folder for one that was left behind.
+        # Before the manifest, so that no recovery takes the folder for one left behind.
         claim.renew()
     if manifest and not (folder / MANIFEST).exists():
         temporary = folder / f"{MANIFEST}.tmp"
@@ -308,7 +308,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
 
 
 def remove_staging(folder: Path) -> None:
-    """Removes a folder of local staging, and the directory that it is in if that is ours and empty now."""
+    """Removes a folder of local staging, and its directory if that is ours and empty now."""
     shutil.rmtree(folder, ignore_errors=True)
     _made.discard(folder)
     with suppress(OSError):
@@ -318,15 +318,15 @@ def remove_staging(folder: Path) -> None:
 
 
 def is_alive(manifest: Manifest) -> bool:
-    """Whether the process that has made a folder is another one of this host, and lives."""
+    """Whether the process that created a folder is another one of this host and alive."""
     if manifest.host != socket.gethostname() or manifest.pid in (0, os.getpid()):
         return False
-    # Imported for the rare case: the command line answers at once without it.
+    # Imported only when needed: the command line starts faster without it.
     import psutil
 
     try:
         process = psutil.Process(manifest.pid)
-        # One that has got its number since is younger than the folder.
+        # A later process with the same pid is younger than the folder.
         is_it = process.create_time() * 1e9 < manifest.created_ns
         return is_it and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, OverflowError):
@@ -334,8 +334,8 @@ def is_alive(manifest: Manifest) -> bool:
 
 
 def remove_unfinished(staging_dir: Path) -> None:
-    """Removes folders of processes that have died before they had anything in them, not even a manifest."""
-    # Imported for the rare case, as above.
+    """Removes folders of processes that died before writing anything, not even a manifest."""
+    # Imported only when needed, as above.
     import psutil
 
     with suppress(OSError):
@@ -350,7 +350,7 @@ def remove_unfinished(staging_dir: Path) -> None:
 
 
 def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Folders of local staging that are in a directory, and are not this process's own."""
+    """Folders of local staging in a directory that are not this process's own."""
     with suppress(OSError):
         for folder in staging_folders(staging_dir):
             if (os.getpid(), os.path.realpath(folder)) not in _claims:
@@ -359,7 +359,7 @@ def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def _open_lock(path: Path) -> tuple[int, bool]:
-    """A handle of the lock, and whether it was made."""
+    """A handle of the lock, and whether it was created."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with suppress(FileNotFoundError):
         return os.open(path, flags), False
@@ -367,36 +367,36 @@ def _open_lock(path: Path) -> tuple[int, bool]:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether this is the file that is there."""
+    """Whether a handle is of the file at a path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.lstat())
     return False
 
 
 def _ours(staging_dir: Path) -> list[Path]:
-    """The directories above a folder of staging that are nobody else's, from the inner one on."""
+    """The directories above a folder of staging that are ours alone, from the inner one on."""
     if staging_dir == default_staging_dir():
         return [staging_dir, staging_dir.parent]
     return [staging_dir] if staging_dir in _made else []
 
 
 def _make_private(*folders: Path) -> None:
-    """Makes directories, each within the one before, and sees to it that nobody else can change what is in them.
+    """Creates directories, each within the previous one, and ensures that nobody else can change what is in them.
 
     Raises:
-        PermissionError: If somebody else can.
+        PermissionError: If others can.
     """
     if folders[0] == default_staging_dir():
-        # The directory above is ours, too; anybody may make one of its name first.
+        # The directory above is ours, too; anybody could create one of that name first.
         folders = (folders[0].parent, *folders)
     for attempt in range(_ATTEMPTS):
         try:
             for place, folder in enumerate(folders):
-                # Those in between must not be made by others' rules.
+                # Intermediate directories must not get default permissions.
                 _make_one_private(folder, with_parents=not place)
             return
         except FileNotFoundError:
-            # Another process has just removed the last folder that was in it, and then it.
+            # Another process has just removed the last folder in it, and then the directory.
             if attempt == _ATTEMPTS - 1:
                 raise
 

@@ -1,4 +1,4 @@
-"""Starts the offload of a logger: which loggers are offloaded, which backend they need, and where they are staged."""
+"""Starts the offload of a logger: whether it is offloaded, with which backend, and where it is staged."""
 
 import os
 import sys
@@ -39,29 +39,29 @@ from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import OffloadSettings
 
-# A call is slow that has waited so long; memory, or a file on a local disk, takes a thousandth of it.
+# A call that waits this long is slow; memory, or a file on a local disk, takes a thousandth of it.
 _SLOW_CALL_S = 0.05
-# So many in a row are no accident: on a machine that is short of cores any call may have to wait, but not every one.
+# So many in a row are no accident: on a machine short of cores any call may have to wait, but not every one.
 _IN_A_ROW = 3
-# They are worth a thread if they take this part of the time.
+# They are worth a thread if they take this share of the time.
 _SLOW_SHARE = 0.02
 _METHODS = ("log_metrics", "save")
-# Experiments of these may be asked for: Lightning itself has made them by now.
+# The experiments of these may be asked for: Lightning has already created them.
 _WITH_EXPERIMENT = (MLFlowLogger, WandbLogger, CometLogger)
 
 
 @marked(Mark.LOGGER)
 class CallTimer:
-    """Times what a logger is asked to do for each log.
+    """Times the calls of a logger, which are made in place until they have proved slow.
 
-    What a logger of any class keeps in memory may be read by anybody at any time, and nobody can know of it: as long
-    as its calls do not wait, they are best made where Lightning makes them.
+    Anybody may read at any time what a logger of unknown class keeps in memory, unnoticed: as long as its calls do not
+    wait, they are best made where Lightning makes them.
 
     Args:
         logger: The logger.
-        slow: Called on the thread that logs, before its next call, once the logger has proved slow and is itself again.
+        slow: Called on the thread that logs, before its next call, once the logger has proved slow and is restored.
         clock: Seconds of a monotonic clock.
-        cpu_clock: Seconds that this thread has computed: what is not of these, a call has waited.
+        cpu_clock: Processor time of this thread, seconds; a call waits for the rest of its time.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class CallTimer:
         self._slow = slow
         self._clock = clock
         self._cpu_clock = cpu_clock
-        # Of each method, the slow calls in a row until now: when each began, and how long it has waited.
+        # The last slow calls in a row of each method: when each began, and how long it waited.
         self._rows: dict[str, list[tuple[float, float]]] = {name: [] for name in _METHODS}
         self._inside = threading.local()
-        # What is no plain method, or whose class looks at what is set, is left as it is.
+        # Anything but a plain method stays as it is, as do objects whose class intercepts assignments.
         is_plain = hasattr(logger, "__dict__") and type(logger).__setattr__ is object.__setattr__
         names = [name for name in _METHODS if is_plain and isinstance(getattr(type(logger), name, None), FunctionType)]
         names = [name for name in names if name not in vars(logger)]
@@ -87,7 +87,7 @@ class CallTimer:
         self._methods = dict(zip(names, (one.original for one in self._replaced), strict=True))
 
     def end(self) -> None:
-        """The logger's methods are its own again."""
+        """Restores the logger's methods."""
         while self._replaced:
             with suppress(AttributeError):
                 self._replaced.pop().remove()
@@ -99,11 +99,11 @@ class CallTimer:
         if self._is_slow(self._rows[name]):
             self.end()
             self._slow()
-            # Of whoever has it now.
+            # The present method, which may be the offload's.
             return getattr(self._logger, name)(*args, **kwargs)
         self._inside.is_on = True
-        # The clock of the thread is asked outside of what is timed: to ask it is a call of the system, at which a
-        # thread that has had its share of a busy core has to wait.
+        # The clock of the thread is read outside of what is timed: reading it is a system call, where a thread that has
+        # used up its share of a busy core has to wait.
         computed = self._cpu_clock()
         began = self._clock()
         try:
@@ -122,14 +122,14 @@ class CallTimer:
 
 @marked(Mark.LOGGER)
 def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
-    """Puts an offload between a logger and its callers.
+    """Takes a logger off the training thread.
 
     Args:
         logger: The logger; its experiment exists.
         settings: Limits and policies.
 
     Raises:
-        OSError: If there can be no local staging.
+        OSError: If local staging is impossible.
     """
     name = type(logger).__name__
     manifest = Manifest(
@@ -141,23 +141,23 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     )
     ledger = Ledger(name, say_on_stderr)
     folder, claim = make_staging(settings.staging_dir, manifest)
-    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.say_staging_fault)
+    store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.report_staging_fault)
     with ExitStack() as undo:
         undo.callback(store.close)
         backend = _backend(logger, store, settings)
         offload = Offload(backend, name=name, settings=settings, store=store, ledger=ledger, say=say_on_stderr)
         offload.start()
         undo.pop_all()
-    # Nothing is left behind by a program that logs nothing, however it ends.
+    # A program that logs nothing leaves nothing behind, however it ends.
     store.vacate()
     offload.run_on_delivery(partial(_recover_leftovers, settings.staging_dir, manifest, backend))
     return offload
 
 
 def goes_to_storage(logger: Any) -> bool:
-    """Whether what a logger is given goes to files or to a server at once, and nobody reads it back from its memory.
+    """Whether a logger passes on at once to files or a server what it is given, and nobody reads it from its memory.
 
-    Of any other logger, a list that it was made with for instance, that cannot be known.
+    That cannot be known of any other logger, which may fill a list for instance.
     """
     kind = type(logger)
     if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)) or _is_mocked(logger):
@@ -168,13 +168,13 @@ def goes_to_storage(logger: Any) -> bool:
 
 
 def is_mock(value: object) -> bool:
-    """Whether a value stands for another one in a test, and remembers what is done to it."""
+    """Whether a value is a mock, which records its calls in a test."""
     mock = sys.modules.get("unittest.mock")
     return mock is not None and issubclass(type(value), mock.NonCallableMock)
 
 
 def writes_on_this_rank(logger: Logger) -> bool:
-    """Whether a logger's ``log_metrics`` does anything here: most have Lightning's decorator for rank 0."""
+    """Whether a logger's ``log_metrics`` does anything on this rank: most have Lightning's decorator for rank 0."""
     if isinstance(logger, DummyLogger):
         return False
     log_metrics: Any = getattr(type(logger), "log_metrics", None)
@@ -184,7 +184,7 @@ def writes_on_this_rank(logger: Logger) -> bool:
 
 
 def _is_mocked(logger: Any) -> bool:
-    """Whether something of a logger or its experiment is a mock, whose calls somebody may look at any time."""
+    """Whether a part of a logger or its experiment is a mock, whose calls somebody may look at any time."""
     return is_mock(logger.experiment) or any(
         is_mock(value) for owner in (logger, logger.experiment) for value in _attributes(owner)
     )
@@ -197,7 +197,7 @@ def _attributes(owner: object) -> Iterator[object]:
 
 def _writes_files(logger: Logger) -> bool:
     if isinstance(logger, CSVLogger):
-        # A writer of the user's own may keep what it is given.
+        # A writer of the user's own class may keep what it is given.
         kind = type(logger.experiment)
         names = ("log_metrics", "log_hparams", "save")
         writer = lightnings(package_of(type(logger)), "ExperimentWriter")
@@ -220,14 +220,14 @@ def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend
 
 
 def _hparams_yaml(hparams: Any) -> bytes:
-    """What Lightning would write to ``hparams.yaml``, written to memory first: no disk need have room for it."""
+    """What Lightning writes to ``hparams.yaml``, written to memory, as disks may be full."""
     with open(os.memfd_create("hparams.yaml"), "rb") as file:
         save_hparams_to_yaml(f"/proc/self/fd/{file.fileno()}", hparams)
         return file.read()
 
 
 def _recover_leftovers(staging_dir: Path, manifest: Manifest, backend: Backend) -> None:
-    """Brings what earlier runs of this project have left in staging to storage."""
+    """Delivers what earlier runs of this project left in staging."""
     replay: Callable[..., None] | None = getattr(backend, "replay", None)
     remove_unfinished(staging_dir)
     for folder, found in leftovers(staging_dir):

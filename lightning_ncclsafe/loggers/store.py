@@ -1,4 +1,4 @@
-"""Local staging: what a logger has accepted and its storage does not have yet, on a fast disk of this host."""
+"""Local staging: what a logger has accepted and its storage does not have yet, on a local disk."""
 
 import errno
 import os
@@ -24,31 +24,31 @@ from lightning_ncclsafe.loggers.segments import (
 from lightning_ncclsafe.loggers.staging import MANIFEST, Claim, keep_staging, remove_staging
 
 _SEGMENT_BYTES = 1 << 20
-# How long after a full disk it is tried again: what waits in memory may be large.
+# How long to wait before writing to a full disk again: what waits in memory may be large.
 _TRY_AGAIN_S = 5.0
-# What a file that cannot be opened for these reasons holds is not lost: later it can.
+# A file that cannot be opened for these reasons is not lost: it can be opened later.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
 class Store:
-    """A folder of staged frames. Any thread may append; one reads and releases.
+    """A folder of staged frames. Any thread may append; one thread reads and releases.
 
-    Where the folder cannot be written to (a full disk), frames stay in memory, at most ``spill_bytes`` of them. If it
-    was removed it is made again; what was in it is counted as dropped.
+    If the folder cannot be written to (a full disk), frames stay in memory, at most ``spill_bytes`` of them. If it is
+    removed, it is created again, and what was in it counts as dropped.
 
     Args:
-        folder: The folder; made, readable for this user only.
+        folder: The folder; created, readable by this user only.
         spill_bytes: Most bytes kept in memory while the folder cannot be written to.
-        claim: The right to the folder, which is given up with the store.
-        on_fault: Told of the first error of each row of failures, on the thread that came upon it.
+        claim: The claim on the folder, given up with the store.
+        on_fault: Called with the first error of each series, on the thread that meets it.
 
     Attributes:
-        dropped_points: Points that had to be dropped.
-        dropped_records: Media, texts and the like that had to be dropped.
-        anchors: What the last delivery has left in each file of the destination; kept across a crash.
+        dropped_points: Points that were dropped.
+        dropped_records: Media, texts and the like that were dropped.
+        anchors: State of each file of the destination after its last delivery; kept across a crash.
 
     Raises:
-        OSError: If the folder cannot be made.
+        OSError: If the folder cannot be created.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Store:
         self._claim = claim
         self._on_fault = on_fault
         self._is_faulty = False
-        # What is to be said as soon as nobody has to wait for it.
-        self._unsaid: OSError | None = None
+        # An error to report once the lock is free.
+        self._unreported: OSError | None = None
         self._pid = os.getpid()
         self._closed = False
         self._spilled: deque[tuple[StagedFrame, int]] = deque()
@@ -77,7 +77,7 @@ class Store:
         self._segments: deque[Segment] = deque()
         self._number = 0
         self._reading: int | None = None
-        # How many of the spilled frames are being delivered.
+        # Number of spilled frames that are being delivered.
         self._reading_spilled = 0
         self._lock = threading.Lock()
         try:
@@ -89,18 +89,18 @@ class Store:
             raise
 
     def vacate(self) -> None:
-        """Removes the folder if nothing waits in it; it is made again when there is something to stage."""
+        """Removes the folder if nothing waits in it; it is created again when there is something to stage."""
         with self._lock:
             self._vacate()
 
     @property
     def pending_bytes(self) -> int:
-        """How much waits to be delivered."""
+        """Bytes that wait to be delivered."""
         with self._lock:
             return self._pending()
 
     def append(self, frames: Sequence[StagedFrame]) -> None:
-        """Writes frames down, in one piece. They survive this process, not this host."""
+        """Writes frames, all or none. They survive this process, but not a crash of the host."""
         data = b"".join(map(encode, frames))
         if not data:
             return
@@ -115,13 +115,13 @@ class Store:
                 self._spill(frames)
 
     def read(self, most_bytes: int = 4 << 20) -> Portion | None:
-        """The oldest frames that have not been released, about ``most_bytes`` of them; None if there are none.
+        """The oldest frames that are not released, about ``most_bytes`` of them; None if there are none.
 
-        A segment that cannot be read any further is left behind, its rest counted as dropped: as one record where an
-        earlier process has written it.
+        If a segment cannot be read any further, its rest counts as dropped; as one record if an earlier process wrote
+        it.
 
         Raises:
-            OSError: If this process has too many files open just now.
+            OSError: If this process has too many files open.
         """
         with self._working():
             while self._segments:
@@ -139,7 +139,7 @@ class Store:
             return None
 
     def release(self, portion: Portion) -> None:
-        """These frames have been delivered."""
+        """Notes that these frames are delivered."""
         with self._lock:
             self._reading = None
             if portion.segment < 0:
@@ -150,13 +150,13 @@ class Store:
                 self._segments[0].released_bytes = portion.end
                 self._segments[0].count(portion.frames, -1)
             if self._claim is not None and not self._pending():
-                # How far storage is will be noted with what comes next.
+                # The state of the destination is noted with the next frames.
                 self._vacate()
                 return
             is_noted = self._note_delivered()
             if self._segments and self._segments[0].rest_bytes <= 0:
                 self._retire_first()
-                # On a full disk there is room now. Anchors older than the oldest segment would hide some of it.
+                # A full disk has room now. Anchors older than the oldest segment would hide some frames.
                 if not is_noted:
                     self._note_delivered()
 
@@ -166,14 +166,14 @@ class Store:
             return any(segment.number != self._reading and self._drop(segment) for segment in self._segments)
 
     def count_dropped(self, frame: StagedFrame) -> None:
-        """Counts a frame that was not to be staged, or not any more."""
+        """Counts a frame as dropped."""
         self.dropped_points += frame.points
         self.dropped_records += frame.records
 
     def close(self) -> bool:
-        """Gives the folder up, and removes it if everything in it has been delivered; returns whether it has.
+        """Gives the folder up, and removes it if everything in it is delivered; returns whether it is.
 
-        In a child that was forked it does nothing: the folder is the parent's, and its lock may be held for ever.
+        Does nothing in a forked child: the folder is the parent's, and its lock may be held forever.
         """
         if os.getpid() != self._pid:
             return False
@@ -189,21 +189,21 @@ class Store:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lock, and says afterwards what has gone wrong."""
+        """Holds the lock, and reports afterwards what has failed."""
         fault: OSError | None = None
         try:
             with self._lock:
                 try:
                     yield
                 finally:
-                    fault, self._unsaid = self._unsaid, None
+                    fault, self._unreported = self._unreported, None
         finally:
             if fault is not None and self._on_fault is not None:
                 self._on_fault(fault)
 
     def _failed(self, error: OSError) -> None:
         if not self._is_faulty:
-            self._is_faulty, self._unsaid = True, error
+            self._is_faulty, self._unreported = True, error
 
     def _give_up_claim(self) -> None:
         if self._claim is not None:
@@ -214,17 +214,17 @@ class Store:
 
     def _write(self, data: bytes, frames: Sequence[StagedFrame]) -> None:
         segment = self._segments[-1] if self._segments else None
-        # Behind half a frame of an earlier process nothing would be found.
+        # Nothing would be found after an incomplete frame of an earlier process.
         if segment is None or segment.number <= self._found or segment.size_bytes >= _SEGMENT_BYTES:
             segment = self._next_segment()
         try:
             segment.append(data)
         except FileNotFoundError:
-            # Somebody has removed it: we, if there was nothing in it; after the end, for good.
+            # It is removed: by us if it was empty, for good after the end.
             if self._closed:
                 raise
             segment = self._next_segment()
-            # First: without what is noted, a recovery would look for this in what is on storage already.
+            # First, so that a recovery does not look for these frames in what storage already has.
             self._note_delivered()
             keep_staging(self.folder, self._claim, self._manifest)
             segment.append(data)
@@ -245,7 +245,7 @@ class Store:
             return
         left: deque[tuple[StagedFrame, int]] = deque()
         for place, (frame, size) in enumerate(self._spilled):
-            # Of those that are being delivered storage may have a part: a second try must begin with the same ones.
+            # Storage may have a part of those being delivered: a second attempt must begin with the same frames.
             if self._spilled_bytes <= self._spill_bytes or frame.keep or place < self._reading_spilled:
                 left.append((frame, size))
             else:
@@ -254,7 +254,7 @@ class Store:
         self._spilled = left
 
     def _unspill(self) -> bool:
-        """Writes down what could not be written before, unless it is being delivered; returns whether it could."""
+        """Writes what could not be written before, unless it is being delivered; returns whether it could."""
         if self._reading_spilled or time.monotonic() < self._next_try_s:
             return False
         try:
@@ -304,12 +304,12 @@ class Store:
         return True
 
     def _count_lost(self, segment: Segment) -> None:
-        """Counts what cannot be read any more."""
+        """Counts what can no longer be read."""
         self.dropped_points += segment.points
         self.dropped_records += segment.records or not segment.points
 
     def note(self) -> None:
-        """Writes the anchors down; where nothing waits, with what comes next."""
+        """Writes the anchors; if nothing waits, with the next frames."""
         with self._lock:
             if self._claim is None or self._pending():
                 self._note_delivered()
@@ -327,7 +327,7 @@ class Store:
         return write_note(self.folder, Note(segment=first.number, released=first.released_bytes, anchors=self.anchors))
 
     def _load(self) -> None:
-        """Takes over what an earlier process has left in the folder."""
+        """Takes over what an earlier process left in the folder."""
         note = read_note(self.folder)
         self.anchors = note.anchors
         self._segments.extend(find_segments(self.folder, note))

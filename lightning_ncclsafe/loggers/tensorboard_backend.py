@@ -1,4 +1,4 @@
-"""TensorBoard: whatever reaches the SummaryWriter becomes whole records, which are appended to its event files."""
+"""TensorBoard: whatever reaches the SummaryWriter becomes whole records that are appended to its event files."""
 
 import copy
 import os
@@ -15,18 +15,18 @@ from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import FIRST_S, Collecting, Copied, Replacements
+from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
 from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination, open_destination
-from lightning_ncclsafe.loggers.intake import Call, Scalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
-# Traced, or read from a file, when they are called; only their result is written later.
+# These trace, or read a file, when called; only their result is written later.
 _NOW = {"add_graph", "add_onnx_graph"}
-# Small, and in order with the scalars; everything else is encoded aside.
+# Small, and in order with the scalars; everything else is encoded on a separate thread.
 _IN_LINE = {
     "add_scalar",
     "add_scalars",
@@ -48,10 +48,10 @@ class TensorBoardBackend:
     Args:
         logger: The logger; its experiment exists.
         store: Local staging.
-        to_yaml: Makes the text of ``hparams.yaml``.
+        to_yaml: Creates the text of ``hparams.yaml``.
     """
 
-    # Of embeddings it writes several.
+    # Embeddings have several files.
     file_names: tuple[str, ...] = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
 
     def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
@@ -66,25 +66,25 @@ class TensorBoardBackend:
             self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.reject(*refused)
         )
         settings = {"default_bins": self._writer.default_bins}
-        # One for each thread that makes events.
+        # One for each thread that creates events.
         self._in_line = EventMaker(self.path, **settings)
         self._aside = EventMaker(self.path, **settings)
         self._process = MediaProcess(self.path, settings)
-        self._collecting = Collecting()
+        self._collecting = ScalarCollector()
         self._hparams_are_staged = False
-        # The event file of each directory, relative to the logger's.
+        # The event file of each directory, relative to the logger's directory.
         self._files: dict[str, str] = {}
         self._files_lock = threading.Lock()
         self._replacements = Replacements()
         self._keeps = threading.local()
 
     def attach(self, offload: Offload) -> None:
-        """Replaces the writer's methods, and of the logger those that reach storage."""
+        """Replaces the writer's methods, and those of the logger that write to storage."""
         self._offload = offload
         self._continue_open_file()
         writer, logger = self._writer, self._logger
         replace = self._replacements.replace
-        # A method of the user's own runs when it is called; what it calls in turn is one of these.
+        # A method of the user's own class runs when called, and calls these in turn.
         names = [name for name in dir(SummaryWriter) if name.startswith("add_") and _is_torchs(writer, name)]
         calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names if name not in _NOW}
         calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
@@ -100,16 +100,16 @@ class TensorBoardBackend:
         log_metrics, save = logger.log_metrics, logger.save
         is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
         replace(logger, "log_metrics", partial(self._collecting.call, offload.put, log_metrics))
-        # One of the user's is called in place: what it does beside can be seen at once.
+        # The user's own is called in place, so that its other effects show at once.
         replace(logger, "save", partial(self._save, save if is_own_save else None))
         replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
         replace(logger, "finalize", offload.finalize)
-        # Some take the writer of the file itself.
+        # Some use the writer of the file itself.
         writer.file_writer = self._caught_file()
         writer.all_writers = {self.path: writer.file_writer}
 
     def detach(self) -> None:
-        """Its methods are its own again; its writer opens a new file when it is used again, as after any ``close``."""
+        """Restores the methods; the writer opens a new file when used again, as after any ``close``."""
         self._replacements.undo()
         self._writer.close()
 
@@ -117,14 +117,14 @@ class TensorBoardBackend:
         """Ends the process that encodes media."""
         self._process.close()
 
-    def scalars(self, scalars: Sequence[Scalars]) -> list[StagedFrame]:
+    def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One record for each call."""
         if not scalars:
             return []
         body = b"".join(record(scalar_event(one)) for one in scalars)
         return self._frames(self.path, body, points=sum(len(one.values) for one in scalars))
 
-    def call(self, call: Call) -> list[StagedFrame]:
+    def call(self, call: LoggedCall) -> list[StagedFrame]:
         """The records of one call."""
         if call.name == _HPARAMS:
             body = self._to_yaml(*call.args)
@@ -137,7 +137,7 @@ class TensorBoardBackend:
         return frames
 
     def finalize(self, status: str) -> None:
-        """The logger's own."""
+        """Calls the logger's own."""
         type(self._logger).finalize(self._logger, status)
 
     def _continue_open_file(self) -> None:
@@ -174,14 +174,14 @@ class TensorBoardBackend:
     def _add_figure(
         self, tag: str, figure: Any, global_step: Any = None, close: bool = True, walltime: float | None = None
     ) -> None:
-        # Matplotlib must be used by one thread only.
+        # Only one thread may use Matplotlib.
         layout = "NCHW" if isinstance(figure, list) else "CHW"
         image = figure_to_image(figure, close)  # type: ignore[no-untyped-call]
         self._queue("add_image", tag, image, global_step, walltime, dataformats=layout)
 
     def _queue(self, name: str, *args: Any, **kwargs: Any) -> None:
-        copied = Copied()
-        call = Call(
+        copied = ArgumentCopier()
+        call = LoggedCall(
             name=name,
             args=copied.copy(args),
             kwargs=copied.copy(kwargs),
@@ -209,12 +209,12 @@ class TensorBoardBackend:
             self._run_later(add_hparams, *args)
 
     def _run_later(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        copied = Copied()
+        copied = ArgumentCopier()
         job = partial(self._try, method, *copied.copy(args), **copied.copy(kwargs))
         self._offload.run_on_delivery(job, copied.data_bytes)
 
     def _try(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """On the thread that delivers, which tries again where the storage fails, but not where the caller does."""
+        """Runs on the thread that delivers, which retries errors of the storage, but not of the caller."""
         try:
             method(*args, **kwargs)
         except OSError:
@@ -225,7 +225,9 @@ class TensorBoardBackend:
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
             keep = getattr(self._keeps, "is_on", False)
-            call = Call(name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep)
+            call = LoggedCall(
+                name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep
+            )
             self._offload.put(call)
 
         return CaughtFile(self.path, take)
@@ -236,11 +238,11 @@ class TensorBoardBackend:
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
             hparams = copy.copy(self._logger.hparams)
-            self._offload.put(Call(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
+            self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
             if self.folders:
                 self._offload.catch_up(FIRST_S)
 
-    def _events(self, call: Call) -> list[tuple[str, bytes]]:
+    def _events(self, call: LoggedCall) -> list[tuple[str, bytes]]:
         if not call.is_media:
             return self._in_line.make(call.name, call.args, call.kwargs, call.created)
         if call.data_bytes >= LARGE_BYTES:
@@ -256,13 +258,13 @@ class TensorBoardBackend:
         return [StagedFrame(kind="append", file=file, body=body, **counts)]
 
     def _begin_file(self, logdir: str) -> str:
-        """A new event file in a directory."""
+        """Begins a new event file in a directory."""
         if not self._is_ours(logdir):
             raise ValueError(f"{logdir} is outside of {self.path}")
         folder = os.path.relpath(logdir, self.path) if logdir != self.path else ""
         suffix = str(getattr(self._writer, "filename_suffix", ""))
         file = "/".join(filter(None, (folder, file_name(suffix))))
-        # Staged before anybody knows the file: two threads write to it, and this is how it has to begin.
+        # Staged before anybody knows the file: two threads write to it, and it has to begin with this.
         self._store.append([StagedFrame(kind="append", file=file, body=record(first_event()), keep=True)])
         self._files[logdir] = file
         return file
@@ -272,7 +274,7 @@ class TensorBoardBackend:
 
 
 def _is_torchs(writer: Any, name: str) -> bool:
-    """Whether a method is that of torch's own class, not one that a user's class has in its place."""
+    """Whether a method is torch's own, and not one of a user's class."""
     return getattr(type(writer), name, None) is getattr(SummaryWriter, name)
 
 
@@ -283,12 +285,12 @@ def _text(tag: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    # What torch does, but for what most calls are given.
+    # As in torch, but faster for the usual types.
     return float(value if type(value) in (float, int) else make_np(value).squeeze())
 
 
 def _on_cpu(value: Any) -> Any:
-    """Tensors as the arrays that can be sent to a process."""
+    """Tensors as arrays, which can be sent to a process."""
     if isinstance(value, torch.Tensor):
         tensor = value.cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -185,6 +185,7 @@ class RankProbe:
             taken_ns=time.time_ns(),
             progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
             stack=stacks.main_thread_stack(),
+            thread_stack=stacks.calling_thread_stack(),
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
@@ -212,6 +213,7 @@ class RankProbe:
         )
         slow: dict[str, Callable[[], Any]] = {
             "stack": lambda: stacks.with_source(facts.stack),
+            "thread_stack": lambda: stacks.with_source(facts.thread_stack),
             "collectives": lambda: flight_recorder.with_source(located),
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
             "host_facts": self._host_facts,
@@ -263,13 +265,14 @@ class RankProbe:
 
     def _ended(self, seen: ProcessFacts) -> ProcessFacts:
         """With how it has ended: by the kernel, by whoever has launched it and waited for it, or by its own word."""
-        ended_by, stack, said = self._last_words.of(seen.pid)
+        ended_by, stack, said, thread_stack = self._last_words.of(seen.pid)
         code = self._launched().get(seen.pid) if seen.state == GONE else None
         if code is not None:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
         ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
         said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
-        return replace(seen, ended_by=ended_by, stack=stacks.with_source(stack), said=said)
+        own, others = stacks.with_source(stack), stacks.with_source(thread_stack)
+        return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said)
 
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
         """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.

@@ -1,5 +1,6 @@
 """What is the same on many ranks is told once: ranks that do the same, and findings that differ in their ranks."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
@@ -66,16 +67,29 @@ class Alike:
         return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
 
 
+# Ranks, processes and amounts are what the same finding on another rank differs in.
+_NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ranks\))?")
+
+
 def told_once(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
-    """The findings, those of the same cause at the same line once.
+    """The findings; those that say the same of different ranks once.
 
     Returns:
-        The first of each, with the ranks of which others say the same; none where it stands alone.
+        The first of each, with the other ranks, of which others say the same; none where it stands alone.
     """
-    alike: dict[_Key, list[Finding]] = defaultdict(list)
+    told: list[tuple[Finding, set[int]]] = []
+    first_with: dict[_Key, int] = {}
     for finding in findings:
-        alike[finding.rule, finding.location, finding.confidence, finding.severity].append(finding)
-    return [
-        (first, tuple(sorted({rank for other in others for rank in other.ranks} - {*first.ranks})))
-        for first, *others in alike.values()
-    ]
+        place = first_with.setdefault(_sentence(finding), len(told))
+        # What is said of the same rank twice is not the same.
+        if place < len(told) and not {*told[place][0].ranks, *told[place][1]} & {*finding.ranks}:
+            told[place][1].update(finding.ranks)
+        else:
+            told.append((finding, set()))
+    return [(finding, tuple(sorted(others))) for finding, others in told]
+
+
+def _sentence(finding: Finding) -> _Key:
+    """All that it says, but for numbers."""
+    words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
+    return finding.rule, finding.location, finding.confidence, finding.severity, *words

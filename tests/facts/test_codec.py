@@ -84,6 +84,7 @@ WORKER = ProcessFacts(
     memory_growth_bytes_per_s=3_000_000,
     swap_growth_bytes_per_s=1_000_000,
     stack=(FRAME,),
+    thread_stack=(FRAME,),
     gil_held=True,
     ended_by="SIGABRT",
     said="what(): too much",
@@ -234,6 +235,7 @@ RANK = RankFacts(
         idle_s=23.5,
     ),
     stack=(FRAME, dataclasses.replace(FRAME, line=43)),
+    thread_stack=(dataclasses.replace(FRAME, line=44),),
     groups=(
         Group(
             name="1",
@@ -425,6 +427,7 @@ RANK = RankFacts(
         end=LoopEnd.SHOULD_STOP,
         ended_at=("train.py:70 in training_step",),
         batches_begun=4,
+        validated=3,
         batches=40,
     ),
     record=RecordFacts(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ncclsafe.loggers.capture import Copied
+from lightning_ncclsafe.loggers.capture import ArgumentCopier
 
 Pair = namedtuple("Pair", "left right")
 
@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", "left right")
 )
 def test_tensors_and_arrays_are_copied_wherever_they_are(wrap: Any) -> None:
     tensor, array = torch.zeros(2), np.zeros(2)
-    copied = Copied().copy([wrap(tensor), wrap(array)])
+    copied = ArgumentCopier().copy([wrap(tensor), wrap(array)])
     tensor += 1
     array += 1
     assert "1" not in str(copied).replace("right=1", "")
@@ -27,7 +27,7 @@ def test_tensors_and_arrays_are_copied_wherever_they_are(wrap: Any) -> None:
 
 def test_collections_keep_their_classes() -> None:
     given = [OrderedDict(a=1), defaultdict(list, a=[1]), Pair(1, 2), {1, 2}]
-    copied = Copied().copy(given)
+    copied = ArgumentCopier().copy(given)
     assert [type(item) for item in copied] == [type(item) for item in given]
     assert copied == given
     given[1]["a"].append(2)  # type: ignore[index]
@@ -35,7 +35,7 @@ def test_collections_keep_their_classes() -> None:
 
 
 def test_what_it_holds_is_counted() -> None:
-    copied = Copied()
+    copied = ArgumentCopier()
     copied.copy((torch.zeros(10), np.zeros(10), "text", b"bytes"))
     assert copied.data_bytes >= 40 + 80 + 4 + 5
 
@@ -43,7 +43,7 @@ def test_what_it_holds_is_counted() -> None:
 def test_a_list_that_holds_itself_ends() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    Copied().copy(endless)
+    ArgumentCopier().copy(endless)
 
 
 def test_a_device_without_room_costs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +52,4 @@ def test_a_device_without_room_costs_no_training(monkeypatch: pytest.MonkeyPatch
 
     given = torch.ones(2)
     monkeypatch.setattr(torch.Tensor, "clone", full)
-    assert Copied().copy(given).tolist() == [1.0, 1.0]
+    assert ArgumentCopier().copy(given).tolist() == [1.0, 1.0]

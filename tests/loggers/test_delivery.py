@@ -79,7 +79,13 @@ def delivery(store: Store, storage: Storage, told: list[str]) -> Iterator[Delive
     yield made
     storage.answers.set()
     made.close()
-    made._thread.join(LONG_S)
+    for thread in delivering():
+        thread.join(LONG_S)
+
+
+def delivering() -> list[threading.Thread]:
+    """The threads that deliver."""
+    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-write-Logger"]
 
 
 def soon() -> float:
@@ -406,13 +412,12 @@ def test_who_waits_for_a_condition_is_told_of_the_end(delivery: Delivery) -> Non
 
 
 def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Delivery) -> None:
-    assert delivery._thread.name == "ncclsafe-write-Logger"
-    assert delivery._thread.daemon
     stage(store, b"a")
     assert delivery.flush(soon())
-    assert delivery._thread in threading.enumerate()
+    (thread,) = delivering()
+    assert thread.daemon
     delivery.close()
-    assert delivery._thread not in threading.enumerate()
+    assert delivering() == []
 
 
 def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
@@ -426,8 +431,9 @@ def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
     delivery.close()
     assert time.monotonic() - began < 0.9
     storage.answers.set()
-    delivery._thread.join(LONG_S)
-    assert delivery._thread not in threading.enumerate()
+    for thread in delivering():
+        thread.join(LONG_S)
+    assert delivering() == []
 
 
 def test_closing_leaves_what_could_not_be_delivered_in_staging(
@@ -440,7 +446,7 @@ def test_closing_leaves_what_could_not_be_delivered_in_staging(
     delivery.wake()
     wait_for(delivery, lambda: delivery.faults == 1)
     delivery.close()
-    assert delivery._thread not in threading.enumerate()
+    assert delivering() == []
     portion = Store(store.folder).read()
     assert portion is not None
     assert [frame.body for frame in portion.frames] == [b"a"]

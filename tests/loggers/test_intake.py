@@ -8,19 +8,19 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_ncclsafe.loggers.intake import MARKER, Call, Entry, Intake, Scalars, size_of
+from lightning_ncclsafe.loggers.intake import MARKER, Entry, Intake, LoggedCall, LoggedScalars, size_of
 from lightning_ncclsafe.settings import Overflow
 
 LONG_S = 20.0
 POLICIES = get_args(Overflow)
 
 
-def scalars(step: int, **values: float) -> Scalars:
-    return Scalars(step=step, values=values or {"loss": float(step)}, created=float(step))
+def scalars(step: int, **values: float) -> LoggedScalars:
+    return LoggedScalars(step=step, values=values or {"loss": float(step)}, created=float(step))
 
 
-def call(name: str, data_bytes: int = 0, keep: bool = False, is_media: bool = False) -> Call:
-    return Call(name=name, kwargs={}, created=0.0, data_bytes=data_bytes, keep=keep, is_media=is_media)
+def call(name: str, data_bytes: int = 0, keep: bool = False, is_media: bool = False) -> LoggedCall:
+    return LoggedCall(name=name, kwargs={}, created=0.0, data_bytes=data_bytes, keep=keep, is_media=is_media)
 
 
 SCALARS = size_of(scalars(0))
@@ -41,11 +41,11 @@ def taken(queue: Intake) -> list[Entry]:
 
 
 def steps(entries: list[Entry]) -> list[int | None]:
-    return [entry.step for entry in entries if isinstance(entry, Scalars)]
+    return [entry.step for entry in entries if isinstance(entry, LoggedScalars)]
 
 
 def names(entries: list[Entry]) -> list[str]:
-    return [entry.name for entry in entries if isinstance(entry, Call)]
+    return [entry.name for entry in entries if isinstance(entry, LoggedCall)]
 
 
 def in_thread(act: Callable[[], Any]) -> threading.Thread:
@@ -122,12 +122,12 @@ def test_the_limit_holds_and_everything_is_counted_and_in_order(overflow: Overfl
             held = queue.take()
             left += held
     left += taken(queue)
-    line = [entry for entry in left if not (isinstance(entry, Call) and entry.is_media)]
-    order = [entry.step if isinstance(entry, Scalars) else int(entry.name.split()[-1]) for entry in line]
+    line = [entry for entry in left if not (isinstance(entry, LoggedCall) and entry.is_media)]
+    order = [entry.step if isinstance(entry, LoggedScalars) else int(entry.name.split()[-1]) for entry in line]
     assert order == sorted(order, key=lambda step: step or 0)
     assert [name for name in names(left) if name.startswith("kept")] == kept
     assert len(names(left)) - len(kept) + queue.dropped_records == records
-    assert sum(len(entry.values) for entry in left if isinstance(entry, Scalars)) == (
+    assert sum(len(entry.values) for entry in left if isinstance(entry, LoggedScalars)) == (
         points - queue.thinned - queue.dropped_points
     )
     assert (queue.thinned > 0) == (overflow != "drop_oldest")
@@ -156,7 +156,7 @@ def test_what_is_thinned_stays_in_order_among_calls() -> None:
         queue.put(scalars(step))
     assert queue.thinned > 0
     left = queue.take()
-    places = [entry.step if isinstance(entry, Scalars) else int(entry.name or 22) for entry in left]
+    places = [entry.step if isinstance(entry, LoggedScalars) else int(entry.name or 22) for entry in left]
     assert places == sorted(places, key=lambda place: place or 0)
     assert names(left) == ["0", "7", "14", "21", ""]
     assert len(steps(left)) == len(set(steps(left)))
@@ -165,8 +165,8 @@ def test_what_is_thinned_stays_in_order_among_calls() -> None:
 def test_what_is_thinned_keeps_its_steps_even_where_there_are_none() -> None:
     queue = intake(12 * SCALARS)
     for value in range(13):
-        queue.put(Scalars(step=None, values={"loss": float(value)}, created=float(value)))
-    left = [entry for entry in queue.take() if isinstance(entry, Scalars)]
+        queue.put(LoggedScalars(step=None, values={"loss": float(value)}, created=float(value)))
+    left = [entry for entry in queue.take() if isinstance(entry, LoggedScalars)]
     assert queue.thinned > 0
     assert {entry.step for entry in left} == {None}
     assert [entry.created for entry in left] == [entry.values["loss"] for entry in left]
@@ -364,7 +364,7 @@ def test_whoever_waits_is_woken_by_the_first_entry() -> None:
 
 def test_media_are_waited_for_and_do_not_wake_those_who_wait_for_others() -> None:
     queue = intake()
-    found: list[Call | None] = []
+    found: list[LoggedCall | None] = []
     thread = in_thread(lambda: found.append(queue.take_media()))
     wait_until_blocked(queue)
     queue.put(scalars(0))

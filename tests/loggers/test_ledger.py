@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ncclsafe.facts import LoggerFacts
-from lightning_ncclsafe.loggers.ledger import is_worth_saying, summary
+from lightning_ncclsafe.loggers.ledger import is_worth_printing, summary
 
 FACTS = LoggerFacts(
     logger="CSVLogger",
@@ -71,7 +71,7 @@ WELL = replace(FACTS, thinned=0, dropped=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_done", "is_said"),
+    ("changes", "is_done", "is_printed"),
     [
         ({}, True, False),
         ({}, False, True),
@@ -85,6 +85,6 @@ WELL = replace(FACTS, thinned=0, dropped=0)
     ],
 )
 def test_only_what_was_thinned_dropped_or_late_is_worth_a_line(
-    changes: dict[str, float], is_done: bool, is_said: bool
+    changes: dict[str, float], is_done: bool, is_printed: bool
 ) -> None:
-    assert is_worth_saying(replace(WELL, **changes), is_done=is_done) is is_said  # type: ignore[arg-type]
+    assert is_worth_printing(replace(WELL, **changes), is_done=is_done) is is_printed  # type: ignore[arg-type]

@@ -49,14 +49,14 @@ KILLED = """
     from lightning_ncclsafe.loggers.staging import Manifest
     from lightning_ncclsafe.loggers.staging import make_staging
     from lightning_ncclsafe.loggers.store import Store
-    from lightning_ncclsafe.loggers.intake import Scalars
+    from lightning_ncclsafe.loggers.intake import LoggedScalars
 
     staging, logs = sys.argv[1:]
     manifest = Manifest(logger="TensorBoardLogger", kind="files", destination=logs, root=logs, identity="a/version_0")
     folder, claim = make_staging(Path(staging), manifest)
     store = Store(folder, claim=claim)
     def frame(step, begin=b""):
-        body = begin + record(scalar_event(Scalars(step=step, values={"loss": step / 2}, created=1000.0 + step)))
+        body = begin + record(scalar_event(LoggedScalars(step=step, values={"loss": step / 2}, created=1000.0 + step)))
         return StagedFrame(kind="append", file="events.out.tfevents.1", body=body, points=1)
     store.append([frame(0, record(first_event()))])
     store.append([frame(step) for step in range(1, 100)])

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_ncclsafe.loggers.segments import Kind, StagedFrame, decode, encode
+from lightning_ncclsafe.loggers.segments import FrameKind, StagedFrame, decode, encode
 
 FRAMES = [
     StagedFrame(kind="append", file="events.out.1", body=b"\x00\xffrecord", points=3),
@@ -29,7 +29,7 @@ def written(header: bytes, body: bytes = b"body") -> bytes:
 
 
 def test_frames_of_all_kinds_are_read_as_they_were_written() -> None:
-    assert {frame.kind for frame in FRAMES} == set(get_args(Kind))
+    assert {frame.kind for frame in FRAMES} == set(get_args(FrameKind))
     assert read(b"".join(map(encode, FRAMES))) == FRAMES
 
 

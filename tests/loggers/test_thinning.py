@@ -5,21 +5,21 @@ import random
 
 import pytest
 
-from lightning_ncclsafe.loggers.intake import Scalars, Thinner
+from lightning_ncclsafe.loggers.intake import LoggedScalars, Thinner
 
 NAN = float("nan")
 Point = tuple[int | None, float]
 
 
-def scalars(step: int, **values: float) -> Scalars:
-    return Scalars(step=step, values=values, created=1e9 + step)
+def scalars(step: int, **values: float) -> LoggedScalars:
+    return LoggedScalars(step=step, values=values, created=1e9 + step)
 
 
-def points(left: list[Scalars], tag: str = "loss") -> list[Point]:
+def points(left: list[LoggedScalars], tag: str = "loss") -> list[Point]:
     return [(one.step, one.values[tag]) for one in left if tag in one.values]
 
 
-def count(left: list[Scalars]) -> int:
+def count(left: list[LoggedScalars]) -> int:
     return sum(len(one.values) for one in left)
 
 
@@ -182,5 +182,5 @@ def test_steps_need_not_be_known() -> None:
     thinner = Thinner()
     thinner.coarseness = 1
     for value in range(6):
-        left = thinner.offer(Scalars(step=None, values={"loss": float(value)}, created=0.0), now=0.0)
+        left = thinner.offer(LoggedScalars(step=None, values={"loss": float(value)}, created=0.0), now=0.0)
     assert points(left) == [(None, 0.0), (None, 5.0)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.process.last_words import LastWords, parse, why
+from lightning_ncclsafe.probes.process.last_words import LastWord, LastWords, parse, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -27,6 +27,17 @@ Thread 0x00007f11 (most recent call first):
 
 Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
 """
+NOTHING = LastWord("", ())
+COUNTING = """Fatal Python error: Aborted
+
+Thread 0x00007f33 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 90 in count
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Thread 0x00007f11 (most recent call first):
+  File "/home/me/train.py", line 57 in training_step
+"""
 IN_MAIN = ABORTED.replace("Aborted", "Segmentation fault").replace("Thread 0x00007f11", "Current thread 0x00007f11")
 
 
@@ -38,8 +49,15 @@ def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
     assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
 
 
+def test_another_thread_may_have_been_in_a_collective() -> None:
+    found = parse(COUNTING)
+    assert [frame.function for frame in found.stack] == ["training_step"]
+    assert [frame.function for frame in found.thread_stack] == ["run", "count", "all_reduce"]
+    assert not parse(ABORTED).thread_stack
+
+
 def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
-    assert parse(ASKED) == parse("") == ("", (), "")
+    assert parse(ASKED) == parse("") == NOTHING
 
 
 def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
@@ -83,12 +101,12 @@ def test_they_outlive_their_process(words: LastWords) -> None:
     found = words.of(process.pid)
     assert found.signal == "SIGABRT"
     assert [frame.function for frame in found.stack] == ["<module>"]
-    assert words.of(os.getpid()) == ("", (), "")
+    assert words.of(os.getpid()) == NOTHING
 
 
 def test_a_process_that_is_gone_already(words: LastWords) -> None:
     words.hold([(2**22 + 1, 3)])
-    assert words.of(2**22 + 1) == ("", (), "")
+    assert words.of(2**22 + 1) == NOTHING
 
 
 WHAT = "[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"

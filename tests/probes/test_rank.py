@@ -82,6 +82,7 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
         assert second.stack and second.progress.idle_s == 2.0
         assert [text.partition(":")[0] for text in second.missing] == [
             "stack",
+            "thread_stack",
             "collectives",
             "units",
             "host_facts",

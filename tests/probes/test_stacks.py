@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,25 @@ def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:
     mine = [frame for frame in seen if getattr(frame, "file", "") == __file__]
     assert getattr(mine[-1], "code", "") in ("done.wait()  # <- the main thread is here", "ready.set()")
     assert getattr(mine[-1], "user", False)
+
+
+def test_another_thread_that_is_in_a_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def count() -> None:
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    begun.wait()
+    assert stacks.calling_thread_stack() == ()
+    monkeypatch.setattr(stacks, "COLLECTIVES", SimpleNamespace(has=lambda file, _: file == threading.__file__))
+    found = stacks.calling_thread_stack()
+    done.set()
+    thread.join()
+    assert "count" in [frame.function for frame in found]
+    assert not any(frame.function == "test_another_thread_that_is_in_a_collective_is_seen" for frame in found)
 
 
 def test_an_exception_tells_where_it_was_raised_and_is_cut() -> None:

@@ -430,6 +430,7 @@ def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
     facts = probe.facts()
     assert facts is not None
     assert (facts.end, facts.batches_begun) == (end, begun)
+    assert begun < BATCHES or facts.validated == len(held)
     assert facts.batches == options.get("limit_train_batches", BATCHES)
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
     assert not facts.changed

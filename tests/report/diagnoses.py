@@ -21,7 +21,7 @@ BROADCAST = Frame(file="/venv/site-packages/torch/distributed/distributed_c10d.p
 FINDING = Finding(
     rule="rank-zero-only-work",
     confidence=Confidence.CERTAIN,
-    summary="Rank 0 works alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s.",
+    summary="Rank 0 is working alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s.",
     ranks=(0,),
     location="/home/me/train.py:73 in evaluate",
     evidence=(

@@ -159,7 +159,7 @@ def test_the_answer_comes_first() -> None:
     for part in (
         "rank-zero-only-work certain warning Who Rank 0 process 4000 on node-000 Where",
         "Where /home/me/project/model.py:93 in evaluate score = self.score(image)",
-        "Why Rank 0 works alone under",
+        "Why Rank 0 is working alone under",
         "What to do Share this work among all ranks",
         "Who waits Ranks 1-1023",
     ):

@@ -38,7 +38,7 @@ def test_that_there_is_no_page_is_said_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(reporter, "write_page", lambda *_: "there is no report.html (no room)")
     listener = Listener(tmp_path)
     told = Reporter(tmp_path, limits(), listener)
-    assert [told.report(job_of(2)).answer[:20] for _ in range(2)] == ["Rank 0 works alone u"] * 2
+    assert [told.report(job_of(2)).answer[:20] for _ in range(2)] == ["Rank 0 is working al"] * 2
     assert [text for text in listener.said if "no room" in text] == ["there is no report.html (no room)"]
 
 

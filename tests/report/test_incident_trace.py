@@ -44,7 +44,7 @@ def test_collectives_that_have_not_ended_last_until_now() -> None:
 
 def test_the_answer_is_in_the_file() -> None:
     about = trace(incident_of(2))["otherData"]
-    assert about["answer"].startswith("rank-zero-only-work: Rank 0 works alone")
+    assert about["answer"].startswith("rank-zero-only-work: Rank 0 is working alone")
     assert about["start"].startswith("2026-11-21T16:") and about["clock"] == "each host's own"
 
 

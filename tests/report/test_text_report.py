@@ -7,13 +7,15 @@ import pytest
 from diagnoses import diagnosis, facts, with_first
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind
-from lightning_ncclsafe.facts.findings import Confidence, Evidence
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.text import render_news, render_short, render_text
 
 
 def test_the_first_line_is_the_answer() -> None:
-    answer = "rank-zero-only-work: Rank 0 works alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s."
+    answer = (
+        "rank-zero-only-work: Rank 0 is working alone in Net.on_train_epoch_end at train.py:73 in evaluate, for 41 s."
+    )
     assert render_text(diagnosis()).splitlines()[0] == answer
     assert render_short(diagnosis()).splitlines()[0] == answer
 
@@ -51,6 +53,42 @@ def test_the_short_report_names_other_causes() -> None:
     assert "  also possible: slow-logger (rank 0)" in render_short(replace(base, findings=(*base.findings, second)))
 
 
+def on_rank(rank: int, summary: str = "Rank {} is stopped by a signal, for 4{} s.") -> Finding:
+    return replace(diagnosis().findings[0], ranks=(rank,), summary=summary.format(rank, rank), location="")
+
+
+def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
+    base = replace(diagnosis(), findings=tuple(map(on_rank, range(4, 100))))
+    text = render_text(base)
+    assert text.count("is stopped by a signal") == 2  # as the answer, and with its evidence
+    assert "   The same is found of ranks 5-99; report.json has each.\n" in text
+    assert "  likewise: ranks 5-99" in render_short(base).splitlines()
+    assert "also possible" not in render_short(base)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        on_rank(5, "Rank {}: the logs at /b cannot be used."),
+        on_rank(4, "Rank {}: the logs at /a cannot be used, either, {}."),
+        replace(on_rank(5, "Rank {}: the logs at /a cannot be used."), location="/a/train.py:5 in fit"),
+        replace(on_rank(5, "Rank {}: the logs at /a cannot be used."), remedy="Look at its host."),
+    ],
+    ids=["other words", "same rank", "other line", "other remedy"],
+)
+def test_what_is_not_quite_the_same_is_told_too(second: Finding) -> None:
+    first = on_rank(4, "Rank {}: the logs at /a cannot be used.")
+    text = render_text(replace(diagnosis(), findings=(first, second)))
+    assert f"   {second.summary}\n" in text and "The same is found" not in text
+
+
+def test_what_is_said_of_one_rank_twice_is_told_twice() -> None:
+    first = on_rank(4, "Rank {} has called 61 of group 1.")
+    second = replace(first, summary="Rank 4 has called 62 of group 2.")
+    text = render_text(replace(diagnosis(), findings=(first, second)))
+    assert first.summary in text and second.summary in text and "The same is found" not in text
+
+
 AT_LIMIT = replace(
     diagnosis(),
     job=replace(diagnosis().job, incident=replace(diagnosis().job.incident, kind=IncidentKind.TIMEOUT, idle_s=1800)),
@@ -58,7 +96,7 @@ AT_LIMIT = replace(
 
 
 def test_of_the_same_cause_only_what_is_new_is_told_again() -> None:
-    later = replace(AT_LIMIT.findings[0], summary="Rank 0 works alone, for 1,818 s.")
+    later = replace(AT_LIMIT.findings[0], summary="Rank 0 is working alone, for 1,818 s.")
     other = replace(later, rule="slow-logger", confidence=Confidence.POSSIBLE, summary="Rank 0 writes logs.")
     told = render_news(replace(AT_LIMIT, findings=(later, other)), diagnosis().findings)
     assert told.splitlines() == [

@@ -343,7 +343,7 @@ def loss_under_another_function(net: Backend) -> JobFacts:
 
 CALL_SCENES = (
     Scene("another size", another_size, "mismatched-collective", (2,), f"{USER_FILE}:57 in training_step"),
-    Scene("another type", another_type, "mismatched-collective", (1,), f"{USER_FILE}:60 in training_step"),
+    Scene("differs in type", another_type, "mismatched-collective", (1,), f"{USER_FILE}:60 in training_step"),
     Scene(
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),

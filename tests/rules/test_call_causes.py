@@ -50,14 +50,14 @@ def found(facts: JobFacts) -> dict[str, Finding]:
             Confidence.CERTAIN,
             (
                 "rank 2 called all_reduce (9,000 elements of Float) as number 61 of the default group",
-                "the same operation with another size",
+                "the operation differs in size between ranks",
             ),
         ),
-        (scenes.another_type, Confidence.CERTAIN, ("25,557 elements of Double", "another type")),
+        (scenes.another_type, Confidence.CERTAIN, ("25,557 elements of Double", "differs in type")),
         (
             scenes.overrun_rank,
             Confidence.CERTAIN,
-            ("Gloo has ended the process of rank 0, as to it more was sent than it had room for.",),
+            ("Gloo ended the process of rank 0, which was sent more than it had room for.",),
         ),
         (
             scenes.groups_in_another_order,
@@ -112,7 +112,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
         (
             scenes.group_with_a_shorter_timeout,
             Confidence.CERTAIN,
-            ("gave up a wait after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has a",),
+            ("gave up waiting after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has a",),
         ),
         (scenes.one_rank_compiles, Confidence.LIKELY, ("Rank 1 compiles, in training_step at train.py:82",)),
         (
@@ -128,7 +128,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
                 "while it saved a checkpoint at train.py:117",
             ),
         ),
-        (scenes.aborted_alone, Confidence.LIKELY, ("The process of rank 1 has ended itself (SIGABRT)",)),
+        (scenes.aborted_alone, Confidence.LIKELY, ("The process of rank 1 aborted itself (SIGABRT)",)),
     ],
 )
 def test_words_and_confidence(
@@ -206,7 +206,7 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
     waits = replace(GLOO.in_barrier(3, "resume_end", seq=8, phase=Phase.INIT, batch=-1), steps=StepFacts(groups_made=2))
     told = found(job(*makers, waits))["crossed-groups"]
     assert (told.ranks, told.confidence, told.location) == ((3,), Confidence.LIKELY, "")
-    assert "ranks 0-2 make number 3, rank 3 has made 2 and waits elsewhere" in told.summary
+    assert "ranks 0-2 are creating number 3, rank 3 has created 2 and waits elsewhere" in told.summary
     works = replace(GLOO.working(3, user("setup", 20), seq=7), steps=StepFacts(groups_made=2))
     assert "crossed-groups" not in found(job(*makers, works))
     assert "crossed-groups" not in found(job(*makers, scenes.makes_group(GLOO, 3, 3)))
@@ -286,7 +286,7 @@ def test_parameters_that_one_rank_alone_does_not_use_are_named() -> None:
     scene = scenes.branch_unused_before_validation(GLOO)
     steps = StepFacts(with_backward=11, without_gradient=("branch.weight",), without_gradient_count=1)
     lacking = replace(scene, ranks=tuple(replace(f, steps=steps) if f.rank == 1 else f for f in scene.ranks))
-    assert "without a gradient for branch.weight, and stands" in found(lacking)["unused-parameters"].summary
+    assert "without a gradient for branch.weight, and is now" in found(lacking)["unused-parameters"].summary
     # With find_unused_parameters=True all ranks may lack the same.
     everywhere = tuple(replace(facts, steps=replace(steps, with_backward=12)) for facts in scene.ranks)
     assert "unused-parameters" not in found(
@@ -477,7 +477,7 @@ def test_another_size_of_unknown_purpose_is_only_possible() -> None:
         ("diverged-collectives", Confidence.CERTAIN),
         ("mismatched-collective", Confidence.POSSIBLE),
     ]
-    assert "Where the stacks show different functions" in rules["mismatched-collective"].remedy
+    assert "If the stacks show different functions" in rules["mismatched-collective"].remedy
 
 
 def test_the_line_in_a_loaders_worker_is_that_of_its_traceback() -> None:

@@ -188,7 +188,7 @@ def test_the_line_of_a_process_that_gloo_has_ended_is_not_that_of_the_others() -
     scene = scenes.aborted_alone(GLOO)
     words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, user("export", 30), ALL_REDUCE))
     summary = first(replace(scene, witnessed=(words,))).summary
-    assert "The process of rank 1 has ended itself (SIGABRT) at train.py:30 in export, as gloo ends" in summary
+    assert "The process of rank 1 aborted itself (SIGABRT) at train.py:30 in export, as gloo ends" in summary
     assert summary.count("export") == 1
 
 
@@ -200,7 +200,7 @@ def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() ->
     facts = replace(scene, ranks=(replace(on, stack=()),), witnessed=(words,))
     assert found(facts) == {"mismatched-collective": LIKELY}
     assert first(facts).ranks == (0, 1)
-    assert "while rank 0 had gone on to what follows" in first(facts).summary
+    assert "while rank 0 had already moved on" in first(facts).summary
     segfault = replace(facts, witnessed=(replace(words, ended_by="SIGSEGV"),))
     assert found(segfault) == {"dead-rank": CERTAIN}
 

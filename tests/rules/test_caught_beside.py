@@ -62,7 +62,7 @@ def test_of_two_the_one_that_caught_an_exception_has_skipped_the_call(net: Backe
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location == f"{USER_FILE}:31 in detect"
     assert finding.confidence is Confidence.LIKELY
-    told = "Rank 1 has caught ValueError: no faces in this image at train.py:31 in detect, 24 s before this was seen"
+    told = "Rank 1 caught ValueError: no faces in this image at train.py:31 in detect, 24 s before this report"
     assert told in finding.summary
     assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)
 
@@ -124,7 +124,7 @@ def test_a_rank_in_an_except_block() -> None:
     )
     finding = first(behind(replace(GLOO.working(0, upload, seq=60), caught=(held,))))
     assert finding.ranks == (0,)
-    told = "Rank 0 is in the `except` block (line 71) that has caught OSError: timed out, raised at train.py:9 in put."
+    told = "Rank 0 is in the `except` block (line 71) that caught OSError: timed out, raised at train.py:9 in put."
     assert finding.summary.endswith(told)
 
 
@@ -132,7 +132,7 @@ def test_what_has_left_a_collective_or_a_hook_says_which() -> None:
     left = replace(NO_FACES, passed="all_reduce", count=2)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(left,))))
     assert (
-        "out of all_reduce at train.py:31 in detect 2 times, 24 s before this was seen, and gone on." in finding.summary
+        "out of all_reduce at train.py:31 in detect 2 times, 24 s before this report, and continued." in finding.summary
     )
 
 
@@ -147,7 +147,7 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     finding = first(behind(replace(GLOO.working(0, user("next_batch", 20), *wait, seq=60), caught=(FED,))))
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
-    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
 
 
 def test_who_waits_for_a_thread_that_has_ended_does_no_work_of_its_own() -> None:
@@ -165,7 +165,7 @@ def _loading(caught: CaughtException) -> JobFacts:
 def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
-    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
     assert finding.remedy.startswith("Correct the KeyError; and let whoever waits learn of it")
 
 
@@ -176,7 +176,7 @@ def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:
 
 def test_a_thread_for_which_nobody_waits_is_told() -> None:
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(FED,))))
-    assert "Rank 0's thread 'feeder' has ended with KeyError: 'label'" in finding.summary
+    assert "Rank 0's thread 'feeder' ended with KeyError: 'label'" in finding.summary
 
 
 def test_a_pool_that_has_replaced_its_worker() -> None:
@@ -185,7 +185,7 @@ def test_a_pool_that_has_replaced_its_worker() -> None:
     finding = first(behind(replace(culprit, machine=MachineFacts(ended=ended))))
     assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
     assert any(
-        "25 s ago; its parent has asked for it, and perhaps replaced it" in item.text for item in finding.evidence
+        "25 s ago; its parent has collected it, and may have replaced it" in item.text for item in finding.evidence
     )
 
 
@@ -202,8 +202,8 @@ def test_who_has_survived_what_ended_the_others_says_so() -> None:
     culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
     finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))
     assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
-    assert "Rank 0 has caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
-    assert finding.summary.endswith("and gone on, though where one rank raises the others are ended.")
+    assert "Rank 0 caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
+    assert finding.summary.endswith("and continued, although the others are ended where one rank raises.")
     other = replace(survived, passed="", ago_s=5.0)
     facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))
     assert "caught" not in first(facts).summary
@@ -222,8 +222,8 @@ def test_a_rank_that_gloo_has_ended_in_a_call_that_another_has_left_out() -> Non
     assert [one.rule for one in findings] == ["diverged-collectives"]
     assert (findings[0].ranks, findings[0].confidence) == ((0,), Confidence.LIKELY)
     assert findings[0].location == f"{USER_FILE}:31 in detect"
-    assert "past a collective that rank 1 was in at train.py:44 in average" in findings[0].summary
-    assert "Rank 0 has caught ValueError: no faces in this image" in findings[0].summary
+    assert "skipped a collective that rank 1 was in at train.py:44 in average" in findings[0].summary
+    assert "Rank 0 caught ValueError: no faces in this image" in findings[0].summary
 
 
 def test_a_connection_that_broke_has_left_nothing_out() -> None:
@@ -234,4 +234,4 @@ def test_a_connection_that_broke_has_left_nothing_out() -> None:
 def test_where_nothing_was_seen_the_sizes_may_differ_as_well() -> None:
     finding = first(ended_by_gloo((replace(NO_FACES, ago_s=40.0),), (HANDLED, ALL_REDUCE)))
     assert finding.rule == "mismatched-collective"
-    assert "at which rank 1 was, stands in a `try`" in finding.summary
+    assert "where rank 1 was, is in a `try`" in finding.summary

@@ -23,7 +23,7 @@ GB = 1_000_000_000
         (
             scenes.rank_zero_evaluates,
             (
-                "Rank 0 works alone under `if self.trainer.is_global_zero:` (line 70) in Net.on_train_epoch_end",
+                "Rank 0 is working alone under `if self.trainer.is_global_zero:` (line 70) in Net.on_train_epoch_end",
                 "at train.py:73 in evaluate, batch 23 of epoch 0, for 10 min 12 s",
                 "ranks 1-3 wait in Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 61, 1 element",
             ),
@@ -41,11 +41,11 @@ GB = 1_000_000_000
         (scenes.checkpoint_is_written, ("to /mnt/ckpt (nfs4)", "Lightning's barrier 'Trainer.save_checkpoint'")),
         (scenes.loader_workers_stall, ("of its 2 workers, 2 are disk-sleep at train.py:8 in read",)),
         (scenes.one_rank_fails, ("Rank 3 raised ValueError: bad label 11 at train.py:42 in training_step, batch 11",)),
-        (scenes.one_rank_was_killed, ("The process of rank 1 is gone", "out-of-memory killer has struck")),
+        (scenes.one_rank_was_killed, ("The process of rank 1 is gone", "out-of-memory killer was active")),
         (scenes.one_rank_skips_a_step, ("rank 1 called broadcast (1 element", "as number 61 of the default group")),
         (scenes.stopped_by_a_signal, ("stopped by a signal (SIGSTOP)",)),
         (scenes.holds_the_gil, ("global interpreter lock held by native code called at train.py:41 in training_step",)),
-        (scenes.host_does_not_answer, ("cannot be told whether the host, the network or the process",)),
+        (scenes.host_does_not_answer, ("it is unknown whether the host, the network or the process",)),
         (
             scenes.slow_step,
             ("Rank 2 is behind, in training_step at train.py:90 in slow, batch 11 of epoch 0",),
@@ -132,11 +132,11 @@ def ended(*ends: dict[str, Any]) -> Finding:
         ({"exit_code": 0}, "has exited with status 0", "os._exit"),
         (
             {"ended_by": "SIGKILL"},
-            "was killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)",
+            "was killed by SIGKILL (by the kernel's out-of-memory killer or someone else)",
             "SIGKILL comes from outside",
         ),
         ({"ended_by": "SIGSEGV"}, "was ended by SIGSEGV (a segmentation fault)", "native code"),
-        ({"ended_by": "SIGTERM"}, "was ended by SIGTERM, while", "Look at who ends processes there"),
+        ({"ended_by": "SIGTERM"}, "was ended by SIGTERM, while", "Find out who ends processes there"),
         ({"ended_by": "SIGUSR1"}, "was ended by SIGUSR1, while", "Look at the end of this rank's own output"),
         ({}, "The process of rank 1 is gone, while", "Look at the end of this rank's own output"),
     ],
@@ -168,8 +168,8 @@ def test_ranks_that_have_ended_differently_are_told_one_by_one() -> None:
     assert "The processes of ranks 1-3 are gone" in finding.summary
     assert [item.text.partition(" ")[2].partition(" ")[2] for item in finding.evidence] == [
         "has exited with status 2.",
-        "was ended by SIGABRT (it has aborted itself, as a failed assertion does).",
-        "is gone; how it ended is not known here, its launcher may say it.",
+        "was ended by SIGABRT (it aborted itself, as a failed assertion does).",
+        "is gone; how it ended is not known here, but its launcher may report it.",
     ]
 
 

@@ -6,7 +6,17 @@ import pytest
 from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
 from call_scenes import RESULT, UNUSED, in_backward
 
-from lightning_ncclsafe.facts import Frame, JobFacts, LoggedKey, LoopEnd, Phase, RankFacts, StepFacts, TrainerFacts
+from lightning_ncclsafe.facts import (
+    Frame,
+    JobFacts,
+    LoaderFacts,
+    LoggedKey,
+    LoopEnd,
+    Phase,
+    RankFacts,
+    StepFacts,
+    TrainerFacts,
+)
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
@@ -65,6 +75,18 @@ def test_a_pass_that_was_left_out_is_blamed_on_the_only_line_that_leads_around_i
     assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
     assert finding.location == location
     assert any("train.py:61" in evidence.text for evidence in finding.evidence)
+
+
+def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches() -> None:
+    """An optimizer has its turn by each rank's own values, now and then; places are kept of the last batches only."""
+    whole, short = (GENERATOR, CRITIC), (GENERATOR,)
+    ways = {GENERATOR: (), CRITIC: (RETURN,)}
+    many = replace(batches((2,), (1,), (2,), (1,), (2,), called=((), (), (), short, whole)), led_around=ways)
+    few = replace(batches((1,), (1,), (2,), (1,), (2,), called=(short, short, whole, short, whole)), led_around=ways)
+    finding = first(stepping(many, few))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), RETURN)
+    other = replace(many, passes_from=((), (), (HALVES, CRITIC), short, whole))
+    assert first(stepping(other, few)).location == ""
 
 
 def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one() -> None:
@@ -130,7 +152,7 @@ def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:
     past = replace(GLOO.finished(1, seq=60, batch=19), steps=steps)
     finding = first(job(*(past if n == 1 else in_backward(GLOO, n) for n in range(4))))
     assert (finding.rule, finding.ranks, finding.location) == ("unused-parameters", (1,), RETURN)
-    assert "its loss was computed from nothing that has parameters" in finding.summary
+    assert "its loss depends on no parameters" in finding.summary
 
 
 def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 3, **changed: str) -> RankFacts:
@@ -150,12 +172,31 @@ def test_who_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -> None:
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
+def _generates(made: int) -> JobFacts:
+    """As recorded: rank 0 generates, in the third of four batches of validation, and rank 1 trains on after it."""
+    line, here = user("validation_step", 46), {"seq": 87, "outstanding": 1, "world": 2}
+    long = GLOO.rank(0, line, ALL_REDUCE, phase=Phase.VALIDATE, batch=2, op="all_gather", sizes=((536,),), **here)  # type: ignore[arg-type]
+    gone_on = trained(GLOO.waiting(1, seq=87, batch=0, epoch=1, world=2), begun=1)
+    assert gone_on.trainer is not None
+    gone_on = replace(gone_on, trainer=replace(gone_on.trainer, validated=made, ended_at=()))
+    return job(replace(trained(long, LoopEnd.DATA), loaders=(LoaderFacts(batches=4),)), gone_on, world=2)
+
+
+def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> None:
+    finding = first(_generates(4))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert finding.location == f"{USER_FILE}:46 in validation_step"
+    assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(4)))
+    fewer = first(_generates(2))
+    assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
+
+
 def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, max_epochs="2")
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
     finding = first(job(others[0], ended, *others[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
-    assert "max_epochs is 2 there since it trains, and was 6" in finding.summary
+    assert "max_epochs is 2 there since training began, and was 6" in finding.summary
     assert finding.location == RETURN
     alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))

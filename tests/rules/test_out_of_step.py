@@ -19,6 +19,7 @@ from builders import (
     Backend,
     job,
     process,
+    raised,
     transport_error,
     user,
 )
@@ -75,6 +76,33 @@ def test_a_condition_that_holds_on_all_ranks_says_nothing() -> None:
     assert first(job(*ranks, world=3)).ranks == (0,)
 
 
+THREAD = Frame(file="/usr/lib/python3.12/threading.py", line=1010, function="run")
+COUNTS = (THREAD, user("count", 90), ALL_REDUCE)
+
+
+def test_a_collective_of_another_thread_is_named_by_its_line() -> None:
+    """Rank 1's thread has reduced three numbers before the gradients that its main thread waits for."""
+    ranks = [GLOO.waiting(0, seq=61, world=2), GLOO.waiting(1, seq=62, world=2, outstanding=2)]
+    counted = tuple(replace(c, input_sizes=((3,),)) if c.seq == 61 else c for c in ranks[1].collectives)
+    ranks[1] = replace(ranks[1], collectives=counted, thread_stack=COUNTS)
+    finding = first(job(*ranks, world=2))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), LIKELY)
+    assert finding.location.endswith("train.py:90 in count")
+    assert "in another thread than the one that trains" in finding.summary
+    # A group of its own, of which that thread's call is.
+    others = tuple(replace(call, site="5b1e", stack=(user("training_step", 40),)) for call in counted)
+    apart = first(job(ranks[0], replace(ranks[1], collectives=others), world=2))
+    assert "another thread" not in apart.summary
+
+
+def test_who_has_ended_in_a_collective_of_another_thread_is_not_blamed_for_its_main_threads_line() -> None:
+    lost = raised(calls(0, ENGINE), "RuntimeError", "Connection closed by peer", ENGINE, consequence=True)
+    gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, user("training_step", 48)))
+    finding = first(job(lost, world=2, witnessed=(replace(gone, thread_stack=COUNTS),)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.location.endswith("train.py:90 in count")
+
+
 def test_between_two_what_is_called_on_all_ranks_decides() -> None:
     """Rank 1 reduces the gradients, as in every batch; rank 0 is in a line of the user's that it has not been in."""
     alone = calls(0, user("training_step", 40), ALL_REDUCE)
@@ -109,7 +137,7 @@ def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, 
     facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
     finding = first(facts)
     assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
-    assert ("has left out all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
+    assert ("skipped all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
 
 
 def test_two_lines_of_the_users_say_nothing_of_who_is_wrong() -> None:
@@ -167,8 +195,8 @@ def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:
 def test_what_gloo_has_said_last_is_told_with_its_sizes() -> None:
     finding = first(_aborted(57, said=WHAT))
     assert rules(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
-    assert "as gloo has ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
-    assert f"The last that was said there: {WHAT}" in [item.text for item in finding.evidence]
+    assert "as gloo ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
+    assert f"Last output on stderr: {WHAT}" in [item.text for item in finding.evidence]
 
 
 def test_gloos_own_word_is_enough() -> None:
@@ -184,12 +212,12 @@ def test_lines_that_differ_are_different_collectives() -> None:
     facts = _aborted(30)
     finding = first(facts)
     assert rules(facts) == {"diverged-collectives": LIKELY}
-    assert "rank 1 has ended itself (SIGABRT) at train.py:30 in export, as gloo ends one" in finding.summary
+    assert "rank 1 aborted itself (SIGABRT) at train.py:30 in export, as gloo ends a process" in finding.summary
     assert "while rank 0 was at train.py:57 in training_step: these are different collectives." in finding.summary
     assert finding.ranks == (0, 1)
     alone = first(_aborted(30, ZERO))
     assert (alone.ranks, alone.location.rpartition("/")[2]) == ((1,), "train.py:30 in export")
-    assert "Rank 1 stood under `if rank == 0:` (line 30)." in alone.summary
+    assert "Rank 1 was under `if rank == 0:` (line 30)." in alone.summary
 
 
 def test_who_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:

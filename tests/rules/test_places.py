@@ -44,7 +44,7 @@ def test_the_rank_of_a_host_that_is_cut_off_is_not_called_dead() -> None:
 
 def test_a_host_that_answers_is_not_to_blame() -> None:
     (first, *_) = judge(host_can_be_reached(GLOO)).findings
-    assert "It is the processes there that do not answer." in first.evidence[-1].text
+    assert "The processes there do not answer." in first.evidence[-1].text
 
 
 def test_with_several_hosts_each_finding_says_where_its_ranks_run() -> None:

@@ -85,7 +85,7 @@ def test_the_rank_that_is_out_of_step_is_named_with_the_call(
 def test_it_is_told_in_words() -> None:
     more, fewer = first(of("rrzb", "rrbr", "rrbr", condition=ZERO)), first(of("rgrgrb", "rgrrb", "rgrgrb"))
     assert more.summary.startswith(
-        "Rank 0 has called barrier at train.py:60 in step, under `if rank == 0:` (line 59), which ranks 1-2 have not: "
+        "Rank 0 called barrier at train.py:60 in step, under `if rank == 0:` (line 59), which ranks 1-2 did not: "
         "since then they are one call apart. "
     )
     assert fewer.summary.startswith(

@@ -191,29 +191,29 @@ class BatchSize(NamedTuple):
     tensors: int = 0
 
 
-class _Step(NamedTuple):
+class _StepTimes(NamedTuple):
     gap_s: float
     cpu_s: float
 
 
-class _Steps:
+class _StepSample:
     """A sample of all steps, evenly spread."""
 
     def __init__(self) -> None:
-        self._kept: list[_Step] = []
+        self._kept: list[_StepTimes] = []
         self._seen, self._every = 0, 1
 
-    def add(self, step: _Step) -> None:
+    def add(self, step: _StepTimes) -> None:
         self._seen += 1
         if self._seen % self._every == 0:
             self._kept.append(step)
         if len(self._kept) >= _MOST_STEPS:
             self._kept, self._every = self._kept[1::2], 2 * self._every
 
-    def mean(self) -> _Step:
+    def mean(self) -> _StepTimes:
         most_s = _LONGEST_GAPS * median(step.gap_s for step in self._kept)
         steps = [step for step in self._kept if step.gap_s <= most_s]
-        return _Step(fmean(step.gap_s for step in steps), fmean(step.cpu_s for step in steps))
+        return _StepTimes(fmean(step.gap_s for step in steps), fmean(step.cpu_s for step in steps))
 
 
 @dataclass(slots=True)
@@ -245,12 +245,12 @@ class Observer:
     ) -> None:
         self.interval = Interval(epochs)
         self.size: BatchSize | None = None
-        self._on_stretch = on_measured
-        self._stretch_s = interval_s
+        self._on_measured = on_measured
+        self._interval_s = interval_s
         self._process = psutil.Process()
         self._has_failed = False
         self._sums: _Sums | None = None
-        self._steps = _Steps()
+        self._steps = _StepSample()
         self._of_epoch = 0
         self._asked_at = self._given_at = self._own_s = 0.0
 
@@ -293,7 +293,7 @@ class Observer:
         if self._of_epoch == 0:
             sums.start_s += wait_s
         else:
-            self._steps.add(_Step(self._asked_at - self._given_at, own_s - self._own_s))
+            self._steps.add(_StepTimes(self._asked_at - self._given_at, own_s - self._own_s))
         sums.batches += 1
         self._of_epoch += 1
         if not self._of_epoch & (self._of_epoch - 1):
@@ -301,7 +301,7 @@ class Observer:
             self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
         # The time from here on, including what this method takes, belongs to the step.
         self._given_at, self._own_s = given_at, own_s
-        return given_at - sums.began_at >= self._stretch_s
+        return given_at - sums.began_at >= self._interval_s
 
     def goes_on(self, workers: int) -> None:
         """Ends a part of the epoch and begins the next."""
@@ -323,7 +323,7 @@ class Observer:
 
     def _begin_interval(self, workers: int) -> None:
         self._sums = _Sums(began_at=time.perf_counter(), workers=workers)
-        self._steps = _Steps()
+        self._steps = _StepSample()
 
     def _report(self) -> None:
         sums = self._sums
@@ -331,7 +331,7 @@ class Observer:
             return
         try:
             step, size = self._steps.mean(), self.size or BatchSize()
-            self._on_stretch(
+            self._on_measured(
                 Measurement(
                     epoch=self.interval.epoch,
                     part=self.interval.part,

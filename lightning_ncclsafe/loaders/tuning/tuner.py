@@ -79,7 +79,7 @@ class Tuner:
         self._epochs: Counter[str] = Counter()
         """Of loaders that have been released."""
         self._of_epoch: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._deciding: Deciding | None = None
         self._decision = Decision()
         self._published = b""
@@ -148,7 +148,7 @@ class Tuner:
         workers = asked if kind.advises else min(asked, most_workers)
         if workers < asked and self._rank == 0:
             assert self._budget is not None
-            self._tell_once(fewer_workers(name, asked, workers, self._budget))
+            self._print_once(fewer_workers(name, asked, workers, self._budget))
         why_fixed = self._why_fixed(loader) if kind.advises else ""
         with self._lock:
             if self._deciding is not None:
@@ -184,12 +184,12 @@ class Tuner:
         most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._tell_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+            self._print_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
         return most
 
-    def _tell_once(self, line: str, about: str = "") -> None:
-        if (about or line) not in self._told:
-            self._told.add(about or line)
+    def _print_once(self, line: str, about: str = "") -> None:
+        if (about or line) not in self._printed:
+            self._printed.add(about or line)
             self._say(line)
 
     @marked(Mark.STORE)

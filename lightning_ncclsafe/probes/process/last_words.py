@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import traceback_signal
+from lightning_ncclsafe.probes.process.stacks import calling
 
 ENDED = ("gone", "zombie")
 """States of a process that has ended, as :class:`~lightning_ncclsafe.facts.ProcessFacts` has them."""
@@ -48,11 +49,13 @@ class LastWord(NamedTuple):
         signal: The signal that has ended it, ``"SIGABRT"``; empty where none is known.
         stack: Where its main thread was.
         said: Why it has aborted itself, as it, or another process that writes to the same file, has said last.
+        thread_stack: Where another thread of its was in a collective.
     """
 
     signal: str
     stack: tuple[Frame, ...]
     said: str = ""
+    thread_stack: tuple[Frame, ...] = ()
 
 
 class LastWords:
@@ -119,9 +122,11 @@ def parse(text: str) -> LastWord:
     if not mark:
         return LastWord("", ())
     said, _, threads = last.partition("\n")
-    return LastWord(_SIGNALS.get(said.strip(), said.strip()[:40]), main_of(_AFTERWARDS.split(threads)[0]))
+    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
+    return LastWord(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
 
 
-def main_of(threads: str) -> tuple[Frame, ...]:
-    """The main thread's stack, outermost frame first: the last one, whichever thread the signal has struck."""
-    return traceback_signal.parse(threads.replace("Current thread", "Thread"))
+def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
+    """Outermost frame first; the main thread's, which is the last whichever the signal has struck, and the others."""
+    main, *others = traceback_signal.parse_threads(threads.replace("Current thread", "Thread"))
+    return main, others

@@ -1,6 +1,7 @@
 """Python stacks of this process, and what the source says about the lines on them."""
 
 import ast
+import itertools
 import linecache
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, DISTRIBUTED, LOADING, TRAINER_RUN
+from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 
@@ -58,6 +59,22 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
     inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
     deepest = tuple(replace(f, code=linecache.getline(f.file, f.line).strip()) for f in inner[:1])
     return (deepest + inner[1:])[::-1]
+
+
+def calling_thread_stack() -> tuple[Frame, ...]:
+    """That of a thread besides the main one which is in a collective that the user's code has called, or nothing."""
+    main = threading.main_thread().ident
+    return calling(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+
+
+def calling(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The first of these stacks that ends in a collective which the user's code has called, or nothing."""
+    return next(filter(_calls_collective, stacks), ())
+
+
+def _calls_collective(stack: tuple[Frame, ...]) -> bool:
+    below = [*itertools.takewhile(lambda frame: not frame.user, reversed(stack))]
+    return len(below) < len(stack) and any(COLLECTIVES.has(frame.file, frame.function) for frame in below)
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame, ...]]:

@@ -138,6 +138,7 @@ class TrainerProbe:
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
             batches_begun=batches.current.ready,
             batches=count,
+            validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
 
     def validation_loaders(self) -> list[Any]:

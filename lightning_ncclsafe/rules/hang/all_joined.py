@@ -84,7 +84,9 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
 
 def _evidence(group: GroupView, calls: dict[int, Collective]) -> Iterable[Evidence]:
     first = calls[next(iter(group.oldest))]
-    yield Evidence(source="flight recorder", text=f"Called alike on {ranks_words(calls)}: {collective_words(first)}.")
+    yield Evidence(
+        source="flight recorder", text=f"Called identically on {ranks_words(calls)}: {collective_words(first)}."
+    )
     if first.backend.startswith("nccl"):
         waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started and not call.completed)
         text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."

@@ -1,4 +1,4 @@
-"""The cause at-breakpoint: a rank stands in a debugger, and nobody is there to let it go on."""
+"""The cause at-breakpoint: a rank is paused in a debugger, and nobody is there to continue it."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, hang_rul
     remedy='Remove the breakpoint; or debug with devices=1, or with on_timeout="report" and a longer timeout.',
 )
 def at_breakpoint(view: Timeline) -> Iterator[Finding]:
-    """A rank stands in a debugger while the others wait for it.
+    """A rank is paused in a debugger while the others wait for it.
 
     Symptom:
-        A prompt, "(Pdb)" or "ipdb>", among the output of all ranks; with a launcher that gives ranks no terminal, not
-        even that.
+        A "(Pdb)" or "ipdb>" prompt among the output of all ranks; not even that if the launcher gives ranks no
+        terminal.
 
     Cause:
-        A breakpoint() that was left in the code, or a debugger that is attached to one rank.
+        A breakpoint() left in the code, or a debugger attached to one rank.
 
     Remedy:
         Remove it; or debug with devices=1, or with on_timeout="report" and a longer timeout.
 
     Cannot see:
-        Debuggers that stop the process from outside (gdb): that is stopped-process.
+        Debuggers that stop the process from outside, such as gdb: see stopped-process.
     """
     ranks = tuple(rank for rank in view.awaited if _is_in_debugger(view.facts[rank]))
     if ranks:
-        yield held_up(view, ranks, "stands|stand in a debugger", confidence=Confidence.CERTAIN)
+        yield held_up(view, ranks, "is|are paused in a debugger", confidence=Confidence.CERTAIN)
 
 
 def _is_in_debugger(facts: RankFacts) -> bool:

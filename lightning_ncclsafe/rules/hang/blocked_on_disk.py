@@ -162,5 +162,7 @@ def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
 def _evidence(rank: int, thread: MainThreadFacts) -> Evidence:
     channel = f" (kernel function {thread.wait_channel})" if thread.wait_channel else ""
     text = f"Its main thread is in state {thread.state or 'unknown'}{channel}"
-    text += f", in uninterruptible sleep in {thread.blocked_looks} of {thread.looks} looks over {thread.over_s:.0f} s."
+    text += (
+        f", in uninterruptible sleep in {thread.blocked_looks} of {thread.looks} samples over {thread.over_s:.0f} s."
+    )
     return Evidence(source="process", rank=rank, text=text)

@@ -79,16 +79,16 @@ def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -
     """Each takes its own count for the number of the group that it makes, and looks for the others there."""
     parts = []
     for (count, makes), ranks in _alike(making, made).items():
-        does = f"{verb(ranks, 'makes', 'make')} number {count}"
-        waits = f"{verb(ranks, 'has', 'have')} made {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
+        does = f"{verb(ranks, 'is creating', 'are creating')} number {count}"
+        waits = f"{verb(ranks, 'has', 'have')} created {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
         parts.append(f"{ranks_words(ranks)} {does if makes else waits}")
     told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
-    condition = f"; new_group stands under a condition on the rank at {_short(told[0])}" if told else ""
-    numbers = "have not taken part in making as many process groups"
+    condition = f"; new_group is called under a condition on the rank at {_short(told[0])}" if told else ""
+    numbers = "have taken part in creating different numbers of process groups"
     return finding(
         view,
         _odd_makers(made),
-        f"Ranks {numbers}, and wait for one another: {', '.join(parts)}{condition}.",
+        f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
         location=told[0] if len(told) == 1 else "",
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,

@@ -36,21 +36,23 @@ from lightning_ncclsafe.rules.kit import (
 
 # That of timeout(1), with which the guard ends processes, too.
 _ENDED_BY_US = 124
-_GONE = "is gone; how it ended is not known here, its launcher may say it"
-_REMEDY = "Look at the end of this rank's own output, and at what its launcher and the kernel's log (dmesg) say of it."
+_GONE = "is gone; how it ended is not known here, but its launcher may report it"
+_REMEDY = "Look at the end of this rank's own output, at its launcher's messages and at the kernel's log (dmesg)."
 _REMEDY_EXITED = (
-    "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception, and "
-    "sys.exit, would have been told."
+    "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception "
+    "or sys.exit would have been reported."
 )
 _REMEDY_DONE = (
-    "It has ended as one that is done: its script is over, it has called sys.exit between two calls of the Trainer, or "
+    "It ended as if it were done: its script finished, or it called sys.exit between two calls of the Trainer, or "
     "os._exit(0). Make the same calls of the Trainer on all ranks."
 )
 _REMEDY_KILLED = (
-    "SIGKILL comes from outside. The kernel's log (dmesg) names the process if its out-of-memory killer has sent it; "
-    "else look at the scheduler, the launcher, or whoever may end processes there."
+    "SIGKILL comes from outside. The kernel's log (dmesg) names the process if the out-of-memory killer sent it; "
+    "otherwise look at the scheduler, the launcher, or whoever else can kill processes there."
 )
-_REMEDY_ENDED = "Look at who ends processes there: a scheduler whose time is up, a launcher, kill."
+_REMEDY_ENDED = (
+    "Find out who ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
+)
 _REMEDY_FAULT = (
     "This is a fault in native code, of a library or an extension. Look at the end of this rank's own output, and at "
     "the line that it was in; PYTHONFAULTHANDLER=1 prints it."
@@ -60,12 +62,12 @@ _FAULTS = {
     "SIGBUS": "a bus error",
     "SIGFPE": "an arithmetic error",
     "SIGILL": "an illegal instruction",
-    "SIGABRT": "it has aborted itself, as a failed assertion does",
+    "SIGABRT": "it aborted itself, as a failed assertion does",
 }
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
     ' "op.preamble.length <= op.nbytes" there is gloo, which ends a process that is sent more than it has room for: '
-    "then ranks have called different collectives, or other sizes."
+    "then ranks called different collectives or different sizes."
 )
 _REMEDY_OOM = (
     "Need less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
@@ -112,7 +114,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
-        yield _finding(view, presumed, Confidence.LIKELY, "has gone silently", "have gone silently", _End())
+        yield _finding(view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End())
 
 
 def _explained(view: Timeline) -> set[int]:
@@ -152,7 +154,7 @@ def _words(end: _End, *, many: bool) -> str:
         by_us = ", as the guard ends a run that cannot go on" if end.status == _ENDED_BY_US else ""
         return f"{'have' if many else 'has'} exited with status {end.status}{by_us}"
     if end.signal == "SIGKILL":
-        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)"
+        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"
     if end.signal:
         return f"{was} ended by {end.signal}" + (f" ({_FAULTS[end.signal]})" if end.signal in _FAULTS else "")
     return f"{is_} gone"
@@ -178,7 +180,7 @@ def _has_lost_a_peer(facts: RankFacts) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str, end: _End) -> Finding:
     # One that has ended in another way was not killed for its memory.
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
-    killer = ", and the kernel's out-of-memory killer has struck on its host" if kills else ""
+    killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
     at = f" {place_words(frame)}" if frame else ""
     text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
@@ -219,9 +221,11 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             known = _words(end, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
             if process.said:
-                yield Evidence(source="stderr", rank=rank, text=f"The last that was said there: {process.said}")
+                yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")
         else:
-            yield Evidence(source="exception", rank=rank, text="Did not answer, and its peers' connections broke.")
+            yield Evidence(
+                source="exception", rank=rank, text="Did not answer, and its peers lost their connections to it."
+            )
 
 
 def _has_aborted_on_gloo(view: Timeline, rank: int) -> bool:

@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     broken_off,
     broken_off_alone,
     call_evidence,
+    called_by_threads,
     called_or_ended,
     calls_location,
     calls_words,
@@ -81,6 +82,11 @@ _REMEDY_PASSES = (
     "one of them, and use no optimizer that asks for the loss as often as each rank's own values say (LBFGS). What was "
     "trained since that batch has mixed gradients."
 )
+_REMEDY_THREADS = (
+    "Call collectives in one thread only, the one that trains: let the other thread leave its numbers to a hook, which "
+    "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
+    "own (torch.distributed.new_group, on all ranks), and call there the same collectives on all ranks."
+)
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
     "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
@@ -110,7 +116,8 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         A timeout in which ranks report different operations or sizes for one sequence number, or nothing at all.
 
     Cause:
-        A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block.
+        A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
+        in a thread of its own, whose calls come between those of the training.
 
     Remedy:
         Make every rank call the same collectives in the same order.
@@ -124,7 +131,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
         return
-    if told := _more_passes(view) or _monitored_by_some(view):
+    if told := _in_threads(view) or _more_passes(view) or _monitored_by_some(view):
         yield told
         return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
@@ -136,6 +143,34 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
     elif found := _broken(view) or _elsewhere(view):
         yield found
+
+
+def _in_threads(view: Timeline) -> Finding | None:
+    """The collectives of two threads come in an order of chance."""
+    lines = called_by_threads(view)
+    if not lines:
+        return None
+    ranks, line = tuple(lines), next(iter(lines.values()))
+    ended, split = aborted(view), view.divergence or view.lost_divergence
+    called = f" {capitalised(calls_words(view, split))} as one." if split is not None else ""
+    gone = f" The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
+    text = (
+        f"{clause(ranks, 'has|have called')} a collective {place_words(line)}, in another thread than the one that "
+        f"trains: the two threads' collectives come in another order on each rank, and meet what does not fit."
+    )
+    return finding(
+        view,
+        ranks,
+        f"{text}{called}{gone}",
+        severity=Severity.ERROR if ended else None,
+        location=location_of(line),
+        evidence=(
+            *(call_evidence(split) if split is not None else ()),
+            *gone_evidence(view, ended),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY_THREADS,
+    )
 
 
 def _more_passes(view: Timeline) -> Finding | None:
@@ -220,7 +255,7 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
-    stands = f"{capitalised(ranks_words(ranks[:1]))} {_stands(view, ranks[0])}"
+    where = f"{capitalised(ranks_words(ranks[:1]))} {_is_at(view, ranks[0])}"
     # That they differ is seen; which of two is out of step is concluded, unless the source says it, and so is the line
     # where what these ranks have called is not the user's.
     called = [call for rank, call in split.calls.items() if rank in ranks]
@@ -235,7 +270,7 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
             (
                 f"{capitalised(text)}: these can never complete together.",
                 gone,
-                f"{stands}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+                f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
                 skipped,
             )
         ),
@@ -267,10 +302,10 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     )
 
 
-def _stands(view: Timeline, rank: int) -> str:
+def _is_at(view: Timeline, rank: int) -> str:
     """Where a rank is, or was until the connections broke."""
     is_there = rank in view.facts and view.facts[rank].exception is None
-    return f"stands {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
+    return f"is {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
 
 
 def _remedy(view: Timeline) -> str:
@@ -284,9 +319,9 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     every = (*ended, *others)
     decided = out_of_step(view, every)
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
-    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
+    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     text = (
-        f"the process of {ranks_words(ended)} has ended itself (SIGABRT) {_was_at(view, ended[0])}, "
+        f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
         f"{_was_at(view, others[0])}: these are different collectives."
     )
@@ -327,9 +362,9 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     ended = aborted(view)
     own = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
-        f"{clause(ranks, 'has|have gone on after an exception, past a collective that')} "
-        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo has ended "
-        f"{verb(ended, 'its process', 'their processes')}, as it does where more is sent than there is room for."
+        f"{clause(ranks, 'continued after an exception and skipped a collective that')} "
+        f"{clause(ended, 'was|were in')}{f' {place_words(own)}' if own else ''}: gloo ended "
+        f"{verb(ended, 'its process', 'their processes')}, as it does when more is sent than there is room for."
     )
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
     return finding(
@@ -357,7 +392,7 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     why = out_of_step(view, view.waiting).get(ranks[0], "")
-    text = f"{clause(ranks, 'waits|wait elsewhere than the others')}{f', {why}' if why else ''}"
+    text = f"{clause(ranks, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
     return finding(
         view,
         ranks,
@@ -372,11 +407,11 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
     stack = view.facts[ranks[0]].stack
     called = deepest_user_frame(stack[: trainer_start(stack) or None])
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    stands = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
+    away = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
-        f"{others_wait(view, ()) or standing(view, ranks[0])}.{stands}{_silent_words(view)}"
+        f"{others_wait(view, ()) or standing(view, ranks[0])}.{away}{_silent_words(view)}"
     )
     return finding(
         view, ranks, text, location=location_of(called), evidence=where_evidence(view, view.facts), remedy=_REMEDY_ALONE
@@ -413,7 +448,7 @@ def _sole(view: Timeline, rank: int) -> bool:
 
 
 def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    text = f"{ranks_words(ranks)} joined the same collective from another place than the other ranks"
+    text = f"{ranks_words(ranks)} joined the same collective from a different place than the other ranks"
     return finding(
         view,
         ranks,

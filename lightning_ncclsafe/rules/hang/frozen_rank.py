@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Reason,
     Timeline,
     alone_in_trainer,
+    capitalised,
     deepest_user_frame,
     finding,
     hang_rule,
@@ -68,10 +69,10 @@ def _words(process: ProcessFacts) -> str:
 def _unseen(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     names = ranks_words(ranks)
     text = (
-        f"{names} {verb(ranks, 'does', 'do')} not answer, and from here it cannot be told whether the host, the "
+        f"{names} {verb(ranks, 'does', 'do')} not answer; from here it is unknown whether the host, the "
         f"network or the process is to blame{while_others_wait(view, ranks)}."
     )
-    known = f"No facts came from {names} within the deadline, and no rank on the same host answered for it."
+    known = f"{capitalised(names)} sent no facts within the deadline, and no rank on the same host answered."
     return finding(
         view,
         ranks,
@@ -87,4 +88,4 @@ def _reached(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
     for host in view.job.silent_hosts:
         if host.answers and not {*host.ranks}.isdisjoint(ranks):
             text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
-            yield Evidence(source="network", text=f"{text} It is the processes there that do not answer.")
+            yield Evidence(source="network", text=f"{text} The processes there do not answer.")

@@ -155,7 +155,7 @@ def _thread_words(thread: MainThreadFacts) -> Iterator[str]:
     if thread.ran_s is not None and thread.queued_s is not None:
         yield f"ran for {thread.ran_s:.1f} s and waited for a core for {thread.queued_s:.1f} s"
     if thread.preempted is not None:
-        yield f"a core was taken from it {thread.preempted:,} times"
+        yield f"it was preempted {thread.preempted:,} times"
     if thread.major_faults:
         yield f"{thread.major_faults:,} pages had to be read back"
 

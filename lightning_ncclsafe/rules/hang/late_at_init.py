@@ -42,8 +42,8 @@ _REMEDY = (
     "for which Lightning lets the other ranks wait without limit."
 )
 _REMEDY_OUTSIDE = (
-    "Look at what stands before this call of the Trainer, above all under a condition on the rank: what is done there "
-    "takes time, and trainer.save_checkpoint, barriers and gathers have to be called by all ranks."
+    "Look at the code before this call of the Trainer, above all under a condition on the rank: work there takes time, "
+    "and trainer.save_checkpoint, barriers and gathers have to be called by all ranks."
 )
 
 

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     broken_off_alone,
     call_evidence,
     called_at,
+    called_by_threads,
     calls_location,
     calls_words,
     capitalised,
@@ -59,15 +60,15 @@ _REMEDY_SHARDED = (
     "one (see unused-parameters): FSDP gathers them as they are used."
 )
 _DECIDES = (
-    " Where the stacks show different functions on the ranks, it is not the size that is wrong: one rank has skipped "
-    "a collective, or called one more."
+    " If the stacks show different functions on the ranks, the size is not the problem: one rank skipped "
+    "a collective or called an extra one."
 )
 
 
 @hang_rule(
     after="failed-rank",
     follows=("different-trainer-settings", "stopped-early"),
-    unless=(alone_in_trainer, ended_first, gathering_alone),
+    unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same operation under the same number, with another number of elements or another data type.
@@ -104,7 +105,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
     other = min(sent or view.facts)
-    was = f"was in {collective_words(sent[other])}" if sent else "had gone on to what follows"
+    was = f"was in {collective_words(sent[other])}" if sent else "had already moved on"
     own, others = called_at(view, ended[0]), called_at(view, other)
     left = tuple(sorted(sent or view.facts))
     decided = conditioned(view, sorted((*ended, *left)))
@@ -114,11 +115,11 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     is_known = _is_gloos(view, ended)
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ended)} {'has ended itself (SIGABRT)' if is_known else 'is gone'}"
+        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if is_known else 'is gone'}"
         f"{f' {place_words(own)}' if own else ''}, {as_gloo_does(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
-    why = f"{capitalised(ranks_words(ranks))} stood {decided[ranks[0]]}." if decided else ""
+    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
@@ -130,7 +131,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
         location=calls_location(view, ranks) if decided else location_of(own or others),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
-        remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" is this.',
+        remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.',
     )
 
 
@@ -153,7 +154,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloos(view, overrun) else Confidence.POSSIBLE
     )
     gone = (
-        f"Gloo has ended the process of {ranks_words(overrun)}, as to {verb(overrun, 'it', 'them')} more was sent than "
+        f"Gloo ended the process of {ranks_words(overrun)}, which {verb(overrun, 'was', 'were')} sent more than "
         f"{verb(overrun, 'it', 'they')} had room for."
         if overrun
         else ""
@@ -176,7 +177,7 @@ def _difference(split: Divergence) -> str:
     sizes = {numel(call) for call in split.calls.values()}
     types = {call.dtypes for call in split.calls.values()}
     what = " and ".join([*(["size"] if len(sizes) > 1 else []), *(["type"] if len(types) > 1 else [])])
-    return f"the same operation with another {what}, which can never complete"
+    return f"the operation differs in {what} between ranks and can never complete"
 
 
 def _overrun(view: Timeline, split: Divergence) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def _finding(view: Timeline, told: dict[int, str], where: dict[int, str]) -> Fin
     facts = view.facts[ranks[0]]
     text = (
         f"Connections {to} were lost, {batch_words(facts.progress)}: {ranks_words(told)} "
-        f"{verb(tuple(told), 'says', 'say')} so, and the processes of all {len(view.facts)} ranks are alive."
+        f"{verb(tuple(told), 'reports', 'report')} it, and the processes of all {len(view.facts)} ranks are alive."
     )
     return finding(
         view,
@@ -106,7 +106,7 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
     what = collective_words(joined[min(joined)])
     text = (
         f"All ranks have called {what}, and {cut[0].host} cannot be reached from {cut[0].seen_from} at "
-        f"{cut[0].address}, where its data should go, though its ranks answer otherwise: the connection to "
+        f"{cut[0].address}, where its data should go, although its ranks answer by other means: the connection to "
         f"{', '.join(names[:4])} is cut."
     )
     yield finding(

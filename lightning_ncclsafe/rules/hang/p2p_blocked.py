@@ -79,7 +79,7 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
     facts = view.facts[ranks[0]]
     text = (
         f"The first collective, {collective_words(pending.first)}, was called by all of {ranks_words(ranks)} on "
-        f"{facts.host} and has ended on none of them for {duration_words(facts.progress.idle_s)}, "
+        f"{facts.host} and has not ended on any of them for {duration_words(facts.progress.idle_s)}, "
         f"{batch_words(facts.progress)}: peer-to-peer transfers between these GPUs are probably blocked."
     )
     started = all(call.started for call in pending.calls.values())
@@ -95,7 +95,7 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
 
 def _evidence(view: Timeline, pending: Pending, started: bool) -> Iterator[Evidence]:
     what = "It has started on every device" if started else "Whether it has started on the devices is not known"
-    yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever ended on NCCL in this run.")
+    yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever completed on NCCL in this run.")
     for rank in sorted(pending.calls)[:8]:
         facts = view.facts[rank]
         gpu = facts.machine.gpu.gpu if facts.machine.gpu else None

@@ -26,8 +26,8 @@ _REMEDY = (
     "host (load, memory, a slower device), a lock or a download."
 )
 _REMEDY_FINISHED = (
-    "Look at what these ranks have left out, or the others do in addition: a stage, an epoch, a save or a collective "
-    "behind the last batch, under a condition that does not hold on all ranks."
+    "Look at what these ranks skipped or the others do in addition: a stage, an epoch, a save or a collective after "
+    "the last batch, under a condition that does not hold on all ranks."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -99,9 +99,9 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)
     ranks = behind if len(behind) < len(places) else ()
-    who = f"; {clause(ranks, 'has|have come least far')}, " if ranks else ""
+    who = f"; {clause(ranks, 'is|are furthest behind')}, " if ranks else ""
     who += standing(view, ranks[0]) if ranks else ""
-    text = f"{others_wait(view, ())}, and no rank is seen that keeps them waiting{who}."
+    text = f"{others_wait(view, ())}, and no rank was found that keeps them waiting{who}."
     return finding(
         view,
         ranks,

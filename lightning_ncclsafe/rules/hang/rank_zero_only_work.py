@@ -131,7 +131,8 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
-    text = f"{clause(ranks, 'works|work alone')}{condition} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    who = f"{clause(ranks, 'is|are working alone')}{condition}"
+    text = f"{who} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )
@@ -168,7 +169,7 @@ def _broken_off(view: Timeline, told: BrokenOff) -> Finding:
     batch = f", {batch_words(view.facts[rank].progress)}" if rank in view.facts else ""
     text = (
         f"Rank {rank} ran the model alone under {condition} {place_words(told.frame)}{batch}, which needs all ranks: "
-        f"gloo has ended the process of {ranks_words(ended)}, to which something else was sent than it waited for"
+        f"gloo ended the process of {ranks_words(ended)}, which was sent something other than what it waited for"
         f"{while_others_wait(view, (rank,))}."
     )
     text_of_condition = f"{condition} encloses {location_of(told.condition_frame)}."

@@ -84,9 +84,9 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
 def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
     ranks = found.ranks
     # Ranks need one another for what a step is made of, and not for the step.
-    so = "so that since then the gradients of different passes have been reduced together"
+    so = "so gradients of different passes have been reduced together since then"
     if not found.are_exchanged:
-        so = "so that their weights are not the same any more"
+        so = "so their weights are no longer the same"
     text = (
         f"Ranks have made different numbers of {found.what} in {found.at} ({found.words}), {so}; {ranks_words(ranks)} "
         f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
@@ -116,8 +116,8 @@ def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
 
 def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
     if left_out:
-        around = f"; what may have led around it: {', '.join(map(_line, ways))}" if ways else ""
-        yield Evidence(source="source code", text=f"The pass that was left out is called at {_line(left_out)}{around}.")
+        around = f"; these lines may have skipped it: {', '.join(map(_line, ways))}" if ways else ""
+        yield Evidence(source="source code", text=f"The skipped pass is called at {_line(left_out)}{around}.")
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -143,10 +143,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     steps = facts.steps
     batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
-    stands = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
+    now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
-        f"backward pass{_at(facts)}{raised}{stands}{while_others_wait(view, ranks)}."
+        f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."
     )
     return finding(
         view,

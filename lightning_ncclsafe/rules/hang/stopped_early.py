@@ -79,8 +79,13 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
-    elif ends == {LoopEnd.UNKNOWN} and all(_is_cut_short(told[rank]) for rank in early):
-        how = "left its epoch early, though neither its data nor its steps have ended and nothing has told it to stop"
+    # Who has gone on from a validation that others are in has begun another epoch.
+    elif (
+        ends == {LoopEnd.UNKNOWN}
+        and all(_is_cut_short(told[rank]) for rank in early)
+        and any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in others)
+    ):
+        how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
 
 
@@ -91,7 +96,8 @@ def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others
         return ""
     changes = [name for name in first.changed if all(name not in told[rank].changed for rank in others)]
     words = (
-        f"{name} is {first.changed[name]} there since it trains, and was {first.settings.get(name)}" for name in changes
+        f"{name} is {first.changed[name]} there since training began, and was {first.settings.get(name)}"
+        for name in changes
     )
     return ", ".join(words)
 

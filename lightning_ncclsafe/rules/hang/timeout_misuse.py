@@ -93,8 +93,8 @@ def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
 def _given_up(view: Timeline, short: dict[int, int], confidence: Confidence) -> Finding:
     ranks, first = tuple(short), next(iter(short.values()))
     text = (
-        f"{ranks_words(ranks)} gave up a wait after {duration_words(first / 1000)}, although the strategy's timeout is "
-        f"{duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
+        f"{ranks_words(ranks)} gave up waiting after {duration_words(first / 1000)}, although the strategy's timeout "
+        f"is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
         f"{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, confidence, Severity.ERROR)
@@ -157,4 +157,4 @@ def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str) -> Iterator[E
             text = f"Waits in {call.op} of {group_words(call.group)}, whose timeout is {call.timeout_ms / 1000:g} s."
             yield Evidence(source="flight recorder", rank=rank, text=text)
     if unread:
-        yield Evidence(source="settings", text=f"{unread} is set, which neither NCCL nor torch reads.")
+        yield Evidence(source="settings", text=f"{unread} is set, but neither NCCL nor torch reads it.")

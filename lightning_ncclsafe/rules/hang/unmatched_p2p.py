@@ -66,7 +66,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
         places[place_words(view.activities[rank].frame)].append(rank)
     parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
-    first = f"{', '.join(parts)}, {batch}, for sends or receives that do not end: none of the other side fits."
+    first = f"{', '.join(parts)}, {batch}, for sends or receives that never complete: none matches the other side."
     frames = {location_of(view.activities[rank].frame) for rank in sides}
     return finding(
         view,
@@ -84,5 +84,5 @@ def _others(view: Timeline, sides: tuple[int, ...]) -> str:
 
 def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:
     yield from stack_evidence(view, sides)
-    text = f"{capitalised(ranks_words(sides))}: no collective is outstanding that was called there."
+    text = f"{capitalised(ranks_words(sides))}: no collective called there is outstanding."
     yield Evidence(source="flight recorder", text=text)

@@ -86,8 +86,8 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
     at = f" at {short_location(asked)}" if asked else ""
     text = (
         f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, under "
-        f"{condition_words(condition_of(view, ranks[0]))}, which takes all ranks; {ranks_words(elsewhere)} "
-        f"{verb(elsewhere, 'stands', 'stand')} {standing(view, elsewhere[0])}."
+        f"{condition_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
+        f"{verb(elsewhere, 'is', 'are')} {standing(view, elsewhere[0])}."
     )
     return finding(
         view,
@@ -108,7 +108,7 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         f"{clause(elsewhere, 'has|have not presented a')} {next(iter(presenting.values()))}, "
         f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}"
         f"{f', asked for at {short_location(asked)}' if asked else ''}; "
-        f"{verb(elsewhere, 'it stands', 'they stand')} {standing(view, rank)}{waits}."
+        f"{verb(elsewhere, 'it is', 'they are')} {standing(view, rank)}{waits}."
     )
     return finding(
         view,

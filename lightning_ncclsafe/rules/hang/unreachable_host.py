@@ -76,4 +76,6 @@ def _since(job: JobFacts) -> str:
 
 def _evidence(host: SilentHost) -> Evidence:
     text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
-    return Evidence(source="network", text=f"{text} No rank on it answered, and nobody else is there to see them.")
+    return Evidence(
+        source="network", text=f"{text} No rank on it answered, and no other rank is there to observe them."
+    )

@@ -42,7 +42,7 @@ _REMEDY_FSDP = (
     "Let every rank run every wrapped part of the model in every step, on a dummy input where its data does not need "
     "it, or wrap the branches together so that they are gathered as one."
 )
-_DECIDES = " The ranks' lines in forward would decide: where they agree, the parts are called in another order."
+_DECIDES = " The ranks' lines in forward decide: if they agree, the parts are called in a different order."
 
 
 @hang_rule(
@@ -144,8 +144,8 @@ def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frozen = _which(facts.steps.frozen, facts) if facts.steps.frozen else ""
     since = f" (frozen since training began: {frozen})" if frozen else ""
     text = (
-        f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so that "
-        f"DDP could not reduce them and has raised{since}{while_others_wait(view, ranks)}."
+        f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so "
+        f"DDP could not reduce them and raised{since}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.CERTAIN, _REMEDY_DDP, Severity.ERROR)
 
@@ -160,11 +160,11 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts, names = view.facts[ranks[0]], _lacks(view, ranks[0])
     which = _which(names, facts) if names else "a part of the model"
     if facts.steps.without_graph:
-        which = "any of it, as its loss was computed from nothing that has parameters"
+        which = "any of it, because its loss depends on no parameters"
     text = (
         f"{clause(ranks, 'has|have left the backward pass in which')} "
         f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
-        f"{verb(ranks, 'stands', 'stand')} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 

@@ -41,9 +41,9 @@ _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", 
 _KILLS = ("SIGKILL", "Killed")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
-_ENDED = "has|have ended without a word"
+_ENDED = "exited without an error message"
 _REMEDY = (
-    "A worker that is killed by SIGSEGV, SIGABRT or SIGBUS has failed in native code (a decoder, a library that was "
+    "A worker killed by SIGSEGV, SIGABRT or SIGBUS failed in native code (a decoder, a library that was "
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
 )
 _REMEDY_KILLED = (
@@ -52,12 +52,12 @@ _REMEDY_KILLED = (
     "smaller prefetch_factor, data in arrays instead of Python objects."
 )
 _REMEDY_EXITED = (
-    "It has ended itself with this status: look at its output for a traceback, and for sys.exit and os._exit in the "
+    "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "
     "dataset and what it calls; run with num_workers=0 to see the error."
 )
 _REMEDY_ENDED = (
-    "Somebody has told it to end: a scheduler whose time is up or that takes the job's host away, Ctrl-C, kill. Look "
-    "at who has ended the job, and not at its workers."
+    "Something asked it to end: a scheduler whose time limit is reached or that takes the host away, Ctrl-C, kill. "
+    "Find out what ended the job, rather than looking at its workers."
 )
 
 
@@ -160,7 +160,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     is_own = _waits_for_its_own(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     text = (
-        f"Rank {rank} {waits}, and a child of its, process {chosen.pid}, {_end_words(chosen)}"
+        f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}"
         f"{_killer(facts, chosen.signal)}: {standing(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return finding(
@@ -189,18 +189,18 @@ def _misses_a_worker(facts: RankFacts) -> bool:
 
 
 def _end_words(child: EndedProcess) -> str:
-    return f"was killed by {child.signal}" if child.signal else f"has exited with code {child.exit_code}"
+    return f"was killed by {child.signal}" if child.signal else f"exited with code {child.exit_code}"
 
 
 def _killer(facts: RankFacts, signal: str) -> str:
     has_struck = signal in _KILLS and facts.host_facts.oom_kills
-    return ", and the kernel's out-of-memory killer has struck on its host" if has_struck else ""
+    return ", and the kernel's out-of-memory killer was active on its host" if has_struck else ""
 
 
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:
     for child in facts.machine.ended[:8]:
         ago = f" {duration_words(child.ago_s)} ago" if child.ago_s is not None else ""
-        then = "; its parent has asked for it, and perhaps replaced it" if child.is_replaced else ""
+        then = "; its parent has collected it, and may have replaced it" if child.is_replaced else ""
         text = f"Process {child.pid}, a child of this rank, {_end_words(child)}{ago}{then}."
         yield Evidence(source="process", rank=facts.rank, text=text)
     if kills := facts.host_facts.oom_kills:

@@ -128,17 +128,17 @@ def _is_told(one: CaughtException, finding: Finding) -> bool:
 def _sentence(one: CaughtException, who: str) -> str:
     frame = raised_at(one)
     at = f" at {short_location(frame)}" if frame is not None else ""
-    ago = f", {duration_words(one.ago_s)} before this was seen"
+    ago = f", {duration_words(one.ago_s)} before this report"
     if one.thread:
         whose = "its" if who == "It" else f"{who}'s"
-        return f"{whose[:1].upper()}{whose[1:]} thread {one.thread!r} has ended with {error_words(one)}{at}{ago}."
+        return f"{whose[:1].upper()}{whose[1:]} thread {one.thread!r} ended with {error_words(one)}{at}{ago}."
     out_of = f" out of {hook_words(one.passed)}" if one.passed else ""
     if one.is_held:
         within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
-        return f"{who} is in the `except` block{within} that has caught {error_words(one)}{out_of}, raised{at}."
+        return f"{who} is in the `except` block{within} that caught {error_words(one)}{out_of}, raised{at}."
     times = f" {one.count} times" if one.count > 1 else ""
-    though = ", though where one rank raises the others are ended" if _is_of_call_before(one) else ""
-    return f"{who} has caught {error_words(one)}{out_of}{at}{times}{ago}, and gone on{though}."
+    though = ", although the others are ended where one rank raises" if _is_of_call_before(one) else ""
+    return f"{who} caught {error_words(one)}{out_of}{at}{times}{ago}, and continued{though}."
 
 
 def is_recent(one: CaughtException, facts: RankFacts) -> bool:
@@ -184,6 +184,6 @@ def skipped_words(frame: Frame, others: str) -> str:
         others: Who has come there, and what they do, ``"rank 0 waits"``.
     """
     return (
-        f"The line {short_location(frame)}, at which {others}, stands in a `try`: an exception in there is caught by "
-        f"{condition_words(frame.handler)}, and the rest of it left out."
+        f"The line {short_location(frame)}, where {others}, is in a `try`: an exception there is caught by "
+        f"{condition_words(frame.handler)}, and the rest of it is skipped."
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
@@ -32,7 +32,6 @@ from lightning_ncclsafe.rules.kit.wording import (
     location_of,
     ranks_words,
     short_location,
-    verb,
 )
 
 # A rank makes a few collectives more or fewer, say for one metric or one save; with more, any loop fits any other.
@@ -79,10 +78,10 @@ class Shift:
         since = f": since then they are {apart} apart" if self.count else ""
         callers, others = ranks_words(self.callers), ranks_words(self.others)
         if self.ranks == self.others:
-            left_out = f"{others} {verb(self.others, 'has', 'have')} left out {call_words(self.call)}{at}"
-            return f"{left_out}, which {callers} {verb(self.callers, 'has', 'have')} called{under}{since}"
-        called = f"{callers} {verb(self.callers, 'has', 'have')} called {call_words(self.call)}{at}{under}"
-        return f"{called}, which {others} {verb(self.others, 'has', 'have')} not{since}"
+            left_out = f"{others} skipped {call_words(self.call)}{at}"
+            return f"{left_out}, which {callers} called{under}{since}"
+        called = f"{callers} called {call_words(self.call)}{at}{under}"
+        return f"{called}, which {others} did not{since}"
 
 
 @once
@@ -236,6 +235,28 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
 
 
+@once
+def called_by_threads(view: Timeline) -> dict[int, Frame]:
+    """The line at which each rank has called a collective in a thread of its own, where collectives do not fit.
+
+    That thread's calls and those of the main thread come in another order on each rank. Where the recorder knows from
+    where the call was made that does not fit, it has to be that thread's.
+    """
+    split = view.divergence or view.lost_divergence
+    calls = split.calls if split is not None else {}
+    told = {rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)}
+    told |= {rank: view.witnesses[rank].thread_stack for rank in aborted(view)}
+    if split is None and not aborted(view):
+        return {}
+    lines = {rank: deepest_user_frame(stack) for rank, stack in sorted(told.items()) if stack}
+    return {rank: line for rank, line in lines.items() if line is not None}
+
+
+def _may_be_of_thread(call: Collective | None, facts: RankFacts) -> bool:
+    places = {(frame.file, frame.line) for frame in facts.thread_stack}
+    return call is None or not call.site or all((frame.file, frame.line) in places for frame in call.stack)
+
+
 def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """The ranks that have called something, and those that gloo has ended in what is known of their last words."""
     ended = (rank for rank in aborted(view) if view.witnesses[rank].stack)
@@ -314,7 +335,7 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
         return own
     if left_out.keys() != {*others} or any(steps < _FEW_STEPS for _, steps in left_out.values()):
         return {}
-    words = "and has left out {}, called in every step before"
+    words = "and skipped {}, which it called in every step before"
     return {rank: words.format(call_words(call)) for rank, (call, _) in left_out.items()}
 
 

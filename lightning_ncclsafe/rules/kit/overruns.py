@@ -72,11 +72,15 @@ def _has_aborted(view: Timeline, rank: int) -> bool:
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
-    """Whether its main thread was in a collective, below the last line of the user's own, on gloo."""
-    stack = view.witnesses[rank].stack
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    called = is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
+    """Whether one of its threads was in a collective, below the last line of the user's own, on gloo."""
+    process = view.witnesses[rank]
+    called = _is_in_collective(process.stack) or _is_in_collective(process.thread_stack)
     return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+
+
+def _is_in_collective(stack: tuple[Frame, ...]) -> bool:
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    return is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
 
 
 @once
@@ -202,11 +206,11 @@ def _stack(facts: RankFacts) -> tuple[Frame, ...]:
 
 
 def as_gloo_does(view: Timeline, ended: Iterable[int]) -> str:
-    """``"as gloo has ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes if they are known."""
+    """``"as gloo ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes if they are known."""
     told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
     if told is None:
-        return "as gloo ends one to which more is sent than it has room for"
-    return f"as gloo has ended it: it was sent {told[0]:,} bytes at once and had room for {told[1]:,}"
+        return "as gloo ends a process that is sent more than it has room for"
+    return f"as gloo ended it: it was sent {told[0]:,} bytes at once and had room for {told[1]:,}"
 
 
 def gone_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
@@ -216,4 +220,4 @@ def gone_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
         text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
         yield Evidence(source="process", rank=rank, text=text)
         if process.said:
-            yield Evidence(source="stderr", rank=rank, text=f"The last that was said there: {process.said}")
+            yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")

@@ -99,7 +99,8 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     still = tuple(rank for rank, place in places.items() if place == first)
     # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
     is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
-    return () if is_alone or _equally_many(view, ended, still) else ended
+    is_even = _equally_many(view, ended, still) or _validated_all(view, ended, still)
+    return () if is_alone or is_even else ended
 
 
 def _is_explained(view: Timeline) -> bool:
@@ -130,6 +131,23 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
     may_be_last = all(now.is_last_batch for now in both) or not any(map(_is_of_known_length, facts))
     is_one_batch = len({(now.epoch, now.batch_idx) for now in both}) == 1 and both[0].batch_idx >= 0
     return is_one_loop and may_be_last and is_one_batch
+
+
+def _validated_all(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether those that have gone on from validation have made as many batches there as the others are to make."""
+    if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in still):
+        return False
+    gone_on = [facts.trainer for rank in ended if (facts := view.facts[rank]).progress.phase is not Phase.VALIDATE]
+    made = {trainer.validated if trainer is not None else None for trainer in gone_on}
+    to_make = {_batches(view.facts[rank]) for rank in still}
+    return len(gone_on) == len(ended) and None not in to_make and made == to_make
+
+
+def _batches(facts: RankFacts) -> int | None:
+    """Of all loaders of its loop; None where one of them has no length."""
+    counts = [loader.batches for loader in facts.loaders]
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else None
 
 
 def _is_of_known_length(facts: RankFacts) -> bool:
@@ -311,4 +329,13 @@ def _made_before(steps: StepFacts, batch: tuple[int, ...]) -> Made | None:
 
 
 def _called(steps: StepFacts, index: int) -> tuple[str, ...]:
-    return steps.passes_from[index] if index < len(steps.passes_from) else ()
+    """From where the passes of a run were called; of long ago, from where all later ones with the same numbers were."""
+    known = steps.passes_from[index] if index < len(steps.passes_from) else ()
+    if known or index >= len(steps.passes):
+        return known
+    alike = {
+        places
+        for run, places in zip(steps.passes, steps.passes_from, strict=False)
+        if places and run[2:] == steps.passes[index][2:]
+    }
+    return alike.pop() if len(alike) == 1 else ()

@@ -211,7 +211,7 @@ def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
     known = (rank for rank in ranks if timeline.facts[rank].progress.phase is not Phase.UNKNOWN)
     listed = list(known)[:_LISTED]
-    return [Evidence(source="phase", rank=rank, text=f"Stands {standing(timeline, rank)}.") for rank in listed]
+    return [Evidence(source="phase", rank=rank, text=f"Is {standing(timeline, rank)}.") for rank in listed]
 
 
 def recorder_evidence(timeline: Timeline) -> list[Evidence]:

@@ -106,7 +106,7 @@ def test_an_epoch_of_minutes_is_measured_in_parts(clock: Clock) -> None:
     assert run.found[1].gap_s == pytest.approx(0.4) and run.found[1].wait_s == pytest.approx(0.1)
 
 
-def test_the_steps_of_a_long_stretch_take_little_memory(clock: Clock) -> None:
+def test_the_steps_of_a_long_epoch_take_little_memory(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(1, took_s=0.0)
     for index in range(100_000):

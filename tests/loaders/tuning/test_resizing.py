@@ -758,9 +758,9 @@ def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one() -> 
     assert (first.interval, first.workers, first.batches) == (Interval(5), 1, 10)
     assert tuned.observer.interval == Interval(6)
     seen = [next(epoch) for _ in range(3)]
-    tuned.observer._stretch_s = 0.0
+    tuned.observer._interval_s = 0.0
     seen.append(next(epoch))
-    tuned.observer._stretch_s = 1e9
+    tuned.observer._interval_s = 1e9
     assert intervals[-1] == tuned.observer.interval == Interval(6, 1)
     assert [*seen, *epoch] == list(range(10))
     tuned.close()

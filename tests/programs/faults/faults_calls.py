@@ -1,5 +1,6 @@
 """Ranks that call different collectives, or not all of them."""
 
+import threading
 from typing import Any
 
 import lightning as L
@@ -58,6 +59,37 @@ def collective_skipped_after_an_exception(here: Here) -> None:
             pass
 
     here.fit(average)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (2, 3)})
+def collective_in_another_thread(here: Here) -> None:
+    """Samples are counted in the background, on each rank when its own clock says so."""
+
+    def count() -> None:
+        here.begins()
+        dist.all_reduce(torch.ones(3))  # <- here
+
+    def begin(net: Net) -> None:
+        if here.is_hit:
+            counter = threading.Thread(target=count, daemon=True)
+            counter.start()
+            counter.join(0.5)
+
+    here.fit(begin)
+
+
+@fault("diverged-collectives", ranks=(0,), at={Moment.VALIDATION: (2,)}, has_ranks=False)
+def searched_for_longer_in_each_batch(here: Here) -> None:
+    """A search that takes rank 0 twice as many collectives: rank 1 has validated, and trains on."""
+
+    class Searching(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            best = self.loss(batch).detach()
+            for _ in range(4 if self.global_rank == 0 else 2):
+                here.begins()
+                best = self.all_gather(best).min()  # <- here
+
+    here.fit(net=Searching(here))
 
 
 @fault("diverged-collectives", ranks=(0,), at={Moment.EPOCH_END: (2, 3)})

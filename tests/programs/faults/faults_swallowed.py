@@ -1,4 +1,4 @@
-"""What has been swallowed, or has ended without a word: exceptions, threads, processes of a pool."""
+"""What has been swallowed, or has exited without an error message: exceptions, threads, processes of a pool."""
 
 import logging
 import multiprocessing

@@ -145,7 +145,7 @@ def pause_of_a_busy_host(here: Here) -> None:
 
 @healthy(MIDDLE, needs="a way to announce a pause")
 def debugger_of_which_was_told(here: Here) -> None:
-    """Rank 0 stands in a debugger, and has said so beforehand."""
+    """Rank 0 is paused in a debugger, and has said so beforehand."""
 
     def debug(net: Net) -> None:
         if here.rank == 0:

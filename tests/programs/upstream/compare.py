@@ -43,6 +43,8 @@ REQUIREMENTS = (
     "tensorboardX",
 )
 FOLDERS = ("strategies", "loggers", "trainer", "callbacks", "loops", "checkpointing", "utilities")
+# They load checkpoints of old releases, which are not in the repository.
+LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py", "utilities/migration/test_utils.py")
 ARMS = STOCK, OURS = "stock", "ours"
 # Of a test; twice that of Lightning's own runs, which have a machine to themselves.
 LIMIT_S = 180
@@ -132,6 +134,7 @@ class Tests:
         """Whether all that was asked for was run."""
         command = [str(self._python), str(PROGRAM / "in_place.py"), arm, str(notes)]
         command += ["-p", "no:cacheprovider", "-q", "--color=no", f"--timeout={LIMIT_S}", "--timeout-method=thread"]
+        command += [f"--ignore={self._folder / one}" for one in LEFT_OUT]
         command += [str(self._folder / one) if not one.startswith("-") else one for one in arguments]
         # Lightning sets these itself, and its tests tell of those that are left.
         mine = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "NCCLSAFE_"))}
