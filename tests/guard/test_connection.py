@@ -1,4 +1,4 @@
-"""What a rank is connected with: the exchange of its start, and the job's store as soon as its watchdog changes over."""
+"""What a rank is connected with: the exchange of its start, and the job's store once its watchdog changes over."""
 
 import pytest
 
