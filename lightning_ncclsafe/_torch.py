@@ -54,7 +54,7 @@ _CUT_POLL_S = 0.05
 _UNKNOWN_EXIT_CODE = 255
 
 
-class GroupMembers(NamedTuple):
+class OwnGroup(NamedTuple):
     """A process group of this process: its unique name, its description and the global ranks of its members."""
 
     name: str
@@ -169,7 +169,7 @@ def groups_made() -> int:
     return dist.distributed_c10d.get_pg_count() if distributed_is_initialized() else -1
 
 
-def process_groups() -> list[GroupMembers]:
+def process_groups() -> list[OwnGroup]:
     """The process groups that this process is a member of."""
     if not distributed_is_initialized():
         return []
@@ -177,7 +177,7 @@ def process_groups() -> list[GroupMembers]:
     # keeps a number in the group's place.
     members: list[tuple[Any, dict[int, int]]] = [*dist.distributed_c10d._world.pg_group_ranks.items()]
     return [
-        GroupMembers(group.group_name, group.group_desc, tuple(sorted(ranks)))
+        OwnGroup(group.group_name, group.group_desc, tuple(sorted(ranks)))
         for group, ranks in members
         if isinstance(group, dist.ProcessGroup)
     ]

@@ -13,7 +13,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from lightning_ncclsafe.code import libraries
-from lightning_ncclsafe.code.libraries import Code, Package, Place, glob
+from lightning_ncclsafe.code.libraries import Code, CodePlace, Package, glob
 
 TABLE = {name: code for name, code in vars(libraries).items() if isinstance(code, Code)}
 PLACES = list(dict.fromkeys(place for code in TABLE.values() for place in code.places))
@@ -51,7 +51,7 @@ def functions_of(file: Path) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-def missing(place: Place, folder: Path) -> list[str]:
+def missing(place: CodePlace, folder: Path) -> list[str]:
     """What of a place is not there: its file, or names of functions that no such file has."""
     files = [folder / file for file in files_of(folder) if re.fullmatch(glob(place.file), file)]
     if not files:
@@ -60,12 +60,12 @@ def missing(place: Place, folder: Path) -> list[str]:
     return [name for name in (*place.functions, *place.but) if not any(re.fullmatch(glob(name), one) for one in found)]
 
 
-def resolved() -> Iterator[tuple[Place, str]]:
+def resolved() -> Iterator[tuple[CodePlace, str]]:
     for place in PLACES:
         yield from ((place, name) for name in place.package.names or ("",))
 
 
-def words(place: Place, name: str) -> str:
+def words(place: CodePlace, name: str) -> str:
     return " ".join([name or "python", place.file, *place.functions, *(f"but {other}" for other in place.but)])
 
 
@@ -76,7 +76,7 @@ def words(place: Place, name: str) -> str:
         for one in resolved()
     ],
 )
-def test_what_is_known_is_there(place: Place, name: str) -> None:
+def test_what_is_known_is_there(place: CodePlace, name: str) -> None:
     folder = folder_of(name)
     if folder is None:
         pytest.skip(f"{name} is not installed")
@@ -98,9 +98,11 @@ def test_what_is_not_there_is_found() -> None:
     folder = folder_of("torch")
     assert folder is not None
     c10d = "distributed/distributed_c10d.py"
-    assert missing(Place(package=torch, file="distributed/no_such.py"), folder) == ["distributed/no_such.py"]
-    assert missing(Place(package=torch, file=c10d, functions=("new_*", "no_such_*")), folder) == ["no_such_*"]
-    assert missing(Place(package=torch, file=c10d, functions=("new_group",), but=("nowhere",)), folder) == ["nowhere"]
+    assert missing(CodePlace(package=torch, file="distributed/no_such.py"), folder) == ["distributed/no_such.py"]
+    assert missing(CodePlace(package=torch, file=c10d, functions=("new_*", "no_such_*")), folder) == ["no_such_*"]
+    assert missing(CodePlace(package=torch, file=c10d, functions=("new_group",), but=("nowhere",)), folder) == [
+        "nowhere"
+    ]
 
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -133,7 +135,7 @@ def test_a_frame_is_found_by_the_end_of_its_path(code: Code, file: str, function
 
 def test_a_star_is_the_only_sign_with_a_meaning() -> None:
     package = Package(names=("one",), folder="/one/")
-    place = Place(package=package, file="a.b+c.py", functions=("f*",))
+    place = CodePlace(package=package, file="a.b+c.py", functions=("f*",))
     assert place.has("/one/a.b+c.py", "f1")
     assert not place.has("/one/aXb+c.py", "f1")
     assert not place.has("/one/a.b+c.py", "g")

@@ -40,10 +40,10 @@ IMPORTS_TORCH = {
     "loggers.events",
     "loggers.starting",
     "loggers.tensorboard_backend",
-    "probes.data.arrays",
-    "probes.data.dataset_chain",
+    "probes.data.loaders",
+    "probes.data.plain_values",
     "probes.data.random_state",
-    "probes.data.samplers",
+    "probes.data.reading",
 }
 # Of Lightning, each imports the package of its name; others ask which package something is of.
 IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}
@@ -136,6 +136,16 @@ def cycle(modules: Sources) -> list[str]:
     return []
 
 
+def namesakes(modules: Sources) -> dict[str, list[str]]:
+    """Names that several classes have, with the modules that these are in."""
+    homes: dict[str, list[str]] = {}
+    for name, source in modules.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 # Modules with nothing in them, for the tests of these tests.
 HOLLOW = dict.fromkeys([*(name for names in LAYERS for name in names), "probes.rank", "report.text"], "")
 
@@ -146,6 +156,11 @@ def test_imports_point_one_way() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycle(sources()) == []
+
+
+def test_no_class_name_is_used_twice() -> None:
+    """But for the public classes, which are there once for each package of Lightning's."""
+    assert namesakes({name: source for name, source in sources().items() if name != "pytorch_lightning"}) == {}
 
 
 def test_every_name_in_the_table_exists() -> None:
@@ -191,6 +206,12 @@ def test_a_module_without_a_layer_is_found() -> None:
 def test_a_cycle_is_found() -> None:
     modules = HOLLOW | {"rules.a": "import lightning_ncclsafe.rules.b", "rules.b": "import lightning_ncclsafe.rules.a"}
     assert set(cycle(modules)) == {"rules.a", "rules.b"}
+
+
+def test_a_class_name_that_is_used_twice_is_found() -> None:
+    assert namesakes({"a": "class Frame: ...", "b": "class Frame: ...", "c": "class Line: ..."}) == {
+        "Frame": ["a", "b"]
+    }
 
 
 def test_an_import_of_torch_is_found() -> None:

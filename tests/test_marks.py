@@ -20,7 +20,7 @@ import lightning_ncclsafe
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code import marks
 from lightning_ncclsafe.code.marks import Mark, mark_at, marked
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.exchange import MemoryExchange, wait_for, wait_for_keys
 from lightning_ncclsafe.exchange.meeting import Agreed
@@ -240,8 +240,8 @@ NOT_FOR_RANKS = {
     "_torch._Workers._shutdown_workers": ITSELF,
     "_torch._give_up_cut_messages.receive": ITSELF,
     "cli.preflight._compare_all": ITSELF,
-    "collectives.clock_follower.Follower._answer": ASIDE,
-    "collectives.clock_reference.Reference._answer": ASIDE,
+    "collectives.clocks.Follower._answer": ASIDE,
+    "collectives.clocks.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,
     "collectives.timer.Timer._run": ASIDE,
     "exchange.tcp_store.TcpStoreExchange._call": "the store's answer to one question",
@@ -270,14 +270,14 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
     "preflight.probe.run_parts": ITSELF,
-    "probes.gpu.state.GpuWatch.read": ITSELF,
+    "probes.machine_state.GpuWatch.read": ITSELF,
     "probes.network.reach.reach": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,
     "probes.rank.RankProbe._run": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,
-    "probes.storage.deadline._end": ITSELF,
-    "probes.storage.deadline._outputs": ITSELF,
+    "probes.storage.directories._end": ITSELF,
+    "probes.storage.directories._outputs": ITSELF,
     "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}

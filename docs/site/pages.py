@@ -27,7 +27,7 @@ from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.causes import causes as all_rules
@@ -116,7 +116,7 @@ def _facts(recorded: dict[str, Any]) -> JobFacts:
     """What was recorded, or what logs and dumps of the tests tell."""
     if "job" in recorded:
         return from_plain(JobFacts, recorded["job"])
-    evidence = Evidence()
+    evidence = Artifacts()
     for path in recorded["files"]:
         evidence.read(str(DOCS.parent / path))
     job = evidence.job()

@@ -34,7 +34,7 @@ from warm import Warm  # noqa: E402
 
 from lightning_ncclsafe.facts import JobFacts  # noqa: E402
 from lightning_ncclsafe.facts.codec import from_plain  # noqa: E402
-from lightning_ncclsafe.reading.evidence import Evidence  # noqa: E402
+from lightning_ncclsafe.reading.evidence import Artifacts  # noqa: E402
 from lightning_ncclsafe.rules.judging import judge  # noqa: E402
 
 LIVE, RECORDED, DISAGREEMENT, HOSTS = RULES
@@ -156,7 +156,7 @@ def from_made_log(kind: str, name: str) -> Iterator[Recorded]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "slurm-4711.out")
         log.write_text("".join(f"[rank1]: {line}" for line in lines) + timeout(0))
-        evidence = Evidence()
+        evidence = Artifacts()
         evidence.read(str(log))
     if (job := evidence.job()) is not None and first_finding(kind, job) == name:
         yield {"made": CONSTRUCTED.format("a log with PyTorch's own words for it"), "job": without_defaults(job)}
@@ -173,7 +173,7 @@ LOADER_ERRORS = {
 
 def names(kind: str, name: str, paths: list[Path]) -> bool:
     """Whether this is what files say first."""
-    evidence = Evidence()
+    evidence = Artifacts()
     for path in paths:
         evidence.read(str(ROOT / path))
     return first_finding(kind, evidence.job()) == name
@@ -187,7 +187,7 @@ def _thread(source: str) -> str:
 def from_simulation(kind: str, name: str) -> Iterator[Recorded]:
     """The smallest of the jobs of the simulator of NCCL's recorder."""
     for incident in sorted(incidents(SIMULATED), key=lambda incident: len(incident.dumps)):
-        evidence = Evidence()
+        evidence = Artifacts()
         for rank, dump in incident.dumps.items():
             evidence.add_dump(f"nccl_trace_rank_{rank}", dump)
         job = evidence.job()

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.terminal import shown_report
@@ -59,7 +59,7 @@ def diagnose(paths: Iterable[str], format: str) -> int:
     Returns:
         The exit code.
     """
-    evidence = Evidence()
+    evidence = Artifacts()
     for path in dict.fromkeys(paths):
         evidence.read(path)
     for error in evidence.errors:
@@ -75,7 +75,7 @@ def diagnose(paths: Iterable[str], format: str) -> int:
     return 0 if any(diagnosis.findings for _, diagnosis in diagnoses) else 1
 
 
-def _diagnoses(evidence: Evidence) -> Iterator[tuple[str, Diagnosis]]:
+def _diagnoses(evidence: Artifacts) -> Iterator[tuple[str, Diagnosis]]:
     """What was found, with a title for where there are several."""
     for path, diagnosis in evidence.reports:
         yield f"=== {path}", _judged_again(diagnosis)
@@ -97,7 +97,7 @@ def _is_unmarked(job: JobFacts) -> bool:
     return any(lacks_mark(frame.file, frame.mark) for stack in stacks for frame in stack)
 
 
-def _nothing(evidence: Evidence) -> int:
+def _nothing(evidence: Artifacts) -> int:
     if not evidence.files:
         if not evidence.errors:
             _say("error: there is neither a dump, nor a report, nor a log among these files", sys.stderr)

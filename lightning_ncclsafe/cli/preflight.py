@@ -16,7 +16,7 @@ from lightning_ncclsafe.exchange.meeting import Agreed
 from lightning_ncclsafe.facts import LoadFacts, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Severity
 from lightning_ncclsafe.preflight.check import Preflight
-from lightning_ncclsafe.probes.process.launcher import Launched, launched
+from lightning_ncclsafe.probes.process.environment import Launched, launched
 from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
 from lightning_ncclsafe.report.terminal import shown
 

@@ -22,7 +22,7 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CodePlace:
     """Functions in a file of a package, or in several; in all names a star stands for any text, slashes included.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
 class Code:
     """Code that has one purpose, wherever it stands."""
 
-    places: tuple[Place, ...]
+    places: tuple[CodePlace, ...]
 
     def has(self, file: str, function: str) -> bool:
         """Whether a frame is in it, by file and function as Python names them."""
@@ -82,7 +82,7 @@ def _package(*names: str, before: str = "/") -> Package:
 def _in(package: Package, *files: str, functions: str = "", but: str = "", versions: str = "") -> Code:
     named, others = tuple(functions.split()), tuple(but.split())
     return Code(
-        tuple(Place(package=package, file=file, functions=named, but=others, versions=versions) for file in files)
+        tuple(CodePlace(package=package, file=file, functions=named, but=others, versions=versions) for file in files)
     )
 
 

@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.results import save
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.probes.host.boot_id import host_boot_id
+from lightning_ncclsafe.probes.host.capacity import host_boot_id
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import TimerSettings
-from lightning_ncclsafe.timing.step_phases import LOG_METRICS
+from lightning_ncclsafe.timing.summary import LOG_METRICS
 
 
 class AttachedTimer:

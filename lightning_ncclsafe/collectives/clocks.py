@@ -2,15 +2,378 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
-from lightning_ncclsafe.collectives.alignment import Monotonic, NowNs, oscillator_s
-from lightning_ncclsafe.collectives.clock_follower import Follower
-from lightning_ncclsafe.collectives.clock_keys import Surroundings
-from lightning_ncclsafe.collectives.clock_reference import Reference
+from lightning_ncclsafe.collectives.alignment import (
+    Alignment,
+    Monotonic,
+    NowNs,
+    Reading,
+    Round,
+    aligned,
+    oscillator_s,
+    read_clocks,
+)
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.timing.windows import Clock
+
+ROUNDS = 8
+"""Of messages and answers in a session; the first, which only says that a rank is there, not counted."""
+
+# Of the two that exchange messages: what a poll of theirs waits. A store answers within 0.2 ms.
+PROMPT_S = 0.0005
+
+REFERENCE = "clock/reference"
+TURN = "clock/turn"
+
+# A host's clock is aligned again after a minute, or later in a job of so many hosts that this would be all rank 0 does.
+_AGAIN_S = 60.0
+_AGAIN_PER_HOST_S = 0.5
+# Hosts that are asked to be there at the next tick; each polls until then.
+_MOST_INVITED = 8
+# What all sessions of a tick may take, and what a session waits for the next message.
+_SERVE_S = 0.3
+_QUIET_S = 0.05
+# A host that has not come by then is asked again after all others.
+_EXPIRES_S = 30.0
+_EXPIRES_TICKS = 3
+
+# Many ranks ask rank 0's host for what only changes once a minute.
+_READ_EVERY_S = 5.0
+# How long an invited rank waits for rank 0's next tick: so much longer than one takes, at most, and polls how often.
+_LATER = 1.2
+_LATER_S = 0.5
+_LONGEST_S = 15.0
+_LINGER_S = 0.02
+# For an answer within a session.
+_ANSWER_S = 0.1
+
+# Session, and how long rank 0 takes from tick to tick.
+_Turn = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank needs of the world, so that tests can give it another one.
+
+    Attributes:
+        exchange: Shared by all ranks.
+        rank: Global rank.
+        world_size: Number of ranks.
+        boot_id: What the ranks on this host have in common.
+        now_ns: The wall clock, nanoseconds since the epoch.
+        sleep: Waits for some seconds.
+        monotonic: The host's steady clock, seconds.
+    """
+
+    exchange: Exchange
+    rank: int
+    world_size: int
+    boot_id: str
+    now_ns: NowNs
+    sleep: Callable[[float], None]
+    monotonic: Monotonic
+
+    def read(self) -> Reading:
+        """Both clocks."""
+        return read_clocks(self.now_ns, self.monotonic)
+
+    def get(self, key: str) -> str:
+        """The text under a key; empty where there is none."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: list[str]) -> list[str]:
+        """The same of several."""
+        found = self.exchange.get_many(keys)
+        return [found.get(key, b"").decode("utf-8", "replace") for key in keys]
+
+    def put(self, key: str, text: str) -> None:
+        """Publishes a text."""
+        self.exchange.set(key, text.encode())
+
+    def claim(self, key: str) -> int:
+        """The rank that a key belongs to: this one, if it is the first to ask."""
+        stands = numbers(self.exchange.set_if_absent(key, str(self.rank).encode()).decode("utf-8", "replace"))
+        return stands[0] if stands else -1
+
+
+def slot_key(number: int) -> str:
+    """Under which a rank that aligns its host says so; slots are taken one after the other."""
+    return f"clock/slot/{number}"
+
+
+def leader_key(boot_id: str) -> str:
+    """Under which ranks of a host find which of them aligns it."""
+    return f"clock/leader/{boot_id}"
+
+
+def ping_key(rank: int) -> str:
+    """Of messages to rank 0: session, attempt and round."""
+    return f"clock/ping/{rank}"
+
+
+def pong_key(rank: int) -> str:
+    """Of its answers: session, attempt, round, when it was seen, when it was answered, and rank 0's epoch."""
+    return f"clock/pong/{rank}"
+
+
+def alignment_key(boot_id: str) -> str:
+    """Of a host's alignment, for all ranks on it."""
+    return f"clock/alignment/{boot_id}"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers with spaces between them; none of a text that is something else."""
+    try:
+        return tuple(map(int, text.split()))
+    except ValueError:
+        return ()
+
+
+def alignment_text(found: Alignment) -> str:
+    """An alignment as text."""
+    return f"{found.offset_ns} {found.uncertainty_ns} {found.at.wall_ns} {found.at.steady_ns} {found.epoch}"
+
+
+def read_alignment(text: str) -> Alignment | None:
+    """The alignment that a text says; None if it says none."""
+    told = numbers(text)
+    if len(told) != 5 or told[1] < 0:
+        return None
+    return Alignment(told[0], told[1], Reading(told[2], told[3]), told[4])
+
+
+@dataclass(slots=True)
+class _Invitation:
+    session: int
+    since_s: float
+    ticks: int = 0
+
+
+class Reference:
+    """What rank 0 does in its ticks.
+
+    Args:
+        around: Exchange, clocks and sleep.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._epoch = 0
+        self._reading: Reading | None = None
+        self._due_s: dict[int, float] = {}
+        self._invited: dict[int, _Invitation] = {}
+        self._sessions = 0
+        self._last_tick_s: float | None = None
+        self._told_turn: tuple[float, tuple[int, ...]] = (0.0, ())
+
+    def tick(self) -> None:
+        """One round of all of it."""
+        began_s = self._around.monotonic()
+        every_s = 1.0 if self._last_tick_s is None else began_s - self._last_tick_s
+        self._last_tick_s = began_s
+        self._watch_own_clock()
+        self._meet()
+        self._serve(began_s + _SERVE_S)
+        self._invite(every_s)
+
+    def _watch_own_clock(self) -> None:
+        """All alignments are void once rank 0's own clock has been set: the epoch tells."""
+        now = self._around.read()
+        has_stepped = self._reading is not None and now.has_stepped(self._reading)
+        self._reading = now
+        if has_stepped:
+            self._epoch = 0
+            self._due_s = dict.fromkeys(self._due_s, 0.0)
+            self._invited = {}
+        if not self._epoch:
+            self._around.put(REFERENCE, f"{now.wall_ns} {self._around.boot_id}")
+            self._epoch = now.wall_ns
+
+    def _meet(self) -> None:
+        while len(self._due_s) < self._around.world_size:
+            leader = numbers(self._around.get(slot_key(len(self._due_s))))
+            if not leader or leader[0] in self._due_s:
+                return
+            self._due_s[leader[0]] = 0.0
+
+    def _serve(self, until_s: float) -> None:
+        """Those that were invited and are there."""
+        leaders = [*self._invited]
+        pings = self._around.get_many([ping_key(leader) for leader in leaders]) if leaders else []
+        for leader, ping in zip(leaders, pings, strict=True):
+            invitation = self._invited[leader]
+            told = numbers(ping)
+            is_there = len(told) == 3 and told[0] == invitation.session and told[2] == 0
+            if is_there and self._answer(leader, told[:2], until_s):
+                self._put_off(leader)
+
+    def _put_off(self, leader: int) -> None:
+        del self._invited[leader]
+        self._due_s[leader] = self._around.monotonic() + max(_AGAIN_S, _AGAIN_PER_HOST_S * len(self._due_s))
+
+    def _answer(self, leader: int, session: tuple[int, ...], until_s: float) -> bool:
+        """Whether all rounds came, each soon after the one before."""
+        around, expected = self._around, 0
+        quiet_s = around.monotonic() + _QUIET_S
+        while around.monotonic() < min(until_s, quiet_s):
+            ping = around.get(ping_key(leader))
+            # Not earlier: that the message had been sent by then is what this time proves.
+            seen_ns = around.now_ns()
+            if numbers(ping) != (*session, expected):
+                around.sleep(PROMPT_S)
+                continue
+            told = f"{session[0]} {session[1]} {expected} {seen_ns}"
+            around.put(pong_key(leader), f"{told} {around.now_ns()} {self._epoch}")
+            if expected == ROUNDS:
+                return True
+            expected += 1
+            quiet_s = around.monotonic() + _QUIET_S
+        return False
+
+    def _invite(self, every_s: float) -> None:
+        now_s = self._around.monotonic()
+        for leader, invitation in [*self._invited.items()]:
+            invitation.ticks += 1
+            if invitation.ticks > _EXPIRES_TICKS and now_s - invitation.since_s > _EXPIRES_S:
+                self._put_off(leader)
+        waiting = [leader for leader, due_s in self._due_s.items() if due_s <= now_s and leader not in self._invited]
+        waiting.sort(key=lambda leader: self._due_s[leader])
+        for leader in waiting[: _MOST_INVITED - len(self._invited)]:
+            self._sessions += 1
+            self._invited[leader] = _Invitation(session=self._sessions, since_s=now_s)
+        self._tell_turn(every_s)
+
+    def _tell_turn(self, every_s: float) -> None:
+        """Who is invited, and how long after a tick the next one comes: so long they have to be there."""
+        sessions = tuple(invitation.session for invitation in self._invited.values())
+        told_s, told = self._told_turn
+        if sessions == told and (not sessions or told_s / 1.5 < every_s < told_s * 1.5):
+            return
+        turn = " ".join(f"{leader} {invitation.session}" for leader, invitation in self._invited.items())
+        self._around.put(TURN, f"{int(every_s * 1e9)} {turn}")
+        self._told_turn = every_s, sessions
+
+
+class Follower:
+    """What a rank other than 0 does in its ticks.
+
+    Args:
+        around: Exchange, clocks and sleep.
+        is_stopped: Whether nobody waits for the outcome any more.
+    """
+
+    def __init__(self, around: Surroundings, is_stopped: Callable[[], bool]) -> None:
+        self._around = around
+        self._is_stopped = is_stopped
+        self._shares_reference = False
+        self._leader: int | None = None
+        self._has_slot = False
+        self._session = 0
+        self._epoch = 0
+        self._read_s: float | None = None
+        self._alignment: Alignment | None = None
+
+    def clock(self) -> Clock:
+        """This rank's clock now, as far as it is known."""
+        if self._shares_reference:
+            return Clock(offset_ns=0, uncertainty_ns=0)
+        found = self._alignment
+        return Clock() if found is None else found.clock(self._around.read())
+
+    def tick(self) -> None:
+        """One round of all of it; nothing on rank 0's host."""
+        if self._shares_reference or not self._is_due():
+            return
+        reference, text = self._around.get_many([REFERENCE, self._other_key()])
+        epoch, _, boot_id = reference.partition(" ")
+        if not boot_id:
+            return
+        self._shares_reference = boot_id == self._around.boot_id
+        self._see_epoch(numbers(epoch))
+        if self._shares_reference:
+            return
+        if self._leader is None:
+            self._leader = self._around.claim(leader_key(self._around.boot_id))
+        elif self._leader == self._around.rank:
+            self._lead(text)
+        else:
+            self._accept(read_alignment(text))
+
+    def _is_due(self) -> bool:
+        """For a rank that aligns its host, always: its turn may have come."""
+        now_s = self._around.monotonic()
+        if self._leader not in (None, self._around.rank) and self._alignment is not None and self._read_s is not None:
+            return now_s - self._read_s >= _READ_EVERY_S
+        return True
+
+    def _other_key(self) -> str:
+        return TURN if self._leader in (None, self._around.rank) else alignment_key(self._around.boot_id)
+
+    def _see_epoch(self, told: tuple[int, ...]) -> None:
+        self._epoch = told[0] if told else 0
+        if self._alignment is not None and self._alignment.epoch != self._epoch:
+            self._alignment = None
+
+    def _accept(self, told: Alignment | None) -> None:
+        self._read_s = self._around.monotonic()
+        if told is not None and told.epoch == self._epoch:
+            self._alignment = told
+
+    def _lead(self, text: str) -> None:
+        if not self._has_slot:
+            self._has_slot = self._take_slot()
+        turn = _turn_of(self._around.rank, numbers(text))
+        if turn is not None and turn[0] != self._session:
+            self._align(*turn)
+
+    def _take_slot(self) -> bool:
+        """Slots are taken in order, so that rank 0 finds all by asking for the next one."""
+        return any(self._around.claim(slot_key(n)) == self._around.rank for n in range(self._around.world_size))
+
+    def _align(self, session: int, every_s: float) -> None:
+        around = self._around
+        # Unlike any other attempt's, so that no old answer is taken for one to this.
+        attempt = around.now_ns()
+        around.put(ping_key(around.rank), f"{session} {attempt} 0")
+        wait_s = min(every_s * _LATER + _LATER_S, _LONGEST_S)
+        opened = self._answer((session, attempt, 0), wait_s, _LINGER_S)
+        if opened is None:
+            around.put(ping_key(around.rank), f"{session} {attempt} -1")
+            return
+        began = around.read()
+        rounds = list(self._rounds(session, attempt, epoch=opened[5]))
+        found = aligned(rounds, began, around.read(), opened[5])
+        if found is not None:
+            self._session, self._epoch, self._alignment = session, found.epoch, found
+            around.put(alignment_key(around.boot_id), alignment_text(found))
+
+    def _rounds(self, session: int, attempt: int, epoch: int) -> Iterator[Round]:
+        for number in range(1, ROUNDS + 1):
+            sent_ns = self._around.now_ns()
+            self._around.put(ping_key(self._around.rank), f"{session} {attempt} {number}")
+            pong = self._answer((session, attempt, number), _ANSWER_S, PROMPT_S)
+            got_ns = self._around.now_ns()
+            if pong is None or pong[5] != epoch:
+                return
+            yield Round(sent_ns, pong[3], pong[4], got_ns)
+
+    def _answer(self, message: tuple[int, int, int], wait_s: float, every_s: float) -> tuple[int, ...] | None:
+        until_s = self._around.monotonic() + wait_s
+        while not self._is_stopped() and self._around.monotonic() < until_s:
+            pong = numbers(self._around.get(pong_key(self._around.rank)))
+            if len(pong) == 6 and pong[:3] == message:
+                return pong
+            self._around.sleep(every_s)
+        return None
+
+
+def _turn_of(rank: int, told: tuple[int, ...]) -> _Turn | None:
+    """Of rank 0's ticks in nanoseconds, and pairs of rank and session."""
+    sessions = dict(zip(told[1::2], told[2::2], strict=False))
+    return (sessions[rank], told[0] / 1e9) if rank in sessions else None
 
 
 class ClockSync:
@@ -25,7 +388,7 @@ class ClockSync:
         rank: Global rank.
         world_size: Number of ranks.
         boot_id: What the ranks on this host have in common and others do not; see
-            :func:`~lightning_ncclsafe.probes.host.boot_id.host_boot_id`.
+            :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
         now_ns: The wall clock by which collectives are timed.
         sleep: Waits for some seconds.
         monotonic: A steady clock that all processes on the host share, seconds.

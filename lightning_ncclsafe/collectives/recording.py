@@ -1,19 +1,28 @@
 """What this rank's Flight Recorder has got since it was last read, as a window."""
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from time import time_ns
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.own_work import take_own_work
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
-from lightning_ncclsafe.recorder.model import Kind, Recorder, told_once
-from lightning_ncclsafe.recorder.sizes import size_bytes
+from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, told_once
+from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
+
+# Some minutes' worth, should nobody read them.
+_MOST_MARKS = 1 << 16
+# A user may have a name for every step.
+_MOST_NAMES = 1000
+_BATCH_IS_FETCHED = ("_dataloader_next", "].val_next", "].test_next", "].predict_next")
+# Most hooks do nothing. What is shorter than this counts with what was before it.
+_SHORT_NS = 50_000
+_OTHER = STEP_PHASES.index(StepPhase.OTHER)
 
 Entry = dict[str, Any]
 
@@ -22,6 +31,57 @@ _PATIENCE_NS = 30_000_000_000
 _KEPT_STARTS = 4096
 # A program may make groups for as long as it runs.
 _MOST_GROUPS = 10_000
+
+
+class _Meaning(NamedTuple):
+    phase: int
+    starts_step: bool
+
+
+class PhaseHistory:
+    """Listens to a :class:`~lightning_ncclsafe.probes.trainer.actions.ActionTracker`.
+
+    It is called some 50 times a step by the training's main thread, and then looks up one name.
+
+    Attributes:
+        marks: Wall-clock nanoseconds and number of the phase that began then, oldest first, up to the last but one.
+        starts: Wall-clock nanoseconds at which the rank began to fetch a batch, oldest first.
+        current: The same as in ``marks`` of the phase that the rank is in.
+    """
+
+    def __init__(self) -> None:
+        self.marks: deque[tuple[int, int]] = deque(maxlen=_MOST_MARKS)
+        self.starts: deque[int] = deque(maxlen=_MOST_MARKS)
+        self.current = (time_ns(), _OTHER)
+        self._meanings: dict[str, _Meaning] = {}
+        self._fetches = False
+
+    def __call__(self, action: str) -> None:
+        """The innermost action is another one now."""
+        try:
+            phase, starts_step = self._meanings[action]
+        except (KeyError, TypeError):  # a user's profiler may name things by anything
+            phase, starts_step = self._learn(action)
+        # What is between two hooks belongs to the first.
+        if phase not in (_OTHER, self.current[1]):
+            now_ns = time_ns()
+            if now_ns - self.current[0] >= _SHORT_NS:
+                self.marks.append(self.current)
+            self.current = (now_ns, phase)
+        # What is done within a fetch leaves the fetch as the innermost action again.
+        if starts_step and not self._fetches:
+            self.starts.append(time_ns())
+        self._fetches = starts_step or (self._fetches and phase != _OTHER)
+
+    def _learn(self, action: object) -> _Meaning:
+        meaning = _meaning(str(action))
+        if isinstance(action, str) and len(self._meanings) < _MOST_NAMES:
+            self._meanings[action] = meaning
+        return meaning
+
+
+def _meaning(action: str) -> _Meaning:
+    return _Meaning(STEP_PHASES.index(step_phase(action)), action.endswith(_BATCH_IS_FETCHED))
 
 
 class Recording:
@@ -205,7 +265,7 @@ def _as_they_count(entries: list[Entry]) -> list[Entry]:
     if not any(entry["profiling_name"].endswith("coalesced") for entry in entries):
         return entries
     works = Recorder(entries, {}).works
-    return [{**work.entry, "is_p2p": True} if work.kind is Kind.BATCH else work.entry for work in works]
+    return [{**work.entry, "is_p2p": True} if work.kind is WorkKind.BATCH else work.entry for work in works]
 
 
 def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:

@@ -24,7 +24,7 @@ def _mean() -> Any:
     return MeanMetric(sync_on_compute=False).set_dtype(torch.float64)
 
 
-class Scalars:
+class TimingScalars:
     """Collects between two calls of :meth:`take`; used by one thread.
 
     Args:

@@ -8,19 +8,26 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.collectives.clocks import ClockSync
-from lightning_ncclsafe.collectives.pace import Pace
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
-from lightning_ncclsafe.collectives.recording import Recording
-from lightning_ncclsafe.collectives.scalars import Scalars
-from lightning_ncclsafe.collectives.tree import Told, Tree
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
+from lightning_ncclsafe.collectives.scalars import TimingScalars
+from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
-from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.report.times import straggler_sentence
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import TRACE_BYTES, Analysis
 from lightning_ncclsafe.timing.windows import Window, joined
+
+_SHORTEST_S = 0.5
+# Of one core so much may be spent on reading and judging: a full recorder takes some milliseconds, with the GIL held.
+_MOST_OF_A_CORE = 0.02
+_LONGEST_S = 5.0
+# A recorder is read before so much of it is new.
+_FULL = 0.6
+# The store that all ranks share is asked for a few things by each rank each time: a few hundred times a second.
+_RANKS_PER_S = 100.0
 
 RECORDER_SIZE = 1000
 """Entries that a recorder keeps that is read all the time; to read each of them takes 7 µs, new or not."""
@@ -31,6 +38,45 @@ _LEAST_CALLS = 128
 _MOST_CALLS_OF_A_RANK = 20_000
 # What rank 0 waits for the others' last words; they end at the same time.
 _LAST_S = 2.0
+
+
+class Pace:
+    """Says how long to wait, from what was seen so far.
+
+    Args:
+        world_size: Number of ranks.
+        every_n_steps: After how many steps the user wants to know.
+        recorder_size: Entries that the recorder keeps.
+    """
+
+    def __init__(self, *, world_size: int, every_n_steps: int, recorder_size: int) -> None:
+        self.share_s = max(_SHORTEST_S, world_size / _RANKS_PER_S)
+        """How often ranks share what they have read, seconds."""
+        self._every_n_steps = every_n_steps
+        self._recorder_size = recorder_size
+
+    def pause_s(self, *, took_s: float, cpu_s: float, new: int, steps: int) -> float:
+        """Seconds until the next reading.
+
+        Args:
+            took_s: Seconds since the last one.
+            cpu_s: Processor time that the last one has taken, seconds.
+            new: Entries that were new.
+            steps: Steps that were made meanwhile.
+        """
+        # What one rank has read reaches rank 0 a turn later: so twice for each time that somebody looks.
+        wanted_s = self._every_n_steps * took_s / steps / 2 if steps else _LONGEST_S
+        full_s = self._full_s(took_s, new)
+        least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
+        return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)
+
+    def _full_s(self, took_s: float, new: int) -> float:
+        """After how long the recorder may be full."""
+        if not new or not self._recorder_size:
+            return _LONGEST_S
+        # Half as long at once where it was full, and so had probably forgotten some.
+        is_full = new >= self._recorder_size
+        return took_s / 2 if is_full else _FULL * self._recorder_size * took_s / new
 
 
 class Timer:
@@ -74,7 +120,7 @@ class Timer:
         self._recording = Recording(rank, phase_history, since_ns=time.time_ns())
         self._tree = Tree(exchange, rank=rank, world_size=world_size, most_calls=most_calls)
         self._clocks = ClockSync(exchange, rank=rank, world_size=world_size, boot_id=boot_id)
-        self._scalars = Scalars(world_size) if rank == 0 else None
+        self._scalars = TimingScalars(world_size) if rank == 0 else None
         self._pace = Pace(
             world_size=world_size,
             every_n_steps=settings.every_n_steps,
@@ -192,7 +238,7 @@ class Timer:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
         self._is_untold = True  # until the exchange has taken it
-        self._tree.tell(Told(stragglers=self.stragglers))
+        self._tree.tell(StragglerReport(stragglers=self.stragglers))
         self._is_untold = False
 
     def _await_others(self) -> None:

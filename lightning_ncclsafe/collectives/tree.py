@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler, codec
-from lightning_ncclsafe.timing.limits import limited
-from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined
+from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined, limited
 
 FAN = 32
 """Ranks whose windows one leader puts together."""
@@ -24,7 +23,7 @@ _TOLD = "timing/stragglers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class StragglerReport:
     """What rank 0 tells all ranks.
 
     Attributes:
@@ -124,7 +123,7 @@ class Tree:
         """Passes on what others have sent, without anything of this rank; see :meth:`pass_on`."""
         return self.pass_on(empty_window())
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: StragglerReport) -> None:
         """Tells all ranks what has been found; on rank 0.
 
         Raises:
@@ -132,14 +131,14 @@ class Tree:
         """
         self._exchange.set(_TOLD, codec.encode(told))
 
-    def told(self) -> Told:
+    def told(self) -> StragglerReport:
         """What rank 0 has told last.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
         found = self._exchange.get_many([_TOLD]).get(_TOLD)
-        return codec.decode(Told, found) if found else Told()
+        return codec.decode(StragglerReport, found) if found else StragglerReport()
 
     def _collect(self) -> None:
         """Takes what the ranks below have written; it stays here until it is passed on."""

@@ -4,12 +4,9 @@ All types are imported from here. Beside them, ``findings`` is what rules conclu
 ``phase_kinds`` is what is known of the phases of a run. Imports nothing of this package.
 """
 
-from lightning_ncclsafe.facts.capacity import *
 from lightning_ncclsafe.facts.data import *
 from lightning_ncclsafe.facts.job import *
-from lightning_ncclsafe.facts.logger import *
 from lightning_ncclsafe.facts.machine import *
 from lightning_ncclsafe.facts.preflight import *
 from lightning_ncclsafe.facts.recorded import *
-from lightning_ncclsafe.facts.steps import *
 from lightning_ncclsafe.facts.trainer import *

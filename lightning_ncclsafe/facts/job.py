@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_ncclsafe.facts.data import DataFacts, LoaderFacts
-from lightning_ncclsafe.facts.logger import LoggerFacts
 from lightning_ncclsafe.facts.machine import MachineFacts, TriedAddress
 from lightning_ncclsafe.facts.preflight import PreflightFacts
 from lightning_ncclsafe.facts.recorded import LogFacts, RecordFacts
-from lightning_ncclsafe.facts.steps import StepFacts
-from lightning_ncclsafe.facts.trainer import TrainerFacts
+from lightning_ncclsafe.facts.trainer import LoggerFacts, StepFacts, TrainerFacts
 
 ELSE = "else of "
 """What a rank condition begins with where the line is in the branch for ranks for which it does not hold."""

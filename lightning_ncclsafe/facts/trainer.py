@@ -45,3 +45,148 @@ class TrainerFacts:
     batches_begun: int = 0
     batches: int | None = None
     validated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedKey:
+    """A key of ``self.log`` that is reduced between ranks, or that a callback looks at.
+
+    Attributes:
+        name: The key.
+        hook: The hook that logs it, ``"validation_step"``.
+        place: ``"file:line in hook"`` of the call, where the key is written out there, or no other call of the hook can
+            have logged it; else empty.
+        rank_condition: The condition on the rank under which that line stands, with its line number; else empty.
+        states: Names of a metric's states, each of which is reduced; empty for a value.
+    """
+
+    name: str
+    hook: str = ""
+    place: str = ""
+    rank_condition: str = ""
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFacts:
+    """A metric of the model, each of whose states is reduced when it is computed.
+
+    Attributes:
+        name: Its name in the model, ``"val_accuracy"``.
+        type: Its class.
+        states: Names of its states.
+    """
+
+    name: str
+    type: str = ""
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a rank's training steps have left out, and what it logs on all ranks.
+
+    Attributes:
+        with_backward: Training batches with a backward pass, since the call of the Trainer began.
+        skipped: Training batches that are over and had none.
+        skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
+        skipped_batch: Its index within the epoch, from 0; -1 if there is none.
+        passes: What batches have made, from the oldest that is known: epoch, index, number of backward passes, of those
+            that reduced nothing, and of the steps of each optimizer; without the zeros at the end. Batches that have
+            made the same as the one before, or no backward pass, are left out.
+        passes_epoch: Epoch of the last batch that these are about; -1 if there is none.
+        passes_batch: Its index within the epoch; -1 if there is none.
+        under_way: The same of the batch after it, so far; empty where it has made no backward pass.
+        passes_from: Of each of ``passes``, and then of ``under_way``, ``"file:line in training_step"`` of the calls of
+            ``manual_backward``: the first 8; of none with automatic optimization.
+        led_around: What may have left out such a call, by its place: jumps before it, and conditions around it.
+        passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
+        returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
+            where a batch was skipped.
+        without_graph: Batches with a backward pass of a loss that was computed from nothing, so that no parameter gets
+            a gradient.
+        leaves_at: ``"file:line in training_step"`` of each line that makes such a tensor; looked for only then.
+        without_gradient: Names of parameters that require a gradient and have none while others have one, or that DDP
+            names when it raises: the first 8.
+        without_gradient_count: How many there are.
+        unused_at: ``"file:line in forward"`` of the line that has left out the part of the model that the first of
+            these belongs to, where there is only one that may have; else of the line that uses it; empty where the
+            user's modules do not name it.
+        frozen: Names of parameters that required a gradient when training began, and do not any more: the first 8.
+        frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; looked for only then.
+        logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        monitored: Keys that callbacks monitor and that were logged, in whatever way.
+        metrics: Metrics of the model: the first 64.
+        reducing: The one of these that is being reduced at this moment; empty if none is.
+        peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
+        groups_made: How many process groups this rank has taken part in making, as a member or not, with the one that
+            it is making; -1 where that is not known.
+        groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
+            functions that the main thread is in; looked for only while it makes a group.
+    """
+
+    with_backward: int = 0
+    skipped: int = 0
+    skipped_epoch: int = -1
+    skipped_batch: int = -1
+    passes: tuple[tuple[int, ...], ...] = ()
+    passes_epoch: int = -1
+    passes_batch: int = -1
+    under_way: tuple[int, ...] = ()
+    passes_from: tuple[tuple[str, ...], ...] = ()
+    led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    passes_at: tuple[str, ...] = ()
+    returns_nothing: tuple[str, ...] = ()
+    without_graph: int = 0
+    leaves_at: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    without_gradient_count: int = 0
+    unused_at: str = ""
+    frozen: tuple[str, ...] = ()
+    frozen_at: tuple[str, ...] = ()
+    logged: tuple[LoggedKey, ...] = ()
+    monitored: tuple[LoggedKey, ...] = ()
+    metrics: tuple[MetricFacts, ...] = ()
+    reducing: str = ""
+    peer: int = -1
+    groups_made: int = -1
+    groups_at: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerFacts:
+    """One logger whose writes have been taken off the training thread.
+
+    Attributes:
+        logger: Class name of the logger.
+        path: Where it writes; empty for a server that has no path.
+        points: Scalar points written.
+        records: Everything else written: media, texts, hyperparameters.
+        thinned: Points left out, others standing for them.
+        dropped: Points and records dropped over a limit.
+        memory_bytes: About how much waits in memory, to be staged.
+        staged_bytes: How much waits in local staging, to be written.
+        writing_s: For how long the write that is going on has waited for the storage, seconds; 0 if there is none.
+        longest_write_s: The longest write that has ended, seconds.
+        waited_s: For how long training has waited for this logger in total, seconds.
+        finalize_s: For how long the end of the run has waited for it, seconds.
+        faults: Writes that failed, whether or not a later try succeeded.
+        last_fault: The last such failure; empty if there was none.
+        staging: The folder of local staging.
+    """
+
+    logger: str
+    path: str = ""
+    points: int = 0
+    records: int = 0
+    thinned: int = 0
+    dropped: int = 0
+    memory_bytes: int = 0
+    staged_bytes: int = 0
+    writing_s: float = 0.0
+    longest_write_s: float = 0.0
+    waited_s: float = 0.0
+    finalize_s: float = 0.0
+    faults: int = 0
+    last_fault: str = ""
+    staging: str = ""

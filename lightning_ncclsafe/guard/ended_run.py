@@ -8,7 +8,7 @@ from lightning_ncclsafe.guard.ending import Ending, end_frozen, end_run
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.reporter import hide_reported_errors
 from lightning_ncclsafe.guard.state import GuardState
-from lightning_ncclsafe.probes.process.last_words import ENDED
+from lightning_ncclsafe.probes.process.traceback_signal import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 
 # What a rank that has failed is given to leave before those that are ended because of it: its callbacks may save.

@@ -23,7 +23,7 @@ from lightning_ncclsafe.exchange import (
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.witnessing import ANSWERING
+from lightning_ncclsafe.probes.process.growth import ANSWERING
 from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 

@@ -16,7 +16,7 @@ from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter, Verdict
 from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.probes.network.data_paths import try_addresses
+from lightning_ncclsafe.probes.network.reach import try_addresses
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity

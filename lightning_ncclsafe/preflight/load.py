@@ -7,7 +7,7 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import LoadFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.data.dataset_chain import chain
+from lightning_ncclsafe.probes.data.reading import chain
 
 # DDP copies gradients into buckets, unless it is told otherwise (gradient_as_bucket_view).
 _GRADIENT_COPIES = 2

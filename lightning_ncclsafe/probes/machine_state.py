@@ -1,22 +1,31 @@
 """What holds this rank up besides its code, over the last seconds: watched at the guard's pace, read at an incident."""
 
+import gc
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from lightning_ncclsafe.facts import InterfaceFacts, MachineFacts, MainThreadFacts, PressureFacts
+from lightning_ncclsafe.facts import (
+    GarbageFacts,
+    GpuStateFacts,
+    InterfaceFacts,
+    MachineFacts,
+    MainThreadFacts,
+    PressureFacts,
+)
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
-from lightning_ncclsafe.probes.host.pressure import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.network.links import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
-from lightning_ncclsafe.probes.process.garbage import GarbageWatch
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 # How often it is looked; a look takes some 0.3 ms.
@@ -25,6 +34,11 @@ _EVERY_S = 1.0
 _LEAST_S, _MOST_S = 1.5, 20.0
 _SHORTEST_S = 0.5
 _LOOKS = 24
+
+# Collections of the younger generations take microseconds, and come many times a second.
+_OLDEST_GENERATION = 2
+_REMEMBERED_S = 60.0
+_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +148,95 @@ def _seconds(now: float | None, before: float | None) -> float | None:
 
 def _count(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before
+
+
+class GarbageWatch:
+    """Notes when whole collections begin and end; costs about a microsecond for each, and nothing in between.
+
+    Args:
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s: float | None = None
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+
+    def start(self) -> None:
+        """Begins to listen."""
+        gc.callbacks.append(self._notice)
+
+    def close(self) -> None:
+        """Stops listening; may be called more than once."""
+        if self._notice in gc.callbacks:
+            gc.callbacks.remove(self._notice)
+
+    def read(self) -> GarbageFacts:
+        """What the collector took; takes about 1 ms for each gigabyte of small objects."""
+        now_s, began_s = self._clock(), self._began_s
+        recent = [(start, end) for start, end in [*self._pauses] if now_s - end <= _REMEMBERED_S]
+        longest = max(recent, key=lambda pause: pause[1] - pause[0], default=(now_s, now_s))
+        return GarbageFacts(
+            running_s=round(now_s - began_s, 3) if began_s is not None else 0.0,
+            longest_s=round(longest[1] - longest[0], 3),
+            ended_ago_s=round(now_s - longest[1], 3),
+            total_s=round(sum(end - start for start, end in recent), 3),
+            count=len(recent),
+            blocks=sys.getallocatedblocks(),
+        )
+
+    def _notice(self, phase: str, info: dict[str, Any]) -> None:
+        """Called by the collector itself, on whichever thread it has struck."""
+        if info["generation"] < _OLDEST_GENERATION:
+            return
+        if phase == "start":
+            self._began_s = self._clock()
+        elif self._began_s is not None:
+            self._pauses.append((self._began_s, self._clock()))
+            self._began_s = None
+
+
+class GpuWatch:
+    """Asks for the state of a GPU, and does not wait for a driver that does not answer.
+
+    What torch knows of its memory is not asked for: it would wait, with Python's lock held, for the lock that the
+    allocator holds while it waits for the device.
+
+    Args:
+        ask: Gives the state; None where there is no GPU to ask about.
+        clock: Seconds that only grow; for tests.
+    """
+
+    def __init__(self, ask: Callable[[], GpuStateFacts | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._asked_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._answer: GpuStateFacts | None = None
+
+    def begin(self) -> None:
+        """Asks, unless an earlier question has not been answered yet: then no second one is asked."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._asked_s, self._answer = self._clock(), None
+        self._thread = threading.Thread(target=self._run, name="ncclsafe-gpu", daemon=True)
+        self._thread.start()
+
+    def read(self, deadline_s: float) -> GpuStateFacts | None:
+        """What it answers within the deadline; else for how long it has not. None where there is no GPU.
+
+        Args:
+            deadline_s: Seconds to wait for.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join(max(deadline_s, 0.0))
+        if self._thread.is_alive():
+            return GpuStateFacts(no_answer_s=round(self._clock() - self._asked_s, 3))
+        return self._answer
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception:  # what the driver does not tell is not known, and nothing more
+            self._answer = None

@@ -1,21 +1,197 @@
 """A file with a Flight Recorder's dump, as pickle or as JSON, and the rank that wrote it, which its name tells."""
 
+import io
 import json
 import os
+import pickle
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.facts import Phase, Progress, RankFacts, RecordFacts
-from lightning_ncclsafe.reading.entries import Parsed, is_dump, parsed
-from lightning_ncclsafe.reading.errors import ReadingError
-from lightning_ncclsafe.reading.unpickling import MOST_BYTES, MOST_CONTAINERS, unpickled
-from lightning_ncclsafe.reading.values import MOST_RANKS
+from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
+from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
+from lightning_ncclsafe.reading.tracebacks import DumpStacks
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Recorder, State, Work, WorkKind, backend_of, is_known
 
-__all__ = ["MOST_BYTES", "MOST_CONTAINERS", "Dump", "from_json", "from_pickle", "rank_of", "read_dump"]
+MOST_BYTES = 64 * 1024 * 1024
+"""Of a dump. An entry takes some 200 bytes, its stack as many; PyTorch keeps 2,000 unless told otherwise."""
+MOST_CONTAINERS = 5_000_000
+
+# Instructions for plain data whose length is fixed. A memo's number of four bytes must be below 2 to the power of 24.
+_FIXED = re.compile(
+    rb"(?:[N\x88\x89\])}(teaus\x85-\x87\x94]|[Kqh\x80].|M..|J.{4}|j.{3}\x00|r.{3}\x00|[G\x95].{8}){1,4096}",
+    re.DOTALL,
+)
+# Those with a length of their own, and the length of that: text, bytes, whole numbers.
+_COUNTED = {**dict.fromkeys(b"U\x8cC\x8a", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e", 8)}
+_LENGTHS = {**dict.fromkeys(b"Kqh\x80", 2), ord("M"): 3, **dict.fromkeys(b"Jjr", 5), **dict.fromkeys(b"G\x95", 9)}
+_STOP = ord(".")
+# For these Python's unpickler asks find_class, which says what was asked for.
+_NAMES = b"c\x93i"
+
+# A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
+_NEWEST = 64
+_NEWEST_OF_ALL_GROUPS = 256
+_LEAST_NEWEST = 8
+_BEFORE = 32
+_BEHIND = 32
+_KEYS = ("entries", "pg_status", "pg_config")
 
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
 _RANK = re.compile(r"rank[-_=.]?(\d{1,7})", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d{1,7})(?!.*\d)")
+
+
+class _RefusingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise ReadingError(f"refused: it would call {module[:80]}.{name[:80]}, and a dump is plain data")
+
+
+def unpickled(data: bytes) -> Any:
+    """The plain data in a pickle: lists, tuples, dictionaries, numbers, text.
+
+    Args:
+        data: The pickle.
+
+    Raises:
+        ReadingError: If it is damaged, asks for anything to be imported, or would need much memory.
+    """
+    # What takes some sixty times as much memory as its instruction has bytes. Text may hold these bytes as well.
+    if sum(map(data.count, (b"]", b"}", b"\x85"))) > MOST_CONTAINERS:
+        raise ReadingError(f"it holds more than {MOST_CONTAINERS:,} lists or dictionaries")
+    _look_over(data)
+    try:
+        # Buffered, as otherwise it asks for the bytes of each instruction anew, which takes three times as long.
+        return _RefusingUnpickler(io.BufferedReader(io.BytesIO(data))).load()
+    except ReadingError:
+        raise
+    # Whatever a damaged pickle makes of Python's unpickler.
+    except Exception as error:
+        raise ReadingError(f"it is no whole pickle ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def _look_over(data: bytes) -> None:
+    """Follows the instructions, doing none, up to the first one that names something to import."""
+    position, end = 0, len(data)
+    while position < end:
+        fixed = _FIXED.match(data, position)
+        if fixed:
+            position = fixed.end()
+            continue
+        code = data[position]
+        if code == _STOP or code in _NAMES:
+            return
+        if code not in _COUNTED:
+            if end - position < _LENGTHS.get(code, 0):
+                break
+            raise ReadingError(f"it is no plain data: it has the instruction {bytes([code])!r} at byte {position:,}")
+        start = position + 1 + _COUNTED[code]
+        position = start + int.from_bytes(data[position + 1 : start], "little")
+    raise ReadingError("it is no whole pickle: it has been cut off")
+
+
+class Parsed(NamedTuple):
+    """What a dump comes to.
+
+    Attributes:
+        groups: The groups of which the position is known.
+        collectives: The last collectives of each, oldest first; all around the oldest outstanding one are among them.
+        is_idle: Whether nothing is outstanding.
+        is_empty: Whether the dump says nothing at all.
+        left_out: How many older entries were not read.
+        unknown_backends: Back ends of which it is not known how they tell that a work has ended.
+        places: Numbers, names and positions, for groups whose names other dumps may tell.
+    """
+
+    groups: tuple[Group, ...]
+    collectives: tuple[Collective, ...]
+    is_idle: bool
+    is_empty: bool
+    left_out: int
+    unknown_backends: tuple[str, ...]
+    places: Places
+
+
+def is_dump(plain: object) -> bool:
+    """Whether plain data is what a Flight Recorder dumps."""
+    return isinstance(plain, dict) and any(key in plain for key in _KEYS)
+
+
+def parsed(dump: dict[Any, Any]) -> Parsed:
+    """What a dump says.
+
+    Args:
+        dump: The dump; see :func:`is_dump`.
+    """
+    given = items(dump.get("entries"))
+    entries = [entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]
+    status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
+    recorder = Recorder(entries, status)
+    places = Places.of(dump, recorder)
+    kept = _kept(recorder)
+    stacks = DumpStacks()
+    calls = [call for work in kept for call in _collectives(work, stacks)]
+    backends = {backend_of(work.entry)[0] for work in kept}
+    return Parsed(
+        groups=groups_of(places),
+        collectives=tuple(sorted(calls, key=lambda call: call.created_ns)),
+        is_idle=recorder.is_idle,
+        is_empty=not entries and not status,
+        left_out=max(len(given) - MOST_ENTRIES, 0),
+        unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
+        places=places,
+    )
+
+
+def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:
+    """Of each group the newest, and those around the oldest one that has not ended: that is where a group stands."""
+    by_group: dict[str, list[Work[Any]]] = defaultdict(list)
+    for work in recorder.works:
+        by_group[work.group].append(work)
+    newest = min(max(_NEWEST_OF_ALL_GROUPS // max(len(by_group), 1), _LEAST_NEWEST), _NEWEST)
+    return [work for works in list(by_group.values())[:MOST_GROUPS] for work in _around(works, newest)]
+
+
+def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
+    older = works[:-newest]
+    stands_at = next(
+        (index for index, work in enumerate(older) if work.is_open and work.kind is WorkKind.COLLECTIVE), None
+    )
+    first = len(older) if stands_at is None else max(stands_at - _BEFORE, 0)
+    around = range(first, min(first + _BEFORE + _BEHIND, len(older)))
+    between = [work for work in older if work.is_open and work.kind is not WorkKind.COLLECTIVE][:_BEHIND]
+    kept = {id(work): work for work in (*between, *(older[index] for index in around), *works[-newest:])}
+    return list(kept.values())
+
+
+def _collectives(work: Work[Any], stacks: DumpStacks) -> list[Collective]:
+    """Of a batch, each send and receive: its whole says what became of them."""
+    return [_collective(entry, work, stacks) for entry in work.parts or (work.entry,)]
+
+
+def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective:
+    backend, op = backend_of(entry)
+    duration = entry.get("duration_ms")
+    return Collective(
+        group=text(work.group),
+        seq=work.seq,
+        op=text(op),
+        backend=text(backend),
+        completed=not work.is_open,
+        started=work.entry.get("state") in ("started", "completed"),
+        launching=work.state in (State.LAUNCHING, State.UNKNOWN),
+        gave_up=work.gave_up,
+        input_sizes=shapes(entry.get("input_sizes")),
+        output_sizes=shapes(entry.get("output_sizes")),
+        dtypes=texts(entry.get("input_dtypes")),
+        created_ns=max(whole(entry.get("time_created_ns")), 0),
+        duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
+        timeout_ms=max(whole(entry.get("timeout_ms")), 0),
+        is_p2p=work.kind is not WorkKind.COLLECTIVE,
+        stack=stacks.read(entry.get("frames")),
+    )
 
 
 def rank_of(path: str) -> int | None:

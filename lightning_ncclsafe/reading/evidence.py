@@ -13,17 +13,23 @@ from typing import Any
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts, RecordFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.reading.dumps import MOST_BYTES, MOST_CONTAINERS, from_json, from_pickle, rank_of, read_dump
-from lightning_ncclsafe.reading.entries import is_dump
-from lightning_ncclsafe.reading.errors import ReadingError
-from lightning_ncclsafe.reading.files import MOST_UNPACKED, Kind, Source, content, found, opened
+from lightning_ncclsafe.reading.dumps import (
+    MOST_BYTES,
+    MOST_CONTAINERS,
+    from_json,
+    from_pickle,
+    is_dump,
+    rank_of,
+    read_dump,
+)
+from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, content, found, opened
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
-from lightning_ncclsafe.reading.reports import MOST_REPORT_BYTES, MOST_REPORT_CONTAINERS, from_report, is_report
 from lightning_ncclsafe.reading.runs import apart
-from lightning_ncclsafe.reading.values import whole
+from lightning_ncclsafe.reading.values import ReadingError, whole
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
+from lightning_ncclsafe.report.json import ReportError, read_report
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 STANDARD_INPUT = "-"
@@ -35,9 +41,13 @@ _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
 # Beside it they say the same in words.
 _IN_WORDS = ("report.txt", "report.html")
 
+MOST_REPORT_BYTES = 1024 * 1024 * 1024
+"""Of a report, which is small but for jobs of thousands of ranks: one of 16,384 has about half of it."""
+MOST_REPORT_CONTAINERS = 20_000_000
+
 
 @dataclass(slots=True)
-class Evidence:
+class Artifacts:
     """What was read.
 
     Attributes:
@@ -75,7 +85,7 @@ class Evidence:
     def _read_path(self, path: str) -> None:
         try:
             if path == STANDARD_INPUT:
-                self._read_log(Source(path=path, kind=Kind.TEXT))
+                self._read_log(Source(path=path, kind=FileKind.TEXT))
                 return
             for source in found(path):
                 self._try(source)
@@ -167,17 +177,17 @@ class Evidence:
                 self.errors.append(f"{source.path}: {_words(error)}")
 
     def _read(self, source: Source) -> None:
-        if source.kind is Kind.PICKLE:
+        if source.kind is FileKind.PICKLE:
             self.add_dump(source.path, from_pickle(content(source, MOST_BYTES)))
-        elif source.kind in (Kind.JSON, Kind.REPORT):
+        elif source.kind in (FileKind.JSON, FileKind.REPORT):
             self._read_json(source)
-        elif source.kind is Kind.TEXT:
+        elif source.kind is FileKind.TEXT:
             self._read_log(source)
         else:
             raise ReadingError("it is neither a dump, nor a report, nor a log")
 
     def _read_json(self, source: Source) -> None:
-        is_large = source.kind is Kind.REPORT or os.path.basename(source.path) == _REPORT
+        is_large = source.kind is FileKind.REPORT or os.path.basename(source.path) == _REPORT
         try:
             data = content(source, MOST_REPORT_BYTES if is_large else MOST_BYTES)
             plain = from_json(data, MOST_REPORT_CONTAINERS if is_large else MOST_CONTAINERS)
@@ -222,7 +232,7 @@ def _has_nothing_open(facts: RankFacts) -> bool:
 def _is_expected(source: Source) -> bool:
     """Of data that merely lies in the same folder nothing is said; a dump has its rank in its name."""
     name = os.path.basename(source.path)
-    return source.kind is Kind.TEXT or name == _REPORT or rank_of(name) is not None
+    return source.kind is FileKind.TEXT or name == _REPORT or rank_of(name) is not None
 
 
 def _rank_in_name(path: str) -> int | None:
@@ -253,3 +263,20 @@ def _attempt_in_name(path: str) -> int:
 
 def _words(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def is_report(plain: object) -> bool:
+    """Whether plain data is one of our reports, of whatever schema."""
+    return isinstance(plain, dict) and "schema" in plain and "findings" in plain
+
+
+def from_report(data: bytes) -> Diagnosis:
+    """The diagnosis in a report.
+
+    Raises:
+        ReadingError: If it is damaged, or was written by another version.
+    """
+    try:
+        return read_report(data)
+    except ReportError as error:
+        raise ReadingError(str(error).rstrip(".")) from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO
 
-from lightning_ncclsafe.reading.errors import ReadingError
+from lightning_ncclsafe.reading.values import ReadingError
 
 MOST_FILES = 200_000
 MOST_UNPACKED = 4 * 1024**3
@@ -22,7 +22,7 @@ _GZIP = b"\x1f\x8b"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class Kind(str, Enum):
+class FileKind(str, Enum):
     """What a file looks like from its first bytes."""
 
     PICKLE = "pickle"
@@ -45,7 +45,7 @@ class Source:
     """
 
     path: str
-    kind: Kind
+    kind: FileKind
     packed: bool = False
     named: bool = False
 
@@ -87,9 +87,9 @@ def _of_use(path: str) -> Source | None:
         source = _looked_at(path, named=False)
     except OSError:
         return None
-    if source.kind is Kind.TEXT and _suffix(path) not in _LOGS:
+    if source.kind is FileKind.TEXT and _suffix(path) not in _LOGS:
         return None
-    return None if source.kind is Kind.OTHER else source
+    return None if source.kind is FileKind.OTHER else source
 
 
 def _suffix(path: str) -> str:
@@ -111,16 +111,16 @@ def _looked_at(path: str, *, named: bool) -> Source:
     return Source(path=path, kind=_kind(head), packed=packed, named=named)
 
 
-def _kind(head: bytes) -> Kind:
+def _kind(head: bytes) -> FileKind:
     if head[:1] == b"\x80" and head[1:2] <= b"\x08":
-        return Kind.PICKLE
+        return FileKind.PICKLE
     if head.startswith(_UTF_16) and not head[2:].count(b"\0\0"):
-        return Kind.TEXT
+        return FileKind.TEXT
     if b"\0" in head:
-        return Kind.OTHER
+        return FileKind.OTHER
     if not head.lstrip().startswith(b"{"):
-        return Kind.TEXT
-    return Kind.REPORT if _OURS.match(head) else Kind.JSON
+        return FileKind.TEXT
+    return FileKind.REPORT if _OURS.match(head) else FileKind.JSON
 
 
 def opened(source: Source) -> IO[bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.reading.values import mapping, ranks, text
-from lightning_ncclsafe.recorder.model import Position, Recorder
+from lightning_ncclsafe.recorder.model import GroupPosition, Recorder
 
 DEFAULT_GROUP = ("0", "default_pg")
 MOST_GROUPS = 4096
@@ -33,7 +33,7 @@ class Places:
     names: dict[str, tuple[str, str]]
     members: dict[str, tuple[int, ...]]
     about: dict[str, str]
-    positions: Mapping[str, Position]
+    positions: Mapping[str, GroupPosition]
     only: tuple[int, ...] = ()
 
     @classmethod
@@ -155,7 +155,7 @@ def groups_of(places: Places) -> tuple[Group, ...]:
     return tuple(groups[:MOST_GROUPS])
 
 
-def _group(name: str, about: str, members: tuple[int, ...], position: Position | None) -> Group:
+def _group(name: str, about: str, members: tuple[int, ...], position: GroupPosition | None) -> Group:
     if position is None:
         return Group(name=name, description=about, ranks=members)
     return Group(

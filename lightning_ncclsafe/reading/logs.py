@@ -6,15 +6,22 @@ from collections.abc import Iterable
 from typing import IO, NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
-from lightning_ncclsafe.reading import launchers, tracebacks, watchdog
-from lightning_ncclsafe.reading.errors import ReadingError
-from lightning_ncclsafe.reading.frames import frame
+from lightning_ncclsafe.reading import tracebacks, watchdog
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
 from lightning_ncclsafe.reading.rank_log import RankLog
-from lightning_ncclsafe.reading.starts import RANKS_OF_A_HOST, Starts
+from lightning_ncclsafe.reading.starts import (
+    RANKS_OF_A_HOST,
+    Starts,
+    Summary,
+    has_started,
+    launcher_remark,
+    srun_ended,
+    starts_again,
+)
 from lightning_ncclsafe.reading.statements import Statements
-from lightning_ncclsafe.reading.values import MOST_RANKS, whole
+from lightning_ncclsafe.reading.tracebacks import frame
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, whole
 
 _Key = tuple[int | None, str]
 _MOST_OPEN = 4096
@@ -62,7 +69,7 @@ class Log:
         self._broken_of: int | None = None
         self._failed: RankLog | None = None
         self._last: RankLog | None = None
-        self._summary = launchers.Summary()
+        self._summary = Summary()
         self._statements = Statements()
         self._file = _File(None)
         self._is_cut = False
@@ -163,9 +170,9 @@ class Log:
 
     def _has_next_start(self, text: str) -> bool:
         """Whether the run starts again here; rank 0's word for it is one on all only in a log of all."""
-        if launchers.starts_again(text):
+        if starts_again(text):
             return True
-        return launchers.has_started(text) and self._file.rank is None and self._starts.now.tells
+        return has_started(text) and self._file.rank is None and self._starts.now.tells
 
     def _of(self, rank: int | None) -> RankLog | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
@@ -195,7 +202,7 @@ class Log:
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
             self._starts.has_size(size)
-        remark = launchers.remark(text)
+        remark = launcher_remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
         return self._ends(text)
@@ -327,7 +334,7 @@ class Log:
 
     def _ends(self, text: str) -> bool:
         ended = self._summary.add(text)
-        ends = [*([ended] if ended else []), *launchers.srun_ended(text)]
+        ends = [*([ended] if ended else []), *srun_ended(text)]
         for end in ends:
             said = self._of(end.rank)
             self._file.speaks(end.rank)

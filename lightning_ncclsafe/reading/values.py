@@ -74,3 +74,7 @@ def _ranks_in_text(value: str) -> tuple[int, ...]:
 def _in_order(numbers: Sequence[object]) -> tuple[int, ...]:
     found = {whole(number, -1) for number in numbers[:MOST_RANKS]}
     return tuple(sorted(rank for rank in found if 0 <= rank < MOST_RANKS))
+
+
+class ReadingError(ValueError):
+    """A file is not what it should be, is damaged, or is larger than what is read; the message says which."""

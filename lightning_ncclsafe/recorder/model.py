@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import Any, Generic, TypeVar
 
 Entry = Mapping[Any, Any]
@@ -25,6 +26,26 @@ _LARGEST = 2**63
 # Back ends whose recorder is known; each has a meaning of its own for "retired".
 _KNOWN = ("nccl", "gloo", "fake", HOOK)
 
+# By the names of torch's ScalarType; what is not here is counted as one byte.
+_BYTES = {
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Short": 2,
+    "Half": 2,
+    "BFloat16": 2,
+    "UInt16": 2,
+    "Int": 4,
+    "UInt32": 4,
+    "Float": 4,
+    "ComplexHalf": 4,
+    "Long": 8,
+    "UInt64": 8,
+    "Double": 8,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+}
+
 
 class State(str, Enum):
     """How far a work has come."""
@@ -39,7 +60,7 @@ class State(str, Enum):
     """It has ended or is being launched, and nothing tells which."""
 
 
-class Kind(str, Enum):
+class WorkKind(str, Enum):
     """What a work is."""
 
     COLLECTIVE = "collective"
@@ -66,7 +87,7 @@ class Work(Generic[_Entry]):
     entry: _Entry
     number: str
     group: str
-    kind: Kind
+    kind: WorkKind
     seq: int
     state: State = State.UNKNOWN
     gave_up: bool = False
@@ -79,7 +100,7 @@ class Work(Generic[_Entry]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class GroupPosition:
     """How far a rank has come with a group's collectives.
 
     Attributes:
@@ -205,7 +226,7 @@ class Recorder(Generic[_Entry]):
                     self._mixed.add(number)
                     own = tuple(works[index].entry for index in parts)
                     seq = max(whole(entry.get("p2p_seq_id", entry.get("seq_id"))), 0)
-                    works.append(Work(entry, number, names[0], Kind.BATCH, seq, parts=own))
+                    works.append(Work(entry, number, names[0], WorkKind.BATCH, seq, parts=own))
                     continue
                 wholes[(number, seq)] = True
             if is_p2p:
@@ -213,7 +234,7 @@ class Recorder(Generic[_Entry]):
                 loose[number].append(len(works))
             else:
                 loose.pop(number, None)
-            works.append(Work(entry, number, names[0], Kind.P2P if is_p2p else Kind.COLLECTIVE, seq))
+            works.append(Work(entry, number, names[0], WorkKind.P2P if is_p2p else WorkKind.COLLECTIVE, seq))
         if wholes:
             left_out.update(index for index, work in enumerate(works) if _is_in(work, wholes))
         self._bundle(works, left_out)
@@ -227,14 +248,14 @@ class Recorder(Generic[_Entry]):
         """Parts of one batch of which there is no whole: sends and receives of one number."""
         before: dict[tuple[str, int], int] = {}
         for index, work in enumerate(works):
-            if work.kind is not Kind.P2P or index in left_out:
+            if work.kind is not WorkKind.P2P or index in left_out:
                 continue
             first = before.get((work.number, work.seq))
             if first is not None:
                 left_out.add(first)
                 earlier = works[first].parts or (works[first].entry,)
                 works[index] = Work(
-                    work.entry, work.number, work.group, Kind.BATCH, work.seq, parts=(*earlier, work.entry)
+                    work.entry, work.number, work.group, WorkKind.BATCH, work.seq, parts=(*earlier, work.entry)
                 )
             before[(work.number, work.seq)] = index
 
@@ -262,7 +283,7 @@ class Recorder(Generic[_Entry]):
                 work.state = _hooked(work, is_last=work is works[-1])
             elif not backend.startswith("nccl"):
                 work.state = _elsewhere(work.entry)
-            elif work.kind is Kind.BATCH and not _is_whole(work.entry):
+            elif work.kind is WorkKind.BATCH and not _is_whole(work.entry):
                 work.state = self._of_parts(work, work is last)
             else:
                 self._on_nccl(work, completed)
@@ -273,7 +294,7 @@ class Recorder(Generic[_Entry]):
     def _on_nccl(self, work: Work[_Entry], completed: int) -> None:
         entry = work.entry
         said = entry.get("state")
-        is_counted = work.kind is Kind.COLLECTIVE and 0 < work.seq <= completed
+        is_counted = work.kind is WorkKind.COLLECTIVE and 0 < work.seq <= completed
         if said == "completed":
             # Events that were never recorded look completed: whose host is inside the call has come no further.
             is_sure = entry.get("retired", True) is not False or is_counted
@@ -299,15 +320,15 @@ class Recorder(Generic[_Entry]):
             return State.ENDED
         return State.UNKNOWN if self.only_open or not self._now_ns else self._launched(work.entry)
 
-    def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> Position:
+    def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> GroupPosition:
         """The counters, or what entries say where those count sends and receives along."""
-        calls = [work for work in works if work.kind is Kind.COLLECTIVE]
+        calls = [work for work in works if work.kind is WorkKind.COLLECTIVE]
         outstanding = min((work.seq for work in calls if work.is_open), default=0)
         called = max((work.seq for work in calls), default=0)
         if number in self._mixed:
             # Sends and receives carry the number of the collective before them.
             called = max([called, *(whole(work.entry.get("collective_seq_id")) for work in works)])
-            return Position(called=called, completed=outstanding - 1 if outstanding else called, is_mixed=True)
+            return GroupPosition(called=called, completed=outstanding - 1 if outstanding else called, is_mixed=True)
         enqueued, completed = _counted(status)
         called = max(enqueued, called)
         if outstanding:
@@ -315,14 +336,14 @@ class Recorder(Generic[_Entry]):
         elif any(work.state is State.ENDED for work in calls):
             completed = max(completed, max(work.seq for work in calls))
         started = min(whole(status.get("last_started_collective"), -1), called)
-        return Position(called=called, started=started, completed=completed)
+        return GroupPosition(called=called, started=started, completed=completed)
 
 
 def _end_in_order(works: Sequence[Work[Any]]) -> None:
     """On a group's stream, collectives end one after the other: a later one tells of those before it."""
     later_has_ended = False
     for work in reversed(works):
-        if work.kind is not Kind.COLLECTIVE:
+        if work.kind is not WorkKind.COLLECTIVE:
             continue
         if later_has_ended:
             work.state, work.gave_up = State.ENDED, False
@@ -362,12 +383,12 @@ def _is_whole(entry: Entry) -> bool:
 
 def _is_loose(work: Work[Any]) -> bool:
     """Whether it is a send or receive of which there is no whole."""
-    return work.kind is not Kind.COLLECTIVE and not _is_whole(work.entry)
+    return work.kind is not WorkKind.COLLECTIVE and not _is_whole(work.entry)
 
 
 def _is_in(work: Work[_Entry], wholes: Mapping[tuple[str, int], bool]) -> bool:
     """Whether it is a part of a coalesced collective, of which the whole is there."""
-    return work.kind is Kind.COLLECTIVE and (work.number, work.seq) in wholes and not _is_whole(work.entry)
+    return work.kind is WorkKind.COLLECTIVE and (work.number, work.seq) in wholes and not _is_whole(work.entry)
 
 
 def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int]) -> list[int]:
@@ -388,3 +409,18 @@ def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int])
 def _follows(one: Entry, other: Entry) -> bool:
     """Whether nothing was recorded between two entries."""
     return whole(other.get("record_id"), -2) - whole(one.get("record_id"), -2) in (0, 1)
+
+
+def size_bytes(entry: dict[str, Any]) -> int:
+    """Bytes that this rank puts into a collective or, where it only receives, gets out of it."""
+    return _bytes(entry.get("input_sizes"), entry.get("input_dtypes")) or _bytes(
+        entry.get("output_sizes"), entry.get("output_dtypes")
+    )
+
+
+def _bytes(shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int:
+    if not shapes or not dtypes:
+        return 0
+    # The recorder keeps one type where all tensors have the same.
+    of_each = dtypes if len(dtypes) == len(shapes) else [dtypes[0]] * len(shapes)
+    return sum(prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in zip(shapes, of_each, strict=True))

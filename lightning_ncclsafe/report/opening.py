@@ -1,9 +1,8 @@
 """How every report on an incident begins: the answer, and why ranks were asked."""
 
-from lightning_ncclsafe.facts import Incident, IncidentKind
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.compared import compared_words, compares, nothing_words
-from lightning_ncclsafe.report.recorded import NOTHING, is_recorded, recorded_words
+from lightning_ncclsafe.report.ranks import NOTHING, is_recorded, recorded_words
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 
@@ -11,6 +10,11 @@ _OPENINGS = {
     IncidentKind.SUSPECT: "made no progress for {idle}",
     IncidentKind.EXCEPTION: "raised an exception",
     IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
+}
+
+_NOTHING = {
+    IncidentKind.DATA: "Nothing found: the ranks' data agrees.",
+    IncidentKind.PREFLIGHT: "Nothing found: nothing is wrong with the ranks' hosts.",
 }
 
 
@@ -56,3 +60,29 @@ def _limits(incident: Incident) -> str:
         return ""
     suspect, limit = duration_words(incident.suspect_after_s), duration_words(incident.timeout_s)
     return f" A rank is suspect after {suspect}; the limit is {limit}."
+
+
+def compares(job: JobFacts) -> bool:
+    """Whether ranks were asked in order to be compared, and not because something is wrong."""
+    return job.incident.kind in _NOTHING
+
+
+def nothing_words(job: JobFacts) -> str:
+    """The answer where nothing was found."""
+    return _NOTHING[job.incident.kind]
+
+
+def compared_words(job: JobFacts) -> str:
+    """``"all 4 ranks presented their train_dataloader"``, ``"3 of 4 ranks checked their hosts"``."""
+    if job.incident.kind is IncidentKind.PREFLIGHT:
+        checked = sum(facts.preflight is not None for facts in job.ranks)
+        return _words(checked, job.world_size, "checked its host", "checked their hosts")
+    stages = [facts.data.stage for facts in job.ranks if facts.data is not None]
+    what = max(stages, key=stages.count, default="data")
+    return _words(len(stages), job.world_size, f"presented its {what}", f"presented their {what}")
+
+
+def _words(done: int, world_size: int, one: str, many: str) -> str:
+    if done < world_size:
+        return f"{done} of {world_size} ranks {many}"
+    return f"the only rank {one}" if done == 1 else f"all {done} ranks {many}"

@@ -1,18 +1,168 @@
 """The ranks of a job side by side: those that are alike share a line, and a stack."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import islice
 
-from lightning_ncclsafe.facts import Frame, JobFacts
-from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.alike import Alike
-from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, location_of, ranks_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, location_of, ranks_words
+from lightning_ncclsafe.rules.recorded.questions import pending_p2p
+from lightning_ncclsafe.rules.recorded.telling import Words
+
+NOTHING = "Nothing found: no rank waits for another in what was read."
+_MOST_LINES = 40
+_MOST_GROUPS = 4
+
+_Key = tuple[object, ...]
 
 _MAX_LINES = 40
 _MAX_STACKS = 12
 _MAX_FRAMES = 60
+
+
+def is_recorded(job: JobFacts) -> bool:
+    """Whether the facts were read from what a run has left behind."""
+    return job.incident.kind is IncidentKind.RECORDED
+
+
+def recorded_words(job: JobFacts) -> str:
+    """``"Read of 8 ranks: dumps of ranks 0-6; logs of ranks 1-7."``."""
+    records = {facts.rank: facts.record for facts in job.ranks if facts.record is not None}
+    dumps = [rank for rank, record in records.items() if record.has_dump]
+    logs = [rank for rank, record in records.items() if record.has_log]
+    parts = [f"{what} of {ranks_words(ranks)}" for what, ranks in (("dumps", dumps), ("logs", logs)) if ranks]
+    if not parts:
+        return "Read: logs that do not say of any rank what it did."
+    return f"Read of {job.world_size:,} rank{'s' * (job.world_size != 1)}: {'; '.join(parts)}."
+
+
+def recorded_table(job: JobFacts) -> Iterator[str]:
+    """One line for all ranks of which the same was read."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    words = Words()
+    for facts in job.ranks:
+        alike[_state(facts, words)].append(facts.rank)
+    silent = [rank for rank in job.silent if rank not in job.outdated]
+    if silent:
+        alike[("nothing was read of it" if len(silent) == 1 else "nothing was read of them",)] = silent
+    if older := [rank for rank in job.silent if rank in job.outdated]:
+        alike[("only a dump of an earlier moment was read",)] = older
+    for number, (state, ranks) in enumerate(alike.items()):
+        if number == _MOST_LINES:
+            yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
+            return
+        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(state)}")
+
+
+def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
+    parts = [f"on {facts.host}"] if facts.host else []
+    parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
+    if len(facts.groups) > _MOST_GROUPS:
+        parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
+    parts += [f"waits in {words.of(call)}" for call in islice(pending_p2p(facts), 1)]
+    if facts.exception is not None:
+        parts.append(f"raised {facts.exception.type}")
+    if facts.record is not None and facts.record.exit_code:
+        parts.append(f"ended with exit code {facts.record.exit_code}")
+    if facts.record is not None and facts.record.awaited:
+        parts.append(f"waited for {ranks_words(facts.record.awaited)} in {facts.record.awaited_in}")
+    return tuple(parts) or ("nothing is said of collectives",)
+
+
+def _group_words(facts: RankFacts, number: int, words: Words) -> str:
+    """What waits comes first: groups in which nothing is outstanding are of less interest."""
+    pending = {call.group: call for call in reversed(facts.collectives) if not call.completed and not call.is_p2p}
+    group = sorted(facts.groups, key=lambda one: one.name not in pending)[number]
+    counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
+    call = pending.get(group.name)
+    waits = f", waits in {words.of(call)}" if call is not None else ""
+    about = f" ({group.description})" if group.description not in ("", "default_pg", "undefined") else ""
+    return f"{group_words(group.name)}{about}: {counters}{waits}"
+
+
+class Alike:
+    """What each rank of a job does, in words, and which ranks are alike.
+
+    Args:
+        view: The shared answers about the job.
+    """
+
+    def __init__(self, view: Timeline) -> None:
+        self.view = view
+
+    @cached_property
+    def states(self) -> dict[int, str]:
+        """``"is in user code"``, ``"waits in broadcast (sequence number 7)"``, ``"raised ValueError"``, ascending.
+
+        Empty where nobody knows.
+        """
+        return {rank: self._state(rank) for rank in sorted(self.view.facts)}
+
+    def _state(self, rank: int) -> str:
+        exception = self.view.facts[rank].exception
+        if exception is not None:
+            return f"raised {exception.type}"
+        doing = self.view.activities[rank]
+        if doing.waits_for_peers:
+            return f"waits in {wait_words(self.view, rank)}"
+        # Of a rank of which only a record was read, nobody knows.
+        return f"is in {doing.kind.value}" if self.view.facts[rank].progress.phase is not Phase.UNKNOWN else ""
+
+    def silence(self, rank: int) -> str:
+        """``"did not answer; its process is stopped"``: what there is to say of a rank that has said nothing."""
+        if is_recorded(self.view.job):
+            return "left nothing behind that was read"
+        process = self.view.witnesses.get(rank)
+        return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"
+
+    def groups(self, *, waiting_anywhere: bool = False) -> list[tuple[int, ...]]:
+        """The ranks that answered, those that are alike together; ascending by their lowest rank.
+
+        Args:
+            waiting_anywhere: Whether ranks that wait in the same are alike also where they do so at different lines.
+        """
+        alike: dict[_Key, list[int]] = defaultdict(list)
+        for rank in self.states:
+            alike[self._place(rank, waiting_anywhere)].append(rank)
+        return [tuple(ranks) for ranks in alike.values()]
+
+    def _place(self, rank: int, waiting_anywhere: bool) -> _Key:
+        doing = self.view.activities[rank]
+        line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
+        return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
+
+
+# Ranks, processes and amounts are what the same finding on another rank differs in.
+_NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ranks\))?")
+
+
+def told_once(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
+    """The findings; those that say the same of different ranks once.
+
+    Returns:
+        The first of each, with the other ranks, of which others say the same; none where it stands alone.
+    """
+    told: list[tuple[Finding, set[int]]] = []
+    first_with: dict[_Key, int] = {}
+    for finding in findings:
+        place = first_with.setdefault(_sentence(finding), len(told))
+        # What is said of the same rank twice is not the same.
+        if place < len(told) and not {*told[place][0].ranks, *told[place][1]} & {*finding.ranks}:
+            told[place][1].update(finding.ranks)
+        else:
+            told.append((finding, set()))
+    return [(finding, tuple(sorted(others))) for finding, others in told]
+
+
+def _sentence(finding: Finding) -> _Key:
+    """All that it says, but for numbers."""
+    words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
+    return finding.rule, finding.location, finding.confidence, finding.severity, *words
 
 
 def rank_table(job: JobFacts) -> Iterator[str]:

@@ -4,12 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.alike import told_once
-from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
-from lightning_ncclsafe.report.opening import answer_words, incident_words
-from lightning_ncclsafe.report.ranks import rank_table, stack_sections
-from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
+from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
+from lightning_ncclsafe.report.ranks import is_recorded, rank_table, recorded_table, stack_sections, told_once
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table

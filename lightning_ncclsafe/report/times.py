@@ -1,5 +1,9 @@
 """Times, shares and rates in words, rounded to what they are worth."""
 
+from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.timing.summary import StepPhase
+
 
 def time_words(seconds: float) -> str:
     """``"0.21 ms"``, ``"3.4 ms"``, ``"38 ms"``, ``"1.2 s"``, ``"312 s"``; ``"0 ms"`` for nothing at all."""
@@ -42,3 +46,22 @@ def share_words(share: float) -> str:
 def bandwidth_words(bytes_per_s: float) -> str:
     """GB a second, decimal, without the unit: ``"0.08"``, ``"3.4"``, ``"412"``."""
     return _figures(bytes_per_s / 1e9)
+
+
+def straggler_sentence(straggler: Straggler) -> str:
+    """``"rank 5 was last in 94 % of the last 200 steps, 38 ms late on average, in data loading"``."""
+    if straggler.is_over:
+        lasted_s = (straggler.until_ns - straggler.since_ns) / 1e9
+        return f"rank {straggler.rank} is no longer late (was for {long_words(lasted_s)})"
+    return safe(
+        f"rank {straggler.rank} was last in {share_words(straggler.share)} of the last {straggler.of_steps:,} steps, "
+        f"{time_words(straggler.mean_s)} late on average"
+        + _where(straggler.phase)
+        + (f", mostly at {straggler.op}" if straggler.op else "")
+    )
+
+
+def _where(phase: str) -> str:
+    if not phase:
+        return ""
+    return f", {phase}" if phase == StepPhase.OTHER.value else f", in {phase}"

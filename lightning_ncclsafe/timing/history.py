@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ncclsafe.timing.lateness import Lateness
+from lightning_ncclsafe.timing.lateness import Intervals, Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.waits import Intervals
 from lightning_ncclsafe.timing.windows import GAP, OWN, SPAN, Spans
 
 KEPT_NS = 180_000_000_000

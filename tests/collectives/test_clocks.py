@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_ncclsafe.collectives.alignment import Alignment, Reading, Round, aligned, oscillator_s
-from lightning_ncclsafe.collectives.clock_keys import numbers, read_alignment
-from lightning_ncclsafe.collectives.clocks import ClockSync
+from lightning_ncclsafe.collectives.clocks import ClockSync, numbers, read_alignment
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.timing.windows import Clock
 

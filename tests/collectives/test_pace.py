@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ncclsafe.collectives.pace import Pace
+from lightning_ncclsafe.collectives.timer import Pace
 
 SIZE = 1000
 

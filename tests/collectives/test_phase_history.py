@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_ncclsafe.collectives import phase_history as module
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives import recording as module
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
-from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase, step_phase
+from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 
 MS = 1_000_000
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"

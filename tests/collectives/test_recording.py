@@ -16,11 +16,10 @@ from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives import recording as recording_module
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
-from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
-from lightning_ncclsafe.recorder.sizes import size_bytes
-from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.recorder.model import size_bytes
+from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window
 
 CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
@@ -29,8 +28,8 @@ CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [
-        _torch.GroupMembers("0", "default_pg", (0, 1)),
-        _torch.GroupMembers("7", "mine", (1, 3)),
+        _torch.OwnGroup("0", "default_pg", (0, 1)),
+        _torch.OwnGroup("7", "mine", (1, 3)),
     ]
     monkeypatch.setattr(_torch, "process_groups", lambda: members)
     monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
@@ -339,7 +338,7 @@ REAL = """
 import torch, torch.distributed as dist
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.recording import Recording
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
+from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.timing.windows import Clock
 recording = Recording(0, PhaseHistory())
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_ncclsafe.collectives import scalars as scalars_module
-from lightning_ncclsafe.collectives.scalars import Scalars
+from lightning_ncclsafe.collectives.scalars import TimingScalars
 from lightning_ncclsafe.timing.lateness import lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.windows import GroupMembers
@@ -35,7 +35,7 @@ def block(arrival_ms: Any, duration_ms: Any = None, *, op: str = "all_reduce", n
 
 
 def taken(*blocks: MatchedCalls) -> dict[str, float]:
-    scalars = Scalars(4)
+    scalars = TimingScalars(4)
     for calls in blocks:
         scalars.add(calls, lateness(calls, {}))
     return scalars.take()
@@ -66,7 +66,7 @@ def test_an_operation_without_a_definition_has_no_bandwidth() -> None:
 
 
 def test_what_was_taken_is_gone() -> None:
-    scalars, calls = Scalars(2), block([[0], [10]])
+    scalars, calls = TimingScalars(2), block([[0], [10]])
     assert scalars.take() == {}
     scalars.add(calls, lateness(calls, {}))
     assert scalars.take()

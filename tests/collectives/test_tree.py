@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_ncclsafe.collectives.tree import Told, Tree
+from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.windows import (
@@ -223,8 +223,10 @@ def test_whatever_there_is_to_say_is_said(what: str) -> None:
 
 def test_stragglers_are_told_to_all_ranks() -> None:
     ranks = Ranks(3)
-    assert ranks.trees[2].told() == Told()
-    told = Told(stragglers=(Straggler(rank=1, phase="data loading", since_ns=5), Straggler(rank=2, is_over=True)))
+    assert ranks.trees[2].told() == StragglerReport()
+    told = StragglerReport(
+        stragglers=(Straggler(rank=1, phase="data loading", since_ns=5), Straggler(rank=2, is_over=True))
+    )
     ranks.trees[0].tell(told)
     assert [tree.told() for tree in ranks.trees] == [told] * 3
 

@@ -18,7 +18,7 @@ from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.facts import DirectoryFacts, LoadFacts, Phase, PreflightFacts, Progress, RankFacts, SwapFacts
 from lightning_ncclsafe.preflight import check
 from lightning_ncclsafe.preflight.check import Preflight
-from lightning_ncclsafe.probes.process.launcher import Launched, launched
+from lightning_ncclsafe.probes.process.environment import Launched, launched
 from lightning_ncclsafe.settings import OnProblem
 
 HEALTHY = PreflightFacts(versions={"torch": "2.13.0"})

@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.probes.host import boot_id
 from lightning_ncclsafe.probes.host import capacity as module
-from lightning_ncclsafe.probes.host.capacity import capacity, cpus, process_limit_bytes
+from lightning_ncclsafe.probes.host.capacity import capacity, cpus, host_boot_id, process_limit_bytes
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 Stat = namedtuple("Stat", "f_blocks f_bavail f_frsize")
@@ -130,8 +129,8 @@ def test_a_host_that_tells_nothing(nowhere: ControlGroups, monkeypatch: pytest.M
 def test_hosts_are_told_apart_by_their_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = tmp_path / "boot_id"
     told.write_text("6d0c-11\n")
-    assert boot_id.host_boot_id(told) == "6d0c-11"
+    assert host_boot_id(told) == "6d0c-11"
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
-    assert boot_id.host_boot_id(tmp_path / "none") == "node7"
+    assert host_boot_id(tmp_path / "none") == "node7"
     told.write_text("\n")
-    assert boot_id.host_boot_id(told) == "node7"
+    assert host_boot_id(told) == "node7"

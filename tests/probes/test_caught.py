@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts
-from lightning_ncclsafe.probes.process import caught, handlers
+from lightning_ncclsafe.probes.process import caught
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 
 LOG = logging.getLogger("a users")
@@ -22,7 +22,7 @@ LOG = logging.getLogger("a users")
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[CaughtExceptions]:
     # What is seen in every version of Python.
-    monkeypatch.setattr(handlers, "_MONITORING", None)
+    monkeypatch.setattr(caught, "_MONITORING", None)
     watch = CaughtExceptions(lambda error: "gloo/" in str(error))
     before = threading.excepthook, logging.getLogRecordFactory()
     watch.start()
@@ -244,7 +244,7 @@ def test_what_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
 
 
 def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_MONITORING", None)
+    monkeypatch.setattr(caught, "_MONITORING", None)
     watch, before = CaughtExceptions(), (threading.excepthook, logging.getLogRecordFactory())
     watch.start()
     ours = threading.excepthook
@@ -260,7 +260,7 @@ def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_MONITORING", None)
+    monkeypatch.setattr(caught, "_MONITORING", None)
     watch, before, started = CaughtExceptions(), threading.excepthook, []
     monkeypatch.setattr(watch._handlers, "start", lambda: started.append(True))
     watch.start()
@@ -307,7 +307,7 @@ def module(tmp_path: Any) -> ModuleType:
 
 def test_only_code_that_handles_exceptions_is_looked_at(module: ModuleType) -> None:
     lines: dict[str, frozenset[int]] = {}
-    names = {code.co_name for code in handlers.codes_with_handlers([module], lines)}
+    names = {code.co_name for code in caught.codes_with_handlers([module], lines)}
     assert {"lookup", "inner"} <= names and "quiet" not in names
     assert lines == {module.__file__: frozenset({6, 14})}
 
@@ -316,9 +316,9 @@ def test_only_code_that_handles_exceptions_is_looked_at(module: ModuleType) -> N
 def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "_own_modules", lambda: [module])
+    monkeypatch.setattr(caught, "_own_modules", lambda: [module])
     told: list[str] = []
-    watch = handlers.HandlerWatch(lambda error: told.append(repr(error)))
+    watch = caught.HandlerWatch(lambda error: told.append(repr(error)))
     watch.start()
     wait_until(lambda: watch._tool >= 0)
     module.Net().step()
@@ -330,7 +330,7 @@ def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
     watch.close()
     module.Net().step()
     assert len(told) == 8
-    assert all(handlers._MONITORING.get_tool(tool) is None for tool in (3, 4))
+    assert all(caught._MONITORING.get_tool(tool) is None for tool in (3, 4))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -15,8 +15,8 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.probes.network import data_paths
-from lightning_ncclsafe.probes.network.data_paths import try_addresses
+from lightning_ncclsafe.probes.network import reach as module
+from lightning_ncclsafe.probes.network.reach import try_addresses
 
 
 def rank(number: int, host: str, address: str, **more: bool) -> RankFacts:
@@ -61,5 +61,5 @@ def test_each_other_host_is_tried_once() -> None:
     ],
 )
 def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_paths, "reach", lambda *_, **__: pytest.fail("it tries"))
+    monkeypatch.setattr(module, "reach", lambda *_, **__: pytest.fail("it tries"))
     assert try_addresses(facts, "node-1") == ()

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_ncclsafe.probes.storage import deadline
-from lightning_ncclsafe.probes.storage.deadline import run_all
+from lightning_ncclsafe.probes.storage import directories
+from lightning_ncclsafe.probes.storage.directories import run_all
 
 LONG_S = 20.0
 
@@ -66,7 +66,7 @@ def test_all_run_at_the_same_time() -> None:
 
 def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in uninterruptible sleep: here nobody kills it."""
-    monkeypatch.setattr(deadline.os, "killpg", lambda pid, signum: None)
+    monkeypatch.setattr(directories.os, "killpg", lambda pid, signum: None)
     begin = time.monotonic()
     assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}
     assert time.monotonic() - begin < 0.5

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_ncclsafe.probes.data import items, sampling
+from lightning_ncclsafe.probes.data import fingerprints as module
+from lightning_ncclsafe.probes.data import sampling
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch, fingerprints
 from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all
 from lightning_ncclsafe.probes.data.sampling import SAMPLED, WHOLE, positions
@@ -412,7 +413,7 @@ class TestItems:
         assert made == ({}, ("Reading samples for a fingerprint raised OSError: no such file",))
 
     def test_a_slow_dataset_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(items, "_DEADLINE_S", 0.05)
+        monkeypatch.setattr(module, "_DEADLINE_S", 0.05)
         made = fingerprints(Items(lambda n: time.sleep(0.02)), content="full")
         assert made.found == {}
         assert made.problems[0].startswith("Reading samples for a fingerprint was given up: ")

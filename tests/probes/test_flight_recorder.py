@@ -155,7 +155,7 @@ READ = [
 def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
     backend: str, called: int | None, dumps: list[Any], why: NotRecorded | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.GroupMembers("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.OwnGroup("0", "default_pg", (0, 1))])
     monkeypatch.setattr(_torch, "group_calls", lambda: [_torch.GroupCalls("0", (backend,), called)])
     monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter(dumps))
     if not dumps:
@@ -172,7 +172,7 @@ def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
 def test_a_group_of_which_the_ring_has_no_entry_left_is_not_one_that_was_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    members = [_torch.GroupMembers("0", "default_pg", (0, 1)), _torch.GroupMembers("1", "tp", (0, 1))]
+    members = [_torch.OwnGroup("0", "default_pg", (0, 1)), _torch.OwnGroup("1", "tp", (0, 1))]
     monkeypatch.setattr(_torch, "process_groups", lambda: members)
     calls = [_torch.GroupCalls("0", ("gloo",), 4), _torch.GroupCalls("1", ("gloo",), 2)]
     monkeypatch.setattr(_torch, "group_calls", lambda: calls)

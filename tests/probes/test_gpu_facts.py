@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state
-from lightning_ncclsafe.probes.gpu.xids import xids
+from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state, xids
 
 GB = 10**9
 PEER, HIDDEN = 2**22 + 1, 2**22 + 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.process.last_words import LastWord, LastWords, parse, why
+from lightning_ncclsafe.probes.process.traceback_signal import LastWord, LastWords, last_word, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -43,25 +43,25 @@ IN_MAIN = ABORTED.replace("Aborted", "Segmentation fault").replace("Thread 0x000
 
 @pytest.mark.parametrize(("text", "signal_name"), [(ABORTED, "SIGABRT"), (IN_MAIN, "SIGSEGV")])
 def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
-    found = parse(ASKED + text)
+    found = last_word(ASKED + text)
     assert found.signal == signal_name
     assert found.stack[0] == Frame(file="/home/me/train.py", line=57, function="training_step", user=True)
     assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
 
 
 def test_another_thread_may_have_been_in_a_collective() -> None:
-    found = parse(COUNTING)
+    found = last_word(COUNTING)
     assert [frame.function for frame in found.stack] == ["training_step"]
     assert [frame.function for frame in found.thread_stack] == ["run", "count", "all_reduce"]
-    assert not parse(ABORTED).thread_stack
+    assert not last_word(ABORTED).thread_stack
 
 
 def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
-    assert parse(ASKED) == parse("") == NOTHING
+    assert last_word(ASKED) == last_word("") == NOTHING
 
 
 def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
-    assert parse("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
+    assert last_word("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ from torch.utils.data import (
 
 from lightning_ncclsafe.facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.facts.codec import decode, encode
-from lightning_ncclsafe.probes.data.dataset_chain import chain
 from lightning_ncclsafe.probes.data.loaders import limited, loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept
+from lightning_ncclsafe.probes.data.reading import chain
 
 DATA = TensorDataset(torch.arange(20.0))
 

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
-from lightning_ncclsafe.probes.gpu.state import GpuWatch
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
-from lightning_ncclsafe.probes.host.pressure import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.machine_state import MachineProbe
+from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
+from lightning_ncclsafe.probes.machine_state import GarbageWatch, GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch, ended_children
-from lightning_ncclsafe.probes.process.garbage import GarbageWatch
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 FORK = multiprocessing.get_context("fork")

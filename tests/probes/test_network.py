@@ -10,12 +10,15 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
-from lightning_ncclsafe.probes.network import interfaces as module
-from lightning_ncclsafe.probes.network.interfaces import Interface, gloo_interface, is_meant, nccl_interface
+from lightning_ncclsafe.probes.network import links as module
 from lightning_ncclsafe.probes.network.links import (
+    Interface,
+    gloo_interface,
     infiniband_off,
     interfaces,
+    is_meant,
     name_servers_asked,
+    nccl_interface,
     network_facts,
     taken_interface,
 )

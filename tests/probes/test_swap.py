@@ -9,8 +9,7 @@ import pytest
 
 from lightning_ncclsafe.facts import SwapFacts
 from lightning_ncclsafe.probes.host import swap as module
-from lightning_ncclsafe.probes.host.swap import SwapProbe
-from lightning_ncclsafe.probes.storage.kinds import device_kind, is_network_filesystem, is_on_network
+from lightning_ncclsafe.probes.host.swap import SwapProbe, device_kind, is_network_filesystem, is_on_network
 
 Swap = namedtuple("Swap", "total used sin sout")
 HEADER = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n"

@@ -6,9 +6,8 @@ import pytest
 from standing import in_agreement, of_guard
 
 from lightning_ncclsafe.facts import Frame, ProcessFacts
-from lightning_ncclsafe.probes.process.growth import LEAST_S
+from lightning_ncclsafe.probes.process.growth import LEAST_S, guard_rests, with_shares
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
-from lightning_ncclsafe.probes.process.witnessing import guard_rests, with_shares
 
 MAIN = (Frame(file="/home/me/train.py", line=9, function="training_step", user=True),)
 RESTS = of_guard(in_tick=False)

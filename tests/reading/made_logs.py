@@ -4,7 +4,7 @@ import io
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
@@ -22,7 +22,7 @@ ValueError: bad label 11
 
 
 def read(text: str | bytes, rank: int | None = None) -> JobFacts | None:
-    evidence = Evidence()
+    evidence = Artifacts()
     data = text.encode() if isinstance(text, str) else text
     evidence.log.read(io.BytesIO(data), len(data) + 1, rank)
     return evidence.job()

@@ -14,7 +14,7 @@ from typing import Any
 from nccl_simulator import GPU_DIES, NEVER, Call, Dump, Job, Mesh, program
 
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
@@ -354,7 +354,7 @@ def incidents(count: int, first: int = 0) -> list[Incident]:
 
 def diagnosis_of(dumps: dict[int, Dump]) -> Diagnosis | None:
     """What ``ncclsafe diagnose`` says of it."""
-    evidence = Evidence()
+    evidence = Artifacts()
     for rank, dump in dumps.items():
         evidence.add_dump(f"nccl_trace_rank_{rank}", dump)
     job = evidence.job()

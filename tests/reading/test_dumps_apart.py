@@ -8,7 +8,7 @@ from made_dumps import dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
@@ -17,7 +17,7 @@ Made = dict[str, Any]
 
 
 def judged(folder: Path) -> Diagnosis:
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(folder))
     return judge(evidence.job() or pytest.fail(), RECORDED_RULES)
 
@@ -71,7 +71,7 @@ def test_where_sends_are_counted_along_numbers_do_not_compare(tmp_path: Path) ->
     send = entry(0, op="nccl:send 0->1", is_p2p=True, p2p_seq_id=9)
     one = waiting()
     one["entries"].append(send)
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(write(tmp_path, {0: one, 1: idle(40), 2: waiting(), 3: waiting()})))
     assert (evidence.job() or pytest.fail()).outdated == ()
 

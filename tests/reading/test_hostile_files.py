@@ -18,12 +18,10 @@ from made_dumps import idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.reading import dumps, evidence, files, lines
-from lightning_ncclsafe.reading.dumps import from_json, from_pickle
-from lightning_ncclsafe.reading.entries import parsed
-from lightning_ncclsafe.reading.errors import ReadingError
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.dumps import from_json, from_pickle, parsed, unpickled
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.logs import Log
-from lightning_ncclsafe.reading.unpickling import unpickled
+from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
@@ -132,7 +130,7 @@ def test_wrong_types_everywhere() -> None:
             assert all(type(group.last_enqueued) is int for group in groups)
 
 
-def judge_text(found: Evidence) -> None:
+def judge_text(found: Artifacts) -> None:
     job = found.job()
     if job is not None:
         diagnosis = judge(job, RECORDED_RULES)
@@ -163,7 +161,7 @@ def test_mutated_pickles_are_read_or_refused() -> None:
             dump = from_pickle(mutated(good, chance))
         except ReadingError:
             continue
-        found = Evidence()
+        found = Artifacts()
         found.dumps = {0: dumps.read_dump(dump, 0).facts, 1: dumps.read_dump(idle(), 1).facts}
         judge_text(found)
         read += 1
@@ -179,7 +177,7 @@ def test_mutated_json_is_read_or_refused() -> None:
         except ReadingError:
             continue
         assert isinstance(dump, dict)
-        found = Evidence()
+        found = Artifacts()
         found.dumps = {0: dumps.read_dump(dump, 0).facts, 1: dumps.read_dump(idle(), 1).facts}
         judge_text(found)
 
@@ -189,7 +187,7 @@ def test_mutated_logs_are_read() -> None:
     for path in sorted(LOGS.rglob("*.log")):
         good = path.read_bytes()
         for _ in range(SEEDS // 50):
-            found = Evidence()
+            found = Artifacts()
             bad = mutated(good, chance)
             found.log.read(io.BytesIO(bad), len(bad) + 1)
             judge_text(found)
@@ -240,8 +238,8 @@ def test_words_that_make_patterns_slow_are_read_quickly() -> None:
     assert time.process_time() - began < 3
 
 
-def read(path: Path) -> Evidence:
-    found = Evidence()
+def read(path: Path) -> Artifacts:
+    found = Artifacts()
     found.read(str(path))
     return found
 

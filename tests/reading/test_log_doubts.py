@@ -8,7 +8,7 @@ from made_logs import TRACEBACK, judged, prefixed, timeout
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.lines import parts
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
@@ -20,7 +20,7 @@ AGAIN = "W0411 api.py:875] [default] Worker group FAILED. 2/3 attempts left; wil
 
 
 def first_of(folder: Path) -> tuple[Finding, JobFacts]:
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(folder))
     diagnosis = judge(evidence.job() or pytest.fail(), RECORDED_RULES)
     return diagnosis.findings[0], diagnosis.job
@@ -128,7 +128,7 @@ def test_whom_a_launcher_has_ended_after_the_first_is_no_cause() -> None:
 
 
 def test_the_memory_of_many_starts_is_bounded() -> None:
-    evidence = Evidence()
+    evidence = Artifacts()
     text = ("world_size=4\n" + AGAIN).encode() * 1000 + (timeout(1).encode() + AGAIN.encode()) * 10
     evidence.log.read(io.BytesIO(text), len(text) + 1)
     assert len(evidence.log._starts._by_number) <= 2

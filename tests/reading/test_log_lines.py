@@ -13,7 +13,7 @@ import pytest
 from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.lines import lines, taken_apart
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.rules.judging import judge
@@ -332,7 +332,7 @@ def test_a_log_whose_name_says_whose_it_is() -> None:
 
 def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) -> None:
     (tmp_path / "all.log").write_text(TRACEBACK + timeout(0) + timeout(1))
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(tmp_path))
     first = judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0]
     assert (first.rule, first.ranks, first.location) == ("failed-rank", (), "/home/me/train.py:42 in training_step")
@@ -342,7 +342,7 @@ def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) 
 
 def test_a_log_of_dictionaries(tmp_path: Path) -> None:
     (tmp_path / "train.out").write_text("{'loss': 3.5534, 'epoch': 0.01}\n" + timeout(0) + timeout(1, op="BROADCAST"))
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(tmp_path))
     assert evidence.errors == []
     assert judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].rule == "diverged-collectives"
@@ -353,7 +353,7 @@ def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path)
 
     (tmp_path / "all.log.gz").write_bytes(gzip.compress(timeout(0).encode() + timeout(1).encode()))
     write(tmp_path, {2: idle()})
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(tmp_path))
     first = judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0]
     assert (first.rule, first.ranks) == ("host-stuck", (2,))

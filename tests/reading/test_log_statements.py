@@ -8,7 +8,7 @@ import pytest
 from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 
 LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE
 ELASTIC = (
@@ -280,7 +280,7 @@ def test_the_name_of_a_file_counts_where_it_is_one_of_several_and_its_lines_say_
 
 
 def _ranks_of(folder: Path) -> tuple[int, ...]:
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(folder))
     job = evidence.job()
     return tuple(facts.rank for facts in job.ranks) if job is not None else ()
@@ -291,7 +291,7 @@ def test_logs_as_windows_writes_them(encoding: str, tmp_path: Path) -> None:
     text = ("world_size=4\n" + timeout(1) + timeout(2) + timeout(3)).replace("\n", "\r\n")
     mark = "\ufeff" if encoding.endswith("e") else ""
     (tmp_path / "train.log").write_bytes((mark + text).encode(encoding))
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(tmp_path / "train.log"))
     job = evidence.job()
     assert job is not None and [facts.rank for facts in job.ranks] == [1, 2, 3] and job.world_size == 4
@@ -344,7 +344,7 @@ def test_lines_of_any_form_are_read_in_bounded_time() -> None:
     )
     for unit in units:
         data = ((unit * 16_000)[:16_000] + "\n").encode() * 16
-        evidence, begin = Evidence(), time.perf_counter()
+        evidence, begin = Artifacts(), time.perf_counter()
         evidence.log.read(io.BytesIO(data), len(data) + 1)
         evidence.job()
         assert time.perf_counter() - begin < 8, unit

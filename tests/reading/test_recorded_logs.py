@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
@@ -54,7 +54,7 @@ def truths(folder: str) -> list[Any]:
 
 
 def diagnosed(path: Path) -> Diagnosis | None:
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(path))
     job = evidence.job()
     return judge(job, RECORDED_RULES) if job is not None else None

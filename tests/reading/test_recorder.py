@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.reading.entries import parsed
-from lightning_ncclsafe.reading.evidence import Evidence
-from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Kind, Recorder, State
+from lightning_ncclsafe.reading.dumps import parsed
+from lightning_ncclsafe.reading.evidence import Artifacts
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Recorder, State, WorkKind
 
 HERE = Path(__file__).parent / "nccl_dumps"
 BEGAN_NS = 1_758_610_505_000_000_000
@@ -105,8 +105,8 @@ def test_a_batch_is_one_work_and_no_collective() -> None:
         {"6": status(9, 26)},
     )
     one, batch = recorder.works
-    assert (one.kind, one.state) == (Kind.COLLECTIVE, State.ENDED)
-    assert (batch.kind, batch.seq, batch.state) == (Kind.BATCH, 9, State.WAITING)
+    assert (one.kind, one.state) == (WorkKind.COLLECTIVE, State.ENDED)
+    assert (batch.kind, batch.seq, batch.state) == (WorkKind.BATCH, 9, State.WAITING)
     assert [part["profiling_name"] for part in batch.parts] == ["nccl:send 1->2", "nccl:recv 1<-2"]
     assert (recorder.positions["6"].called, recorder.positions["6"].completed) == (26, 26)
 
@@ -160,7 +160,7 @@ def test_what_has_started_is_running() -> None:
 def test_nccl2_is_read_as_nccl_and_what_is_not_known_is_said() -> None:
     assert states(waits(9, 61, profiling_name="nccl2:all_reduce", retired=True)) == [State.WAITING]
     assert states(waits(9, 61, profiling_name="gloo:all_reduce", retired=True)) == [State.ENDED]
-    evidence = Evidence()
+    evidence = Artifacts()
     for rank in (0, 1):
         made = {"entries": [waits(9, 61, profiling_name="ucc:all_reduce")], "pg_status": {"5": status(61, 60)}}
         evidence.add_dump(f"rank_{rank}", made)
@@ -181,7 +181,7 @@ def test_nothing_outstanding_is_a_fact() -> None:
 
 def test_who_shows_only_even_counters_is_idle_also_where_sends_are_counted_along() -> None:
     """The last to end need not be the last that was called: 13965 of 13966, with nothing open."""
-    evidence = Evidence()
+    evidence = Artifacts()
     config = {"43": {"name": "43", "desc": "PIPELINE_MODEL_PARALLEL_GROUP", "ranks": "[0, 1]"}}
     evidence.add_dump("rank_0", {"pg_config": config, "pg_status": {"6": status(13_966, 13_965)}, "entries": []})
     other = {"pg_config": config, "pg_status": {"6": status(9, 8)}, "entries": [sent(9, 9, "recv 1<-0")]}
@@ -195,7 +195,7 @@ def test_who_shows_only_even_counters_is_idle_also_where_sends_are_counted_along
 
 def test_positions_without_a_name_are_named_by_ranks_with_the_same_groups() -> None:
     """Rank 10 of a real job: no entry, and so no number with a name."""
-    evidence = Evidence()
+    evidence = Artifacts()
     for rank in range(8, 12):
         evidence.add_dump(f"rank_{rank}", pickle.loads((HERE / "lock_gil_2nd" / f"_dump_{rank}").read_bytes()))
     job = evidence.job() or pytest.fail()
@@ -205,7 +205,7 @@ def test_positions_without_a_name_are_named_by_ranks_with_the_same_groups() -> N
 
 
 def test_a_group_that_its_members_call_by_other_names_is_one() -> None:
-    evidence = Evidence()
+    evidence = Artifacts()
     for rank, name in ((0, "a1"), (1, "b2")):
         made = {
             "pg_config": {name: {"name": name, "desc": "tp", "ranks": "[0, 1]"}},
@@ -246,7 +246,7 @@ def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
 
 def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None:
     entries = [waits(0, 1, pg=6), *(call(number, number) for number in range(1, MOST_ENTRIES + 3))]
-    evidence = Evidence()
+    evidence = Artifacts()
     for rank in (0, 1):
         evidence.add_dump(f"rank_{rank}", {"entries": entries})
     job = evidence.job() or pytest.fail()

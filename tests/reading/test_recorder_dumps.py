@@ -9,18 +9,17 @@ from made_dumps import FRAMES, as_json, dump, entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.reading.dumps import from_pickle, rank_of
-from lightning_ncclsafe.reading.entries import parsed
-from lightning_ncclsafe.reading.errors import ReadingError
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.dumps import from_pickle, parsed, rank_of
+from lightning_ncclsafe.reading.evidence import Artifacts
+from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 HERE = Path(__file__).parent
 
 
-def read(*paths: Path) -> Evidence:
-    evidence = Evidence()
+def read(*paths: Path) -> Artifacts:
+    evidence = Artifacts()
     for path in paths:
         evidence.read(str(path))
     return evidence

@@ -6,11 +6,9 @@ import pytest
 import rich.console
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.report.straggler_line import straggler_sentence
 from lightning_ncclsafe.report.tables.timing import render_timing
-from lightning_ncclsafe.report.times import bandwidth_words, long_words, share_words, time_words
-from lightning_ncclsafe.timing.step_phases import StepPhase
-from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, TimingSummary
+from lightning_ncclsafe.report.times import bandwidth_words, long_words, share_words, straggler_sentence, time_words
+from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, StepPhase, TimingSummary
 from lightning_ncclsafe.timing.windows import Clock
 
 S = 1_000_000_000

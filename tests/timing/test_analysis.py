@@ -7,7 +7,7 @@ import pytest
 from timing_builders import BEGAN_NS, MS, Job, S, call, known, window, world
 
 from lightning_ncclsafe.timing.analysis import Analysis
-from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.summary import StepPhase
 from lightning_ncclsafe.timing.windows import Clock, GroupMembers, OpTotal, encode
 
 

@@ -12,9 +12,9 @@ import pytest
 from timing_builders import Job, S
 
 from lightning_ncclsafe.timing import analysis as analysis_module
-from lightning_ncclsafe.timing import history, matching, statistics
+from lightning_ncclsafe.timing import history, matching
 from lightning_ncclsafe.timing.analysis import Analysis
-from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.summary import StepPhase
 from lightning_ncclsafe.timing.windows import GroupMembers, OpTotal, Window
 
 FEW_BYTES = 30_000
@@ -89,7 +89,7 @@ def test_what_is_kept_where_no_trace_is_wanted() -> None:
 
 def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is used for some calls of two ranks; of every tenth one rank never tells, and something is missing."""
-    for module in (matching, statistics):
+    for module in (matching, analysis_module):
         for name in ("_MOST_GROUPS", "_MOST_KEYS"):
             monkeypatch.setattr(module, name, 20, raising=False)
     monkeypatch.setattr(analysis_module, "_MOST_MISSING", 5)

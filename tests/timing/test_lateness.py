@@ -7,7 +7,7 @@ from timing_builders import BEGAN_NS, MS, NUMBER, Job, matched
 from lightning_ncclsafe.timing.history import RecentSpans
 from lightning_ncclsafe.timing.lateness import NO_PHASE, Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
-from lightning_ncclsafe.timing.step_phases import StepPhase
+from lightning_ncclsafe.timing.summary import StepPhase
 
 UNKNOWN = -1
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 from timing_builders import MS, call, known, window, world
 
-from lightning_ncclsafe.timing.limits import limited
-from lightning_ncclsafe.timing.windows import GroupMembers, OpTotal, Window, joined
+from lightning_ncclsafe.timing.windows import GroupMembers, OpTotal, Window, joined, limited
 
 GROUPS = (world(4), GroupMembers(name="7", ranks=(1, 3)))
 

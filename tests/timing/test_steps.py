@@ -6,8 +6,8 @@ from timing_builders import BEGAN_NS, MS, NUMBER, matched
 
 from lightning_ncclsafe.timing.lateness import Lateness, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.step_phases import StepPhase
-from lightning_ncclsafe.timing.steps import Step, Steps
+from lightning_ncclsafe.timing.stragglers import Step, Steps
+from lightning_ncclsafe.timing.summary import StepPhase
 from lightning_ncclsafe.timing.windows import GroupMembers
 
 

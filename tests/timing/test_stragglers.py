@@ -12,9 +12,8 @@ from timing_builders import BEGAN_NS, MS, NUMBER, Job, S
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.lateness import NO_PHASE
-from lightning_ncclsafe.timing.step_phases import StepPhase
-from lightning_ncclsafe.timing.steps import Step
-from lightning_ncclsafe.timing.stragglers import LEAST_STEPS, WARM_UP_STEPS, WINDOW_STEPS, Stragglers
+from lightning_ncclsafe.timing.stragglers import LEAST_STEPS, WARM_UP_STEPS, WINDOW_STEPS, Step, Stragglers
+from lightning_ncclsafe.timing.summary import StepPhase
 
 Random = np.random.Generator
 Ms = NDArray[Any]

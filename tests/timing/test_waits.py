@@ -9,10 +9,9 @@ from timing_builders import BEGAN_NS, MS, Job, S, call, known, matched, window
 
 from lightning_ncclsafe.timing.analysis import Analysis
 from lightning_ncclsafe.timing.history import RecentOwnWork
-from lightning_ncclsafe.timing.lateness import lateness
+from lightning_ncclsafe.timing.lateness import Intervals, Waits, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher
-from lightning_ncclsafe.timing.step_phases import StepPhase
-from lightning_ncclsafe.timing.waits import Intervals, Waits
+from lightning_ncclsafe.timing.summary import StepPhase
 from lightning_ncclsafe.timing.windows import OWN, GroupMembers
 
 WORLD = GroupMembers(name="0", ranks=(0, 1, 2, 3), backend="gloo")

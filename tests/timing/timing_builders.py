@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.step_phases import STEP_PHASES, StepPhase
+from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import CALL, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
 MS = 1_000_000

@@ -1,22 +1,42 @@
 """Short hashes that say whether two ranks have the same data, without a random number, an iteration or a change."""
 
+import copy
 import os
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.data.arrays import is_array
-from lightning_ncclsafe.probes.data.dataset_chain import chain, hugging_face, is_iterable
-from lightning_ncclsafe.probes.data.in_memory import values_digests
-from lightning_ncclsafe.probes.data.items import ItemsTakeTooLongError, item_fingerprints
-from lightning_ncclsafe.probes.data.plain_values import SAMPLE, ValueDigest, base_name, is_counter
-from lightning_ncclsafe.probes.data.reading import Reader, stored
+from lightning_ncclsafe.probes.data.plain_values import (
+    FULL,
+    SAMPLE,
+    HashLimits,
+    UnknownValueError,
+    ValueDigest,
+    base_name,
+    is_array,
+    is_counter,
+    is_shaped,
+    kind_of,
+)
+from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed_all
+from lightning_ncclsafe.probes.data.reading import Reader, chain, hugging_face, is_iterable, stored
 from lightning_ncclsafe.probes.data.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
 # A name takes as long as so many numbers: 4,096 names are hashed whole.
 _NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
+
+_TABLE_ROWS = 16
+# So many that are alike are no coincidence.
+_COMPARED_ROWS = 64
+
+_ITEMS = 8
+_DEADLINE_S = 1.0
+_MOST_LEVELS = 8
+_MOST_ELEMENTS = 64
 
 
 class Fingerprints(NamedTuple):
@@ -32,8 +52,7 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
     Args:
         dataset: The dataset, or whatever a loader that is no ``DataLoader`` is.
         content: ``"sample"`` looks at some of what is long; ``"full"`` at all indices and names, at more values, and
-            reads a few samples, see :func:`~lightning_ncclsafe.probes.data.items.item_fingerprints`; ``"off"`` at
-            nothing.
+            reads a few samples, see :func:`item_fingerprints`; ``"off"`` at nothing.
         batches: A batch sampler or sampler that is a plain list.
         items: Whether ``content="full"`` may index the dataset.
     """
@@ -165,3 +184,163 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
     except ItemsTakeTooLongError as error:
         reader.problems.append(f"{_READING} was given up: {error}")
         return {}
+
+
+def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
+    """By kind, one hash of those datasets whose values lie open: ``"values"``, ``"names"`` or ``"counts"``.
+
+    Args:
+        datasets: A dataset and those below it.
+        content: See :func:`~lightning_ncclsafe.probes.data.fingerprints.fingerprints`.
+    """
+    known = [dataset for dataset in datasets if _is_known(dataset)]
+    limits = (FULL if content == "full" else SAMPLE).shared(max(1, len(known)))
+    hashes: dict[str, list[bytes]] = defaultdict(list)
+    for dataset in known:
+        kind, found = _digest(dataset, limits)
+        hashes[kind] += [found] if found else []
+    return {kind: digest(*parts) for kind, parts in hashes.items() if parts}
+
+
+def all_alike(datasets: list[Any]) -> bool:
+    """Whether the rows of those datasets whose values lie open are all the same, in each of them.
+
+    Args:
+        datasets: A dataset and those below it.
+    """
+    known = [dataset for dataset in datasets if _is_known(dataset)]
+    rows = [rows for dataset in known for rows in _tensors(dataset) or (dataset,)]
+    try:
+        return bool(rows) and all(map(_is_uniform, rows))
+    except UnknownValueError:
+        return False
+
+
+def _is_known(dataset: Any) -> bool:
+    return type(dataset) in (list, tuple, range) or is_array(dataset) or bool(_tensors(dataset)) or _is_table(dataset)
+
+
+def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
+    """The kind and the hash of one; no hash where something in it is unknown."""
+    hashed = ValueDigest(limits)
+    try:
+        if _is_table(dataset):
+            _take_table(hashed, dataset, max(2, _TABLE_ROWS * limits.rows // SAMPLE.rows))
+        for rows in () if _is_table(dataset) else _tensors(dataset) or (dataset,):
+            hashed.rows(rows)
+    except UnknownValueError:
+        return "", b""
+    if _is_counter(dataset):
+        return "counts", hashed.hexdigest().encode()
+    return "names" if hashed.names_files else "values", hashed.hexdigest().encode()
+
+
+def _is_counter(dataset: Any) -> bool:
+    """Whether a dataset is a list of numbers that may count steps; of two lists one tells something of the other."""
+    rows = _tensors(dataset) or (dataset,)
+    return len(rows) == 1 and is_counter(rows[0], dimensions=1)
+
+
+def _is_uniform(rows: Any) -> bool:
+    if _is_table(rows) or (is_array(rows) and not len(rows.shape)) or len(rows) < 2:
+        return False
+    digests = set()
+    for position in positions(len(rows), _COMPARED_ROWS):
+        hashed = ValueDigest(SAMPLE)
+        hashed.value(rows[position])
+        digests.add(hashed.hexdigest())
+    return len(digests) == 1
+
+
+def _is_table(dataset: Any) -> bool:
+    return hugging_face(dataset) == "Dataset"
+
+
+def _tensors(dataset: Any) -> tuple[Any, ...]:
+    """Those of a ``TensorDataset``."""
+    tensors = stored(dataset, "tensors")
+    return tensors if type(tensors) is tuple and all(map(is_array, tensors)) else ()
+
+
+def _take_table(hashed: ValueDigest, dataset: Any, most: int) -> None:
+    # A copy that shares the table: with_format() would copy the user's transform too, with all that it holds.
+    plain = copy.copy(dataset)
+    plain.set_format("arrow")
+    hashed.value(list(plain.column_names))
+    hashed.value(int(plain.num_rows))
+    if plain.num_rows:
+        hashed.value(plain[positions(plain.num_rows, most)].to_pydict())
+
+
+class ItemsTakeTooLongError(Exception):
+    """The samples could not be read within their time."""
+
+
+def item_fingerprints(dataset: Any, length: int) -> dict[str, str]:
+    """Hashes of up to 8 samples: ``"shapes"``, and ``"items"`` if reading them again gave the same bytes.
+
+    The global random number generators are as before when it returns. What else ``dataset[i]`` changes (a file that
+    it opens, a generator of its own) stays changed: this is only for users who asked for it.
+
+    Args:
+        dataset: Anything that is indexed.
+        length: Its length.
+
+    Raises:
+        ItemsTakeTooLongError: If they cannot all be read within about a second. Of some there is no hash: another
+            rank may get further.
+        Exception: Whatever ``dataset[i]`` raises.
+    """
+    with random_states_kept():
+        reads = list(_reads(dataset, length))
+    (shapes, values), *others = [tuple(zip(*read, strict=True)) for read in zip(*reads, strict=True)]
+    found = {}
+    if all(other[0] == shapes for other in others):
+        found["shapes"] = digest(*(shape.encode() for shape in shapes))
+    if all(other[1] == values for other in others) and "" not in values:
+        found["items"] = digest(*(value.encode() for value in values))
+    return found
+
+
+def _reads(dataset: Any, length: int) -> Iterator[list[tuple[str, str]]]:
+    """Shape and hash of each sample, in each of two reads."""
+    deadline = time.monotonic() + _DEADLINE_S
+    for number, position in enumerate(positions(length, _ITEMS)):
+        read = []
+        for seed in (2 * number, 2 * number + 1):
+            if time.monotonic() > deadline:
+                raise ItemsTakeTooLongError(f"{number} samples were read in {_DEADLINE_S:g} s")
+            # Two seeds, so that what is random differs; fixed ones, so that where it happens not to, it is the same
+            # on every rank.
+            seed_all(seed)
+            item = dataset[position]
+            read.append((shape_of(item), _hash(item)))
+        yield read
+
+
+def shape_of(value: Any, level: int = 0) -> str:
+    """Types, keys, element types and shapes in a sample, as text."""
+    name = type(value).__qualname__
+    if is_shaped(value):
+        return kind_of(value)
+    if level == _MOST_LEVELS:
+        return name
+    if type(value) is dict:
+        pairs = sorted((f"{key!s:.80}", shape_of(item, level + 1)) for key, item in _first(value.items()))
+        return f"{name} {len(value)} {pairs}"
+    if type(value) in (list, tuple):
+        return f"{name} {len(value)} {[shape_of(item, level + 1) for item in _first(value)]}"
+    return name
+
+
+def _first(items: Any) -> list[Any]:
+    return [item for item, _ in zip(items, range(_MOST_ELEMENTS), strict=False)]
+
+
+def _hash(item: Any) -> str:
+    hashed = ValueDigest(SAMPLE)
+    try:
+        hashed.value(item)
+    except UnknownValueError:
+        return ""
+    return hashed.hexdigest()

@@ -3,10 +3,13 @@
 import datetime
 import decimal
 import hashlib
+import math
+import sys
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.data.arrays import bytes_of, head_of, is_array, is_text, is_whole, kind_of, size_of
+import torch
+
 from lightning_ncclsafe.probes.data.sampling import positions
 
 _MOST_LEVELS = 8
@@ -16,12 +19,15 @@ _BYTES_PER_VALUE = 128
 # Those whose repr() is their value, on every machine.
 _SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)
 
+# Not objects, whose bytes are addresses, and not records, whose padding may be anything.
+_ARRAY_KINDS = "biufcSUMm"
+
 
 class UnknownValueError(Exception):
     """A value of which no hash can be made that is equal in every process."""
 
 
-class Limits(NamedTuple):
+class HashLimits(NamedTuple):
     """How much is hashed.
 
     Attributes:
@@ -34,13 +40,13 @@ class Limits(NamedTuple):
     element_bytes: int
     total_bytes: int
 
-    def shared(self, among: int) -> "Limits":
+    def shared(self, among: int) -> "HashLimits":
         """The part of it for one of several."""
-        return Limits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
+        return HashLimits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
 
 
-SAMPLE = Limits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
-FULL = Limits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
+SAMPLE = HashLimits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
+FULL = HashLimits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
 
 
 class ValueDigest:
@@ -54,7 +60,7 @@ class ValueDigest:
         whole_paths: Whether more than the last part of a path counts.
     """
 
-    def __init__(self, limits: Limits, *, whole_paths: bool = False) -> None:
+    def __init__(self, limits: HashLimits, *, whole_paths: bool = False) -> None:
         self._whole_paths = whole_paths
         self.names_files = False
         self._hash = hashlib.blake2b(digest_size=8)
@@ -185,3 +191,65 @@ def _is_absolute_path(text: str) -> bool:
 
 def _is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(type(value), "_fields")
+
+
+def is_shaped(value: Any) -> bool:
+    """Whether a value has a shape and a type of elements, even if these cannot be read here."""
+    return isinstance(value, torch.Tensor) or is_array(value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a tensor in this host's memory, a numpy array or a numpy number, of plain elements.
+
+    What is derived from a tensor is none: a DTensor's elements cannot be had without asking other ranks.
+    """
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return bool(value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (type(value) in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)):
+        return False
+    return str(value.dtype.kind) in _ARRAY_KINDS
+
+
+def is_whole(value: Any) -> bool:
+    """Whether the elements of a tensor or array are whole numbers or truth values."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return value.dtype.kind in "biu"
+
+
+def is_text(value: Any) -> bool:
+    """Whether the elements of a tensor or array are text."""
+    return not isinstance(value, torch.Tensor) and value.dtype.kind == "U"
+
+
+def kind_of(value: Any) -> str:
+    """Class, type of the elements and shape."""
+    # The type of text has the length of the longest in it, which may be a path on this host.
+    kind = "text" if is_text(value) else value.dtype
+    return f"{type(value).__name__} {kind} {_shape(value)}"
+
+
+def size_of(value: Any) -> int:
+    """Bytes of all elements."""
+    return int(value.dtype.itemsize) * math.prod(_shape(value))
+
+
+def head_of(value: Any, most: int) -> Any:
+    """The beginning of an array, cut before it is copied: a part of a large one need not be contiguous."""
+    while (size := size_of(value)) > most and len(value.shape):
+        length = int(value.shape[0])
+        value = value[: max(1, length * most // size)] if length > 1 else value[0]
+    return value
+
+
+def bytes_of(value: Any) -> bytes:
+    """The elements as they lie in memory."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        return bytes(flat.view(torch.uint8).numpy().tobytes())
+    return bytes(value.tobytes())
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in value.shape)

@@ -1,7 +1,9 @@
 """The GPU of one rank, as NVML tells; needs no CUDA context, and makes none."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,8 +11,6 @@ import psutil
 
 from lightning_ncclsafe.facts import GpuFacts, GpuStateFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.gpu.selection import as_text, own_gpu, physical_gpu
-from lightning_ncclsafe.probes.gpu.xids import KERNEL_LOGS, xids
 
 T = TypeVar("T")
 
@@ -36,6 +36,40 @@ _RECOVERY = {
     6: "reset the bus",
     7: "reboot",
 }
+
+# The first is readable by all unless kernel.dmesg_restrict is set; the other some distributions write once a boot.
+KERNEL_LOGS = ("/dev/kmsg", "/var/log/dmesg")
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
+# One record of the kernel's is 8 KiB at most, and its buffer holds some ten thousand.
+_RECORD_BYTES = 8192
+_MOST_RECORDS = 50_000
+_MOST_S = 0.3
+_NEWEST = 8
+# NVIDIA's "Xid Errors", in words that fit into a line.
+_MEANINGS = {
+    48: "double-bit ECC error",
+    61: "microcontroller breakpoint",
+    62: "microcontroller halt",
+    63: "row remapping recorded",
+    64: "row remapping failed",
+    69: "graphics engine class error",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    92: "high single-bit ECC error rate",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    109: "context switch timeout",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+    145: "NVLink RLW error",
+    149: "NVLink NETIR error",
+    154: "recovery action changed",
+}
+
+
+# What a program's own mistakes and its being killed leave there: exception, page fault, stopped, cleaned up.
+_OF_PROGRAMS = (13, 31, 43, 45)
 
 
 def gpu_facts(
@@ -166,3 +200,102 @@ def _foreign(nvml: Any, handle: Any, own: Collection[int]) -> Iterator[str]:
 
 def _name(pid: int) -> str:
     return psutil.Process(pid).name()
+
+
+def own_gpu(nvml: Any, local_rank: int, visible: str | None) -> Any:
+    """NVML's handle of a rank's GPU, or of its MIG instance; None where it has none.
+
+    CUDA counts the fastest GPU first and NVML by place on the bus, which is the same where all are of one model.
+
+    Args:
+        nvml: The module ``pynvml``, initialised.
+        local_rank: Rank on this host.
+        visible: ``CUDA_VISIBLE_DEVICES``: indexes, UUIDs or their beginnings, MIG instances; None where it is not set.
+
+    Raises:
+        nvml.NVMLError: If NVML does not tell.
+    """
+    if visible is None:
+        return nvml.nvmlDeviceGetHandleByIndex(local_rank)
+    names = list(_names(visible))
+    # Where the launcher shows each rank a GPU of its own, this is the first one for all of them.
+    place = 0 if len(names) == 1 else local_rank
+    return _handle(nvml, names[place]) if place < len(names) else None
+
+
+def physical_gpu(nvml: Any, handle: Any) -> Any:
+    """The GPU that a MIG instance is a part of; any other one is itself."""
+    return or_none(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) or handle
+
+
+def _names(visible: str) -> Iterator[str]:
+    """CUDA sees those before the first name that is none: ``"0,-1,1"`` shows one GPU."""
+    for name in visible.split(","):
+        name = name.strip()
+        if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
+            return
+        yield name
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    if name.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    whole = or_none(lambda: nvml.nvmlDeviceGetHandleByUUID(name))
+    return whole or _by_beginning(nvml, name)
+
+
+def _by_beginning(nvml: Any, name: str) -> Any:
+    """CUDA takes any beginning of a UUID that is the only one of its kind."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return next((handle for handle in handles if as_text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)), None)
+
+
+def as_text(value: Any) -> str:
+    """Older releases of the binding give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def xids(bus_id: str, logs: Iterable[str] = KERNEL_LOGS) -> tuple[str, ...]:
+    """Xid errors of one GPU since the host was started, newest last, 8 at most, the same one once.
+
+    Those that say something of the programs that ran on it, and nothing of the GPU, are left out.
+
+    Args:
+        bus_id: Its place on the bus as NVML tells it (``"00000000:3B:00.0"``).
+        logs: Where the kernel's log may be; the first that can be read counts. Empty where none can.
+    """
+    text = next((text for log in logs if (text := or_none(partial(_driver_lines, log))) is not None), [])
+    own = [int(found[2]) for line in text if (found := _XID.search(line)) and _place(found[1]) == _place(bus_id)]
+    # A dictionary keeps the order; the last time counts.
+    newest = [xid for xid in dict.fromkeys(reversed(own)) if xid not in _OF_PROGRAMS][:_NEWEST]
+    return tuple(f"{xid} ({_MEANINGS[xid]})" if xid in _MEANINGS else str(xid) for xid in reversed(newest))
+
+
+def _place(bus_id: str) -> str:
+    """Domain, bus and device: the driver leaves the function out, and NVML writes eight digits of the domain."""
+    parts = bus_id.lower().partition(".")[0].split(":")
+    return ":".join([parts[0][-4:], *parts[1:]])
+
+
+def _driver_lines(log: str) -> list[str]:
+    # Without waiting for new records.
+    file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        whole = b"".join(_log_records(file))
+    finally:
+        os.close(file)
+    return [line for line in whole.decode(errors="replace").splitlines() if "NVRM" in line]
+
+
+def _log_records(file: int) -> Iterator[bytes]:
+    ends_s = time.monotonic() + _MOST_S
+    for _ in range(_MOST_RECORDS):
+        try:
+            data = os.read(file, _RECORD_BYTES)
+        except BrokenPipeError:  # the kernel has overwritten the next record; then comes the oldest there is
+            continue
+        except BlockingIOError:
+            return
+        if not data or time.monotonic() > ends_s:
+            return
+        yield data

@@ -1,14 +1,17 @@
 """What this host lets this process use: cores, processor time, memory, shared memory. Takes some milliseconds."""
 
 import os
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
 from lightning_ncclsafe.facts import Capacity
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.host.boot_id import host_boot_id
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def capacity(
@@ -73,3 +76,15 @@ def _soft_limit(name: str) -> int | None:
 
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
+    """What all processes on this host have in common, and nobody else: the kernel's boot, or else the host's name.
+
+    Args:
+        boot_id: Where the kernel tells it; also from within a container, whose host name is its own.
+    """
+    try:
+        return boot_id.read_text(encoding="ascii").strip() or socket.gethostname()
+    except (OSError, ValueError):
+        return socket.gethostname()

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes.process.stacks import call_site, telling_frames
-from lightning_ncclsafe.recorder.model import HOOK, Entry, Kind, Recorder, State, Work, backend_of
+from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
 KEPT_PER_GROUP = 48
@@ -116,9 +116,7 @@ def _why_not_recorded(call: _torch.GroupCalls, recorded: Set[str]) -> NotRecorde
     return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
 
 
-def _unrecorded(
-    call: _torch.GroupCalls, why: NotRecorded, members: Mapping[str, _torch.GroupMembers]
-) -> UnrecordedGroup:
+def _unrecorded(call: _torch.GroupCalls, why: NotRecorded, members: Mapping[str, _torch.OwnGroup]) -> UnrecordedGroup:
     return UnrecordedGroup(
         name=call.name,
         why=why,
@@ -153,7 +151,7 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
     return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
 
 
-def _with_members(group: Group, members: _torch.GroupMembers | None) -> Group:
+def _with_members(group: Group, members: _torch.OwnGroup | None) -> Group:
     if members is None:
         return group
     return replace(group, description=members.description, ranks=members.ranks)
@@ -176,7 +174,7 @@ def _collective(entry: Entry, work: Work[Any]) -> Collective:
         created_ns=int(entry.get("time_created_ns") or 0),
         duration_ms=float(entry["duration_ms"]) if entry.get("duration_ms") is not None else None,
         timeout_ms=int(entry.get("timeout_ms") or 0),
-        is_p2p=work.kind is not Kind.COLLECTIVE,
+        is_p2p=work.kind is not WorkKind.COLLECTIVE,
     )
 
 

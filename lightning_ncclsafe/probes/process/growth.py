@@ -3,8 +3,12 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 LEAST_S = 0.5
 """Seconds that two looks have to lie apart: a process that starts allocates by fits."""
@@ -16,9 +20,12 @@ _OLDEST_S = 60.0
 _LOOKS = 8
 _PROCESSES = 256
 
+ANSWERING = ("running", "sleeping", "idle")
+"""States in which a process can be asked for its stack."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _MemoryLook:
     at_s: float
     rss_bytes: int
     swap_bytes: int | None
@@ -34,7 +41,7 @@ class Growth:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._looks: dict[int, deque[_Look]] = {}
+        self._looks: dict[int, deque[_MemoryLook]] = {}
 
     def measure(self, pid: int, rss_bytes: int | None, swap_bytes: int | None) -> tuple[int | None, int | None]:
         """Notes a look at a process.
@@ -50,7 +57,7 @@ class Growth:
         """
         if rss_bytes is None:
             return None, None
-        now = _Look(self._clock(), rss_bytes, swap_bytes)
+        now = _MemoryLook(self._clock(), rss_bytes, swap_bytes)
         with self._lock:
             looks = self._looks.setdefault(pid, deque(maxlen=_LOOKS))
             before = _earlier(looks, now.at_s)
@@ -61,16 +68,46 @@ class Growth:
         return _growth(before, now)
 
 
-def _earlier(looks: deque[_Look], now_s: float) -> _Look | None:
+def _earlier(looks: deque[_MemoryLook], now_s: float) -> _MemoryLook | None:
     recent = [look for look in looks if LEAST_S <= now_s - look.at_s <= _OLDEST_S]
     spanning = [look for look in recent if now_s - look.at_s >= _SPAN_S]
     return spanning[-1] if spanning else next(iter(recent), None)
 
 
-def _growth(before: _Look | None, now: _Look) -> tuple[int | None, int | None]:
+def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, int | None]:
     if before is None:
         return None, None
     span_s = now.at_s - before.at_s
     known = now.swap_bytes is not None and before.swap_bytes is not None
     swapped = round(((now.swap_bytes or 0) - (before.swap_bytes or 0)) / span_s) if known else None
     return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
+
+
+def needs_time(seen: ProcessFacts) -> bool:
+    """Whether only what happens between two looks tells what keeps it from answering."""
+    return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
+
+
+def with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
+    """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
+    if span_s < LEAST_S:
+        return facts
+    now = look_at_main_thread(facts.pid)
+    ran, queued = _share(before.ran_s, now.ran_s, span_s), _share(before.queued_s, now.queued_s, span_s)
+    return replace(facts, ran_share=ran, queued_share=queued)
+
+
+def _share(before: float | None, now: float | None, span_s: float) -> float | None:
+    return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
+
+
+def guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
+    """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
+    below = [_below_watchdog(stack) for stack in threads]
+    guards = [functions for functions in below if functions is not None]
+    return bool(guards) and all({*functions} == {"wait"} for functions in guards)
+
+
+def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
+    depths = [depth for depth, frame in enumerate(stack) if frame.mark == Mark.WATCH]
+    return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None

@@ -12,16 +12,17 @@ import faulthandler
 import os
 import re
 import signal
+import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from lightning_ncclsafe.facts import COLLECTOR, Frame
-from lightning_ncclsafe.probes.process.stacks import seen_frame
+from lightning_ncclsafe.probes.process.stacks import calling, seen_frame
 
 # What faulthandler says above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
@@ -31,6 +32,29 @@ _NAME = "ncclsafe-traceback-"
 _LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
 # What launchers call the number of a rank, and that of all of them.
 _LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+ENDED = ("gone", "zombie")
+"""States of a process that has ended, as :class:`~lightning_ncclsafe.facts.ProcessFacts` has them."""
+
+_SAID = "Fatal Python error: "
+_SIGNALS = {
+    "Aborted": "SIGABRT",
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+_MOST_BYTES = 1 << 20
+_STDERR = 2
+# The end of a file is enough: a process that aborts says nothing afterwards, its peers a traceback or two.
+_TAIL_BYTES = 1 << 17
+_MOST_SAID = 300
+# Of an exception that nobody has caught, of the C library's own checks, and of its assertions.
+_WHY = re.compile(
+    r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
+)
+_AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +84,7 @@ class TracebackSignal:
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum = _open_file(signum), signum
             faulthandler.register(signum, file=self._file, all_threads=True)
-            # Of a crash, too, unless the user wants to read that elsewhere; see last_words.
+            # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
             self._is_for_crashes = not faulthandler.is_enabled()
             if self._is_for_crashes:
                 faulthandler.enable(file=self._file, all_threads=True)
@@ -225,3 +249,93 @@ def _free_signals() -> list[int]:
         at_default = [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
         return [number for number in at_default if not caught >> (number - 1) & 1]
     return []
+
+
+class LastWord(NamedTuple):
+    """What a process that is gone has left.
+
+    Attributes:
+        signal: The signal that has ended it, ``"SIGABRT"``; empty where none is known.
+        stack: Where its main thread was.
+        said: Why it has aborted itself, as it, or another process that writes to the same file, has said last.
+        thread_stack: Where another thread of its was in a collective.
+    """
+
+    signal: str
+    stack: tuple[Frame, ...]
+    said: str = ""
+    thread_stack: tuple[Frame, ...] = ()
+
+
+class LastWords:
+    """Holds the files of the other ranks of this host."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        self._stderr: dict[int, tuple[int, int]] = {}
+
+    def hold(self, processes: Iterable[tuple[int, int]]) -> None:
+        """Opens the files of processes, by process id and by file descriptor in that process; -1 where it has none."""
+        for pid, fd in processes:
+            if fd >= 0 and pid not in self._files:
+                with suppress(OSError):
+                    self._files[pid] = _open(pid, fd)
+                with suppress(OSError):
+                    self._hold_stderr(pid)
+
+    def _hold_stderr(self, pid: int) -> None:
+        # A pipe or a terminal would be opened anew, and what is read of it would be lost to whoever reads it.
+        if stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
+            file = _open(pid, _STDERR)
+            self._stderr[pid] = file, os.fstat(file).st_size
+
+    def of(self, pid: int) -> LastWord:
+        """What a process that is gone has written last."""
+        found = LastWord("", ())
+        with suppress(OSError, KeyError):
+            found = last_word(_text(self._files[pid], 0, _MOST_BYTES))
+        if found.signal in ("", "SIGABRT"):
+            with suppress(OSError, KeyError):
+                file, began = self._stderr[pid]
+                return found._replace(
+                    said=why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
+                )
+        return found
+
+    def close(self) -> None:
+        """Gives the files back."""
+        held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
+        self._files, self._stderr = {}, {}
+        for file in held:
+            with suppress(OSError):
+                os.close(file)
+
+
+def _open(pid: int, fd: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _text(file: int, offset: int, most_bytes: int) -> str:
+    return os.pread(file, most_bytes, offset).decode("utf-8", "replace")
+
+
+def why(text: str) -> str:
+    """Why a process has aborted itself, by the last line of its stderr that says so; empty if none does."""
+    told = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
+    return told[-1].strip()[:_MOST_SAID] if told else ""
+
+
+def last_word(text: str) -> LastWord:
+    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for stand before it."""
+    _, mark, last = text.rpartition(_SAID)
+    if not mark:
+        return LastWord("", ())
+    said, _, threads = last.partition("\n")
+    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
+    return LastWord(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
+
+
+def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
+    """Outermost frame first; the main thread's, which is the last whichever the signal has struck, and the others."""
+    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
+    return main, others

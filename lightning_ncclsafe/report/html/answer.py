@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.alike import told_once
-from lightning_ncclsafe.report.compared import compares
-from lightning_ncclsafe.report.recorded import is_recorded
+from lightning_ncclsafe.report.opening import compares
+from lightning_ncclsafe.report.ranks import is_recorded, told_once
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words

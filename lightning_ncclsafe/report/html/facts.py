@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.alike import Alike
 from lightning_ncclsafe.report.html.words import label_of, pairs, table_of, value_words
+from lightning_ncclsafe.report.ranks import Alike
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
 

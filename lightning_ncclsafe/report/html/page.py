@@ -16,15 +16,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.alike import Alike
-from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.html.answer import causes_of
 from lightning_ncclsafe.report.html.facts import raw_facts, silent_words
 from lightning_ncclsafe.report.html.picture import picture
 from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
-from lightning_ncclsafe.report.opening import incident_words, nothing_found
-from lightning_ncclsafe.report.recorded import is_recorded, recorded_table
+from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
+from lightning_ncclsafe.report.ranks import Alike, is_recorded, recorded_table
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.text import answer_lines
 from lightning_ncclsafe.rules.kit.timeline import Timeline

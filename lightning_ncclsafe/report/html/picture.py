@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.alike import Alike
 from lightning_ncclsafe.report.html.picture_axis import Axis, Bar, last_progress_ns, taken_at_ns
-from lightning_ncclsafe.report.recorded import is_recorded
+from lightning_ncclsafe.report.ranks import Alike, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline

@@ -8,11 +8,10 @@ from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.compared import compares
 from lightning_ncclsafe.report.html.words import nothing_in, pairs, table_of
-from lightning_ncclsafe.report.tables.data_rows import table_rows
-from lightning_ncclsafe.report.tables.preflight_columns import steady
-from lightning_ncclsafe.report.tables.preflight_measures import measured
+from lightning_ncclsafe.report.opening import compares
+from lightning_ncclsafe.report.tables.data import table_rows
+from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
 from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline

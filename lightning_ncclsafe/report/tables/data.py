@@ -1,19 +1,31 @@
 """What the ranks present of their data side by side, and the text of the exception that says that they disagree."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.lines import cut, wrapped
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.report.tables.data_rows import Row, table_rows
-from lightning_ncclsafe.rules.kit.data import JobData, JobLoader
+from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, grouped, value_words
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _FEW_LOADERS = 4
 _MOST_ANSWERS = 4
 _MOST_LINES = 60
 _WIDEST_CELL = 72
+
+_MOST_ROWS = 20
+_SHOWN = ("batches", "samples", "fingerprint", "sampler")
+# May differ between ranks that have shards of their own.
+_OWN = ("samples", "fingerprint")
+
+_SETTINGS = ("seed", "epoch", "shuffle", "drop_last")
+
+_NOTHING = {"none", "unknown", ""}
+
+Row = tuple[str, ...]
 
 
 def data_table(job: JobFacts) -> Iterator[str]:
@@ -69,3 +81,122 @@ def render_mismatch(diagnosis: Diagnosis) -> str:
 
 def _answer(finding: Finding) -> str:
     return f"{finding.rule}: {finding.summary}"
+
+
+def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int]:
+    """The title row, then one row for all ranks that are alike, those of the majority first; and how many are left out.
+
+    Args:
+        loader: What the ranks present.
+        hosts: The host of each rank.
+    """
+    answers = _answers(loader)
+    # Of data that is iterated there may be nothing else to tell.
+    iterated = any(facts.iterable for facts in loader.facts.values())
+    titles = [
+        title
+        for title, groups in answers.items()
+        if title in _SHOWN or groups.differ or (title == "dataset" and iterated)
+    ]
+    alike = _alike(loader, answers, titles)
+    deviating = _deviating(loader, answers)
+    rows = [
+        (
+            ranks_words(ranks).partition(" ")[2],
+            _host_words({hosts[rank] for rank in ranks}),
+            *(_cell(loader, title, cells[title], ranks) for title in titles),
+            ", ".join(title for title in titles if _differs(loader, title, ranks[0], deviating)),
+        )
+        for ranks, cells in alike[:_MOST_ROWS]
+    ]
+    return _telling([("rank", "host", *titles, "differs"), *rows]), len(alike) - len(rows)
+
+
+def _telling(rows: list[Row]) -> list[Row]:
+    """The same without columns in which no rank has anything, as after data of unknown length has ended."""
+    columns = (column for column in zip(*rows, strict=True) if not set(column[1:]) <= _NOTHING)
+    return list(zip(*columns, strict=True))
+
+
+def _answers(loader: JobLoader) -> Differences:
+    own_prints = not loader.replicated and not _some_share(loader)
+    questions: Questions[LoaderFacts] = {
+        "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
+        "samples": lambda facts: facts.samples,
+        "fingerprint": lambda facts: "its own" if own_prints else _prints(loader, facts),
+        "sampler": lambda facts: facts.sampler and replace(facts.sampler, rank=None),
+        "loader": lambda facts: facts.loader,
+        "dataset": lambda facts: facts.datasets or (facts.dataset,),
+        "batch_size": lambda facts: facts.batch_size,
+        "drop_last": lambda facts: facts.drop_last,
+        "num_workers": lambda facts: facts.num_workers if facts.iterable else None,
+        "shards": lambda facts: facts.shards,
+    }
+    return {
+        title: grouped({rank: ask(facts) for rank, facts in loader.facts.items()}) for title, ask in questions.items()
+    }
+
+
+def _deviating(loader: JobLoader, answers: Differences) -> dict[str, set[int]]:
+    deviating = {title: set(groups.deviating) for title, groups in answers.items()}
+    ended = {rank for rank, facts in loader.facts.items() if facts.ended}
+    # Data that has ended is what is wrong, also where it has on most ranks.
+    return deviating | ({"batches": ended} if ended and len(ended) < len(loader.facts) else {})
+
+
+def _read_words(facts: LoaderFacts) -> str:
+    return f"{facts.read or 0:,}, ended" if facts.ended else f"{facts.read or 0:,} so far"
+
+
+def _alike(
+    loader: JobLoader, answers: Differences, titles: Iterable[str]
+) -> list[tuple[tuple[int, ...], dict[str, object]]]:
+    cells: dict[int, dict[str, object]] = defaultdict(dict)
+    for title in titles:
+        for value, ranks in answers[title].parts:
+            for rank in ranks:
+                cells[rank][title] = value
+    rows = grouped({rank: tuple(cells[rank].values()) for rank in loader.facts})
+    return [(ranks, cells[ranks[0]]) for _, ranks in rows.parts]
+
+
+def _some_share(loader: JobLoader) -> bool:
+    """Whether some ranks have the same fingerprints, so that these tell ranks apart that have data of their own."""
+    prints = [_prints(loader, facts) for facts in loader.facts.values()]
+    return len(set(prints)) < len(prints)
+
+
+def _prints(loader: JobLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
+    # Where each rank keeps its copy is no difference between them.
+    told = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
+    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in told)
+
+
+def _cell(loader: JobLoader, title: str, value: object, ranks: tuple[int, ...]) -> str:
+    if title == "sampler":
+        return _sampler_words(loader, ranks)
+    if title == "fingerprint" and isinstance(value, tuple):
+        return " ".join(_prints(loader, loader.facts[ranks[0]], most=8)) or "none"
+    return f"{value:,}" if title in ("batches", "samples") and isinstance(value, int) else value_words(value)
+
+
+def _sampler_words(loader: JobLoader, ranks: tuple[int, ...]) -> str:
+    """``"DistributedSampler, 0-2 of 4, seed=0"``: its class, the shares of these ranks, its seed and what differs."""
+    samplers = {rank: facts.sampler for rank, facts in loader.facts.items() if facts.sampler is not None}
+    sampler = samplers.get(ranks[0])
+    if sampler is None:
+        return "none"
+    shares = [share for rank in ranks if (share := samplers[rank].rank) is not None]
+    taken = [f"{ranks_words(shares).partition(' ')[2]} of {sampler.replicas}"] if shares else []
+    differ = [name for name in _SETTINGS if len({getattr(other, name) for other in samplers.values()}) > 1]
+    settings = {name: getattr(sampler, name) for name in dict.fromkeys(("seed", *differ))}
+    listed = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return ", ".join([sampler.name, *taken, *listed])
+
+
+def _differs(loader: JobLoader, title: str, rank: int, deviating: dict[str, set[int]]) -> bool:
+    return rank in deviating.get(title, ()) and (loader.replicated or title not in _OWN)
+
+
+def _host_words(hosts: set[str]) -> str:
+    return f"{len(hosts):,} hosts" if len(hosts) > 1 else next(iter(hosts)) or "unknown"

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_ncclsafe.report.lines import cut
 from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.report.straggler_line import straggler_sentence
-from lightning_ncclsafe.report.tables.timing_notes import NOTHING, timing_notes
-from lightning_ncclsafe.report.times import bandwidth_words, share_words, time_words
+from lightning_ncclsafe.report.times import bandwidth_words, share_words, straggler_sentence, time_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, size_words
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, TimingSummary
@@ -22,6 +20,9 @@ _RANK_COLUMNS = ("rank", "late in", "late by", "cost", "of the time", "mostly", 
 _WORDS = frozenset({"group", "operation", "rank", "mostly"})
 
 Row = tuple[str, ...]
+
+NOTHING = "–"  # noqa: RUF001 - a dash where a number would stand
+_MOST_SENTENCES = 8
 
 
 def render_timing(summary: TimingSummary, width: int = 110) -> str:
@@ -142,3 +143,31 @@ def _table(columns: Sequence[str], rows: list[Row], width: int) -> str:
 def _folded(lines: Iterable[str], width: int) -> Iterator[str]:
     for line in lines:
         yield textwrap.fill(cut(safe(line)), width, break_long_words=False, break_on_hyphens=False)
+
+
+def timing_notes(summary: TimingSummary) -> Iterator[str]:
+    """A sentence each on durations, clocks, and whatever is not in the numbers."""
+    silent = sorted({op.backend or "the back end" for op in summary.ops if op.transfer_s is None and op.count})
+    if silent:
+        yield f"{NOTHING}: {', '.join(silent)} gave no durations, so what was transfer cannot be told."
+    if "nccl" in silent:
+        yield "nccl gives them with TORCH_NCCL_ENABLE_TIMING=1 in the environment of all ranks."
+    yield from _clock_notes([rank.clock.uncertainty_ns for rank in summary.ranks])
+    if summary.lost:
+        yield f"{summary.lost:,} calls are missing: the recorder had forgotten them before they were read."
+    if summary.left_out:
+        yield f"{summary.left_out:,} calls were counted and not compared: there were too many at a time."
+    if summary.unmatched:
+        yield f"{summary.unmatched:,} calls were not compared: not all members of their groups have told of them."
+    yield from summary.missing[:_MOST_SENTENCES]
+    if len(summary.missing) > _MOST_SENTENCES:
+        yield f"… {len(summary.missing) - _MOST_SENTENCES:,} more sentences about what is missing"
+
+
+def _clock_notes(uncertainty_ns: list[int]) -> Iterator[str]:
+    worst_ns, unknown = max(uncertainty_ns, default=0), sum(value < 0 for value in uncertainty_ns)
+    if worst_ns > 0:
+        yield f"clocks: hosts aligned to ±{time_words(worst_ns / 1e9)}; lateness below that is not claimed."
+    if unknown:
+        ranks = "1 rank" if unknown == 1 else f"{unknown:,} ranks"
+        yield f"clocks: {ranks} not aligned with rank 0; no lateness is claimed there."

@@ -74,7 +74,7 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Odd:
+class _UncommonKey:
     """A key that some ranks have logged and others have not."""
 
     key: LoggedKey
@@ -90,7 +90,7 @@ class _Odd:
         return self.having if len(self.having) <= len(self.lacking) else self.lacking
 
 
-def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
+def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
     """The first key that not all ranks have logged; what is being reduced at this moment counts first."""
     now = {view.facts[rank].steps.reducing for rank in reducing}
     keys = {_named(key): key for facts in view.facts.values() for key in facts.steps.logged}
@@ -101,7 +101,7 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _Odd | None:
             having = tuple(rank for rank, names in logged.items() if _named(key) in names)
             others = logged[lacking[0]] - logged[having[0]]
             is_mutual = any(hook == key.hook for hook, _ in others)
-            return _Odd(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
+            return _UncommonKey(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
     return None
 
 
@@ -147,7 +147,7 @@ def _named(key: LoggedKey) -> tuple[str, str]:
     return key.hook, key.name
 
 
-def _is_past(view: Timeline, odd: _Odd) -> bool:
+def _is_past(view: Timeline, odd: _UncommonKey) -> bool:
     """Whether the ranks that lack the key have left the hook that logs it, in that batch or in a later one."""
     places = positions(view)
     first = min(places[rank] for rank in odd.having)
@@ -159,7 +159,7 @@ def _is_in(facts: RankFacts, hook: str) -> bool:
     return any(action.name.endswith(f".{hook}") for action in facts.progress.actions)
 
 
-def _finding(view: Timeline, odd: _Odd) -> Finding:
+def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
     key, ranks = odd.key, odd.ranks
     under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
     alone = set(ranks) >= set(odd.having)

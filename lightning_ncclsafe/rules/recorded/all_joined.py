@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit import (
 )
 from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
-from lightning_ncclsafe.rules.recorded.standstill import Cause, has_dumps, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import RootCause, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     counters_evidence,
     quotes,
@@ -82,7 +82,7 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
 
 def _of_dumps(view: Timeline) -> Iterator[Finding]:
     groups = {group.name: group for group in view.groups}
-    for root in roots_of(view, Cause.JOINED)[:1]:
+    for root in roots_of(view, RootCause.JOINED)[:1]:
         name, seq = root.ops[0]
         calls = {
             call_rank: call

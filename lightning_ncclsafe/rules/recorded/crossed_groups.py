@@ -15,7 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
 )
 from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
 
 _LISTED = 4
@@ -49,7 +49,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         yield from crossed_on_stacks(view)
         return
     if not gone(view):
-        yield from (_finding(view, root) for root in roots_of(view, Cause.ORDER))
+        yield from (_finding(view, root) for root in roots_of(view, RootCause.ORDER))
 
 
 def _finding(view: Timeline, root: Root) -> Finding:

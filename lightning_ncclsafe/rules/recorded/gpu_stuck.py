@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
@@ -49,7 +49,7 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
         that no rank gets through looks like a link that is at fault (all-joined).
     """
-    found = roots_of(view, Cause.DEVICE)
+    found = roots_of(view, RootCause.DEVICE)
     if found and not gone(view):
         yield _finding(view, found)
 

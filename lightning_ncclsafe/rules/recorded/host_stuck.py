@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit import (
 )
 from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
 from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, has_dumps, roots, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
     called_words,
@@ -63,7 +63,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
     if gone(view):
         return
     if has_dumps(view.job):
-        found = roots_of(view, Cause.HOST)
+        found = roots_of(view, RootCause.HOST)
         for is_sure in (True, False):
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
 from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.splits import split_of
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, roots, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
@@ -43,7 +43,7 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
     """
     if not record_kinds(view.job)[0]:
         return
-    found = roots_of(view, Cause.UNREAD)
+    found = roots_of(view, RootCause.UNREAD)
     if found and not gone(view):
         yield _finding(view, max(found, key=lambda root: len(root.held)), found)
 
@@ -52,7 +52,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     ranks = tuple(sorted(rank for root in found for rank in root.ranks))
     group = next((one for one in view.groups if first.ops and one.name == first.ops[0][0]), None)
     waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
-    only = len(view.silent) == 1 and all(seen is Cause.UNREAD for seen in (root.cause for root in roots(view)))
+    only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
     only = only and split_of(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     if older:

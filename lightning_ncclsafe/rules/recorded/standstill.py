@@ -32,7 +32,7 @@ _Op = tuple[str, int]
 _Node = Hashable
 
 
-class Cause(str, Enum):
+class RootCause(str, Enum):
     """Why it ends there."""
 
     HOST = "host"
@@ -56,7 +56,7 @@ class Root:
         is_sure: Whether what others have called is known, and not only inferred.
     """
 
-    cause: Cause
+    cause: RootCause
     ranks: tuple[int, ...]
     held: tuple[int, ...] = ()
     ops: tuple[_Op, ...] = ()
@@ -95,7 +95,7 @@ def roots(view: Timeline) -> tuple[Root, ...]:
     return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
 
 
-def roots_of(view: Timeline, cause: Cause) -> list[Root]:
+def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
     """The same of one kind."""
     return [root for root in roots(view) if root.cause is cause]
 
@@ -217,8 +217,10 @@ class _Standstill:
             for other in others:
                 before[other].append(node)
         found = [root for number in ends for root in self._root(components[number], frozen, before)]
-        if not any(root.cause is not Cause.JOINED for root in found):
-            found = [Root(cause=Cause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()] or found
+        if not any(root.cause is not RootCause.JOINED for root in found):
+            found = [
+                Root(cause=RootCause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()
+            ] or found
         yield from _ranked(found)
 
     def _wait(self, rank: int) -> None:
@@ -294,20 +296,20 @@ class _Standstill:
         ops = sorted((node for node in before.get(rank, ()) if isinstance(node, tuple)), key=self._most)
         seen = [self.edges[node][rank] for node in before.get(rank, ())]
         if rank in frozen:
-            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
+            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
         elif not seen:
             return
         elif Seen.UNREAD in seen:
-            yield Root(cause=Cause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
+            yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
             # Its device has not come to what others' have started.
-            yield Root(cause=Cause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
+            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
         elif not self.open[rank] and self._has_passed(rank, held):
             ranks = tuple(sorted((rank, *held)))
-            yield Root(cause=Cause.UNMATCHED, ranks=ranks, circle=ranks)
+            yield Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
         elif not self.open[rank]:
             sure = Seen.ABSENT in seen and len(held) * 2 >= len(self.open) - len(held)
-            yield Root(cause=Cause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+            yield Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
     def _has_passed(self, rank: int, held: tuple[int, ...]) -> bool:
         """Whether a rank that only one other waits for, in a send or receive, has gone on from there.
@@ -333,7 +335,7 @@ class _Standstill:
         if len({signature(call) for call in called.values()}) > 1:
             return
         sure = self.lost.isdisjoint(called)
-        yield Root(cause=Cause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
+        yield Root(cause=RootCause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
 
     def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
         inside = set(ranks)
@@ -344,11 +346,11 @@ class _Standstill:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            return Root(cause=Cause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
+            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
         ops = sorted(ops, key=self._most)
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
-        return Root(cause=Cause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
+        return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
 
     def _stands_at(self, rank: int, peer: int) -> bool:
         """Whether the oldest that is open on a rank is a send or receive with a peer."""
@@ -428,11 +430,13 @@ def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> 
 
 def _ranked(found: list[Root]) -> list[Root]:
     """What is known for certain comes before what is not; where a culprit is known, it explains what else stands."""
-    known = [root for root in found if root.cause in (Cause.HOST, Cause.DEVICE) and root.is_sure]
-    circles = [root for root in found if root.cause in (Cause.ORDER, Cause.UNMATCHED) and (root.is_sure or not known)]
+    known = [root for root in found if root.cause in (RootCause.HOST, RootCause.DEVICE) and root.is_sure]
+    circles = [
+        root for root in found if root.cause in (RootCause.ORDER, RootCause.UNMATCHED) and (root.is_sure or not known)
+    ]
     if known or circles:
         explained = {rank for root in (*known, *circles) for rank in root.held}
-        unread = [root for root in found if root.cause is Cause.UNREAD and not explained.issuperset(root.held)]
+        unread = [root for root in found if root.cause is RootCause.UNREAD and not explained.issuperset(root.held)]
         found = [*known, *circles, *unread]
     return sorted(found, key=lambda root: -len(root.held))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Cause, Root, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _LISTED = 6
@@ -37,7 +37,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         host-stuck.
     """
     if not gone(view):
-        yield from (_finding(view, root) for root in roots_of(view, Cause.UNMATCHED))
+        yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
 
 
 def _finding(view: Timeline, root: Root) -> Finding:

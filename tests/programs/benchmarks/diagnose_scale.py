@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.reading.evidence import Evidence
+from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
@@ -123,7 +123,7 @@ def work(scene: str, world: int, entries: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder), scene, world, entries)
         began = time.process_time()
-        evidence = Evidence()
+        evidence = Artifacts()
         evidence.read(folder)
         job = evidence.job()
         read = time.process_time()

@@ -26,7 +26,7 @@ sys.path.insert(0, str(TESTS / "reading"))
 from simulated_incidents import Incident, incidents  # noqa: E402
 
 from lightning_ncclsafe.facts.findings import Confidence  # noqa: E402
-from lightning_ncclsafe.reading.evidence import Evidence  # noqa: E402
+from lightning_ncclsafe.reading.evidence import Artifacts  # noqa: E402
 from lightning_ncclsafe.rules.judging import judge  # noqa: E402
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES  # noqa: E402
 
@@ -36,7 +36,7 @@ Analyser = Callable[[Path], set[int]]
 
 def ours(folder: Path) -> set[int]:
     """The ranks of all likely answers."""
-    evidence = Evidence()
+    evidence = Artifacts()
     evidence.read(str(folder))
     job = evidence.job()
     found = judge(job, RECORDED_RULES).findings if job is not None else ()

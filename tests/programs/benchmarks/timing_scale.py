@@ -18,8 +18,7 @@ from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.report.tables.timing import render_timing
 from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.timing.matching import MatchedCalls
-from lightning_ncclsafe.timing.step_phases import StepPhase
-from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, TimingSummary
+from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, StepPhase, TimingSummary
 from lightning_ncclsafe.timing.windows import SPAN, UNKNOWN_NS, Clock, GroupMembers, Spans
 
 BEGAN_NS = 1_700_000_000_000_000_000

@@ -10,8 +10,7 @@ import numpy as np
 from recordings import Recording as File
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
-from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import (
     Collective,
     Frame,

@@ -17,8 +17,7 @@ from replay import compared, default_group, delays, wrong_about_delays
 from torch._C._distributed_c10d import Backend, HashStore
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.collectives.phase_history import PhaseHistory
-from lightning_ncclsafe.collectives.recording import Recording
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.rules.kit.activity import outstanding_collective
