@@ -1,11 +1,11 @@
-"""What a rank's Trainer has been told, and how its training loop has ended; data only."""
+"""A rank's Trainer: its settings, the end of its training loop, its steps, its offloaded loggers; data only."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class LoopEnd(str, Enum):
-    """What the state of a Trainer says of the end of its training loop; that it has ended is seen elsewhere."""
+    """Why a training loop ends, from the state of its Trainer; that it has ended is seen elsewhere."""
 
     UNKNOWN = ""
     """Nothing that a loop would end for."""

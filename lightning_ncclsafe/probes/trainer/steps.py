@@ -36,7 +36,7 @@ _REFUSED = "Skipping the `training_step`"
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 # Where passes of a batch were called is noted for so many of them, with so many frames of the user's.
 _MOST_CALLS, _MOST_CALLERS, _LOOKED_AT = 8, 4, 24
-# Of the batches in which their number has changed, these are told.
+# Of the batches in which their number changed, so many are reported.
 _TOLD_CALLS = 16
 # Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
 _MOST_OPERATIONS = 4
@@ -275,7 +275,7 @@ def _batches(trainer: Any) -> Any:
 
 
 def _now(trainer: Any) -> tuple[int, int]:
-    """Epoch and index of the batch under way, or of the last one; -1 where the loop does not say."""
+    """Epoch and index of the current batch, or of the last one; -1 where the loop does not know."""
     with suppress(AttributeError):
         return int(trainer.current_epoch), int(_batches(trainer).current.ready) - 1
     return -1, -1
