@@ -93,7 +93,7 @@ def _lateness(straggler: Straggler, job: JobFacts) -> Evidence:
         rank=straggler.rank,
         source="collective times",
         text=(
-            f"It had kept the others waiting before: late in {straggler.share:.0%} of {straggler.of_steps} steps, by "
+            f"It kept the others waiting before: late in {straggler.share:.0%} of {straggler.of_steps} steps, by "
             f"{straggler.mean_s * 1e3:.0f} ms on average{where}, since {began:%H:%M:%S} UTC, {duration_words(ago_s)} "
             f"ago{ended}."
         ),

@@ -20,7 +20,7 @@ _REASONS = {
         "Install a build that can, as those of pytorch.org from 2.8 on."
     ),
     NotRecorded.UNKNOWN_BACKEND: (
-        "{ranks} called {calls} with {backend}, whose recorder is not known: {by_stacks}. Those of gloo and NCCL are."
+        "{ranks} called {calls} with {backend}, an unknown recorder: {by_stacks}. Those of gloo and NCCL are known."
     ),
     NotRecorded.LOST: (
         "{ranks} called {calls} in {group} of which the Flight Recorder has no entry left: set TORCH_FR_BUFFER_SIZE "
@@ -79,7 +79,7 @@ def _silence(view: Timeline) -> Iterator[str]:
         yield "No rank answered, so nothing is known about any of them."
     elif view.silent:
         names = ranks_words(view.silent)
-        yield f"{capitalised(names)} did not answer: what {verb(view.silent, 'it does', 'they do')} is not known."
+        yield f"{capitalised(names)} did not answer: what {verb(view.silent, 'it does', 'they do')} is unknown."
 
 
 def _recorder(view: Timeline) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _has_lost(view: Timeline, rank: int) -> bool:
 def _device_state(view: Timeline) -> Iterator[str]:
     backends = {doing.collective.backend for doing in view.activities.values() if doing.collective is not None}
     if "gloo" in backends:
-        yield "Gloo does not say whether a collective has started, only that it was called and whether it has ended."
+        yield "Gloo does not report whether a collective has started, only that it was called and whether it completed."
 
 
 def _missing(view: Timeline) -> Iterator[str]:
@@ -123,13 +123,13 @@ def _of_recordings(job: JobFacts) -> Iterator[str]:
     dumps, logs = record_kinds(job)
     for facts in [one for one in job.ranks if one.record is not None and one.record.survived][:_SURVIVALS]:
         yield (
-            f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}: as it has come as far as "
+            f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}: as it got as far as "
             "others that wait, that did not end it."
         )
     silent = tuple(rank for rank in job.silent if rank not in job.outdated)
     if silent:
         did = verb(silent, "it did", "they did")
-        yield f"Nothing was read of {ranks_words(silent)}: what {did} is not known."
+        yield f"Nothing was read of {ranks_words(silent)}: what {did} is unknown."
     if dumps and logs:
         without = tuple(facts.rank for facts in job.ranks if facts.record is not None and not facts.record.has_dump)
         if without:
@@ -141,19 +141,19 @@ def _of_recordings(job: JobFacts) -> Iterator[str]:
         yield f"The log does not say in which process group {ranks_words(unsure)} waited: the default one is assumed."
     if job.ranks:
         yield (
-            "Neither dumps nor logs say where a rank's Python stood: a line given here is one at which a collective "
-            "was called, which may have been long before."
+            "Neither dumps nor logs say which line of Python a rank was at: a line given here is one at which a "
+            "collective was called, possibly long before."
         )
 
 
 def _of_moments(job: JobFacts, logs: bool) -> Iterator[str]:
     if has_moved(job):
         yield (
-            "The dumps are of different moments, and the job moved in between: that ranks wait in them does not mean "
-            "that it hung. Take them all at once, after a timeout."
+            "The dumps were taken at different moments, and the job made progress in between: ranks that wait in them "
+            "do not mean that it hung. Take all dumps at once, after a timeout."
         )
     elif not logs:
         yield (
-            "Dumps do not say for how long ranks had stood there: those of a run that still moves "
-            "show ranks that wait, too."
+            "Dumps do not say how long ranks had waited there: those of a run that still makes progress "
+            "also show waiting ranks."
         )

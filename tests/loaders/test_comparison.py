@@ -170,7 +170,7 @@ def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained
 def test_with_the_callback_other_data_does_not_start_and_the_error_says_how_it_would(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
     assert {type(error) for error in errors} == {DatasetMismatchError}
-    way = 'To train all the same: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
+    way = 'To train anyway: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
     for error in errors:
         assert way in " ".join(str(error).split())
         assert error.findings[0].remedy.endswith(way)

@@ -103,7 +103,7 @@ def test_crossed_orders_show_in_the_order_of_calls() -> None:
     dumps = {0: member(0, "tp", "ep"), 1: member(1, "ep", "tp"), 2: member(2, "tp", "ep")}
     (finding,) = judged(dumps).findings
     assert (finding.rule, finding.ranks) == ("crossed-groups", (1,))
-    assert "rank 1 has another order than most" in finding.summary
+    assert "rank 1 uses a different order from most" in finding.summary
 
 
 def test_other_sizes_under_one_number_are_the_codes_fault() -> None:

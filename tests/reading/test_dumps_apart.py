@@ -37,7 +37,7 @@ def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -
     """The others have completed number 60, which they could not without rank 1, whose dump ends with number 40."""
     first, job = first_of(write(tmp_path, {0: waiting(), 1: idle(40), 2: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
-    assert first.summary.startswith("The dumps of rank 1 are of an earlier moment than those of others")
+    assert first.summary.startswith("The dumps of rank 1 are older than those of the others")
     assert job.outdated == (1,)
     assert "completed number 60, of which rank 1 had called no more than 40" in job.missing[0]
 
@@ -45,7 +45,7 @@ def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -
 def test_a_run_that_moves_and_is_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
     diagnosis = judged(write(tmp_path, {rank: waiting(100 + 60 * rank) for rank in range(4)}))
     assert (diagnosis.findings, diagnosis.job.outdated) == ((), (0, 1, 2))
-    assert any("the job moved in between" in line for line in diagnosis.unanswered)
+    assert any("the job made progress in between" in line for line in diagnosis.unanswered)
 
 
 def test_counters_alone_show_that_a_dump_is_of_an_earlier_moment(tmp_path: Path) -> None:
@@ -120,5 +120,5 @@ def test_who_came_when_the_others_gave_up_is_named(tmp_path: Path) -> None:
 def test_without_a_timeout_links_are_to_blame_only_if_ranks_stood_there_for_long(tmp_path: Path) -> None:
     first, _ = first_of(write(tmp_path, {rank: waiting() for rank in range(4)}))
     assert first.summary.endswith(
-        "it did not complete: if they had stood there for long, a link or a device is at fault, not the training code."
+        "it did not complete: if they had waited there for long, a link or a device is at fault, not the training code."
     )

@@ -220,7 +220,7 @@ def test_a_rank_without_a_dump_is_no_culprit_where_another_one_is(tmp_path: Path
     evidence = read(folder)
     diagnosis = judge(evidence.job() or pytest.fail(), RECORDED_RULES)
     assert [finding.rule for finding in diagnosis.findings] == ["host-stuck"]
-    assert "Nothing was read of rank 2: what it did is not known." in diagnosis.unanswered
+    assert "Nothing was read of rank 2: what it did is unknown." in diagnosis.unanswered
 
 
 def test_the_first_difference_is_named_with_its_lines(tmp_path: Path) -> None:

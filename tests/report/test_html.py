@@ -222,7 +222,7 @@ def test_other_causes_and_what_is_not_known_are_told() -> None:
     second = replace(base.findings[0], rule="slow-logger", remedy="Use another logger.")
     text = Page(render_html(replace(base, findings=(*base.findings, second)))).text
     assert "Also found slow-logger certain, Rank 0" in text and "What to do. Use another logger." in text
-    assert "What these facts cannot tell Gloo does not say" in text
+    assert "What these facts cannot tell Gloo does not report" in text
 
 
 def test_a_rank_that_is_given_in_full_is_given_in_full() -> None:

@@ -501,7 +501,7 @@ STORAGE = (
         directory(ONE, "data", read_s=0.06),
         "slow-directory",
         FIRST,
-        ("opening and reading 4 KiB 60 ms (up to 50 ms is well), the slowest of 8 ranks",),
+        ("opening and reading 4 KiB 60 ms (up to 50 ms is fine), the slowest of 8 ranks",),
     ),
     Scene(
         "a full disk",

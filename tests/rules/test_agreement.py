@@ -131,7 +131,7 @@ SCENES = (
         ended(7, 7, 8, shortest=7, on_uneven="repeat"),
         "uneven-end",
         (0, 1),
-        ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8", "the short ones begin their data again"),
+        ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8", "the short ones restart their data"),
         WARNING,
     ),
     Scene(
@@ -473,7 +473,7 @@ SCENES = (
         uneven(with_data(OWNED, on_uneven="repeat"), 3, samples=700),
         "unequal-batches",
         (3,),
-        ("begin their data again until all have had 22.",),
+        ("restart their data until all have had 22.",),
         WARNING,
     ),
     Scene(
@@ -481,7 +481,7 @@ SCENES = (
         with_loader(presenting(4, own_loader, own_loader), 1, batches=12, length=12),
         "unequal-batches",
         (1,),
-        ("As loaders are combined in mode 'max_size_cycle', all ranks end together all the same.",),
+        ("As loaders are combined in mode 'max_size_cycle', all ranks still end together.",),
         WARNING,
     ),
     Scene(
@@ -979,7 +979,7 @@ def test_loaders_that_all_ranks_have_are_compared_where_some_have_fewer() -> Non
 
 def test_a_second_loader_is_compared() -> None:
     job = with_loader(two_validation_loaders(), 1, index=1, batches=5, length=5, samples=160)
-    assert "The val_dataloader[1] has not the same number" in summary(job)
+    assert "The val_dataloader[1] differs in the number" in summary(job)
 
 
 def test_all_that_differs_between_loaders_to_go_through_is_evidence() -> None:

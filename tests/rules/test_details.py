@@ -98,7 +98,7 @@ def test_a_loggers_directory_is_not_a_checkpoints() -> None:
 
 
 def test_only_gloo_hides_whether_a_collective_has_started() -> None:
-    assert any("Gloo does not say" in line for line in judge(scenes.link_is_broken(GLOO)).unanswered)
+    assert any("Gloo does not report" in line for line in judge(scenes.link_is_broken(GLOO)).unanswered)
     assert judge(scenes.link_is_broken(NCCL)).unanswered == ()
     assert "Started on every device." in [item.text for item in judge(scenes.link_is_broken(NCCL)).findings[0].evidence]
 

@@ -53,7 +53,7 @@ def test_the_sentence() -> None:
             rank=2,
             source="collective times",
             text=(
-                "It had kept the others waiting before: late in 94% of 200 steps, by 38 ms on average, in data "
+                "It kept the others waiting before: late in 94% of 200 steps, by 38 ms on average, in data "
                 "loading, since 12:25:48 UTC, 4 min 12 s ago."
             ),
         ),
@@ -104,7 +104,7 @@ def test_the_report_of_a_hang_cites_it() -> None:
     diagnosis = judge(job_of((LATE,)))
     assert 2 in diagnosis.findings[0].ranks
     assert [one.text for one in diagnosis.findings[0].evidence if one.source == "collective times"] == [
-        "It had kept the others waiting before: late in 94% of 200 steps, by 38 ms on average, in data loading, since "
+        "It kept the others waiting before: late in 94% of 200 steps, by 38 ms on average, in data loading, since "
         "12:25:48 UTC, 4 min 12 s ago."
     ]
     without = judge(job_of())

@@ -89,7 +89,7 @@ def test_it_is_told_in_words() -> None:
         "since then they are one call apart. "
     )
     assert fewer.summary.startswith(
-        "Rank 1 has left out all_gather (8 elements of Float) at train.py:40 in step, which ranks 0, 2 have called: "
+        "Rank 1 skipped all_gather (8 elements of Float) at train.py:40 in step, which ranks 0, 2 called: "
         "since then they are one call apart. "
     )
 

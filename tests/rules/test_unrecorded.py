@@ -27,7 +27,7 @@ def unrecorded(why: NotRecorded, *calls: int, backend: str = "gloo", name: str =
         (unrecorded(NotRecorded.NO_ENTRY, 12, 12), "Ranks 0-1 called 12 collectives with gloo, and"),
         (unrecorded(NotRecorded.NO_ENTRY, 1200, 1), "Ranks 0-1 called 1 to 1,200 collectives with gloo, and"),
         (unrecorded(NotRecorded.NO_DUMP, 1), "Rank 0 called 1 collective with gloo, and this build of PyTorch cannot"),
-        (unrecorded(NotRecorded.UNKNOWN_BACKEND, -1, backend="ucc"), "Rank 0 called collectives with ucc, whose rec"),
+        (unrecorded(NotRecorded.UNKNOWN_BACKEND, -1, backend="ucc"), "Rank 0 called collectives with ucc, an unknown"),
         (unrecorded(NotRecorded.LOST, 3, name="tp"), "Rank 0 called 3 collectives in group 'tp' of which the Flight"),
     ],
 )

@@ -67,7 +67,7 @@ def unlike(loader: JobLoader) -> Differences:
 
 
 def _other_classes(loader: JobLoader, found: Differences) -> Finding:
-    text = f"The {loader.name} reads other classes of data on some ranks: {differing_words(found)}."
+    text = f"The {loader.name} reads different classes of data on some ranks: {differing_words(found)}."
     return disagreement(
         deviating(found.values()), joined((text, batches_words(loader))), evidence=differing_evidence(found)
     )
@@ -106,7 +106,7 @@ def unequal_samples(view: JobData) -> Iterator[Finding]:
 def _other_samples(view: JobData, loader: JobLoader) -> Finding:
     words = counted("sample")
     text = (
-        f"The {loader.name}'s data is split among ranks by a sampler and has not the same size on all of them: "
+        f"The {loader.name}'s data is split among ranks by a sampler and differs in size between them: "
         f"{spread(loader.samples, words)}."
     )
     return disagreement(
@@ -168,7 +168,7 @@ def _prints(loader: JobLoader, kind: str) -> dict[int, object]:
 def _other_data(view: JobData, loader: JobLoader, found: Differences) -> Finding:
     only_items = set(found) == {"items"}
     listed = "; ".join(f"fingerprint of {kind}: {spread(groups, _short)}" for kind, groups in found.items())
-    text = f"The {loader.name}'s data is split among ranks by a sampler and is not the same on all of them ({listed})."
+    text = f"The {loader.name}'s data is split among ranks by a sampler and differs between them ({listed})."
     return disagreement(
         deviating(found.values()),
         joined((text, "" if only_items else reason(view, loader))),
@@ -259,7 +259,7 @@ def _drawn_order(view: JobData, loader: JobLoader, rank: int) -> str:
 
 def _other_peers(loader: JobLoader, found: Differences) -> Finding:
     text = (
-        f"Ranks that are one data-parallel rank together have to read the same of the {loader.name}, and do not: "
+        f"Ranks that form one data-parallel rank must read the same part of the {loader.name}, but do not: "
         f"{differing_words(found)}."
     )
     return disagreement(

@@ -122,7 +122,7 @@ def _words(value: tuple[str, str]) -> str:
 
 _WAYS_ON = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
-    "repeat": "With on_uneven='repeat' the ranks that run out begin their data again until all have had {most:,}.",
+    "repeat": "With on_uneven='repeat' the ranks that run out restart their data until all have had {most:,}.",
 }
 
 
@@ -130,7 +130,7 @@ _WAYS_ON = {
     after="validation-step",
     remedy=(
         "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or "
-        "pad shards to one length, or set drop_last=True. Where that cannot be had, on_uneven='stop_together' ends the "
+        "pad shards to one length, or set drop_last=True. If that is not possible, on_uneven='stop_together' ends the "
         "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
     ),
 )
@@ -174,7 +174,7 @@ def _explained(view: JobData, loader: JobLoader) -> bool:
 
 
 def _empty(view: JobData, loader: JobLoader) -> tuple[int, ...]:
-    """The ranks that cannot begin their data again, as there is none."""
+    """The ranks that cannot restart their data, because there is none."""
     return tuple(rank for rank, facts in loader.facts.items() if view.policy == "repeat" and not facts.batches)
 
 
@@ -186,7 +186,7 @@ def _other_batches(view: JobData, loader: JobLoader) -> Finding:
         loader.batches.deviating,
         joined(
             (
-                f"The {loader.name} has not the same number of batches on all ranks: {spread(loader.batches, words)}.",
+                f"The {loader.name} differs in the number of batches between ranks: {spread(loader.batches, words)}.",
                 _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
                 reason(view, loader),
             )
@@ -204,23 +204,21 @@ def _harmless(view: JobData, loader: JobLoader) -> str:
     if view.policy in _WAYS_ON:
         counts = [count for count, _ in loader.batches.parts if count is not None]
         return _WAYS_ON[view.policy].format(least=min(counts), most=max(counts))
-    return (
-        f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks end together all the same."
-    )
+    return f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks still end together."
 
 
 _LISTED = 8
 _WAYS_TO_END = {
     "raise": "All ranks stop here.",
     "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
-    "repeat": "With on_uneven='repeat' the short ones begin their data again until the longest has ended.",
+    "repeat": "With on_uneven='repeat' the short ones restart their data until the longest has ended.",
 }
 
 
 @agreement_rule(
     remedy=(
         "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than "
-        "on another, the same number of loader workers. Where that cannot be had, "
+        "on another, the same number of loader workers. If that is not possible, "
         "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
         "on_uneven='repeat' with the last."
     )
@@ -276,5 +274,5 @@ def _evidence(loader: JobLoader, rank: int) -> Evidence:
     return Evidence(
         source="loader",
         rank=rank,
-        text=f"Has had {facts.read or 0:,} batches{', and there are no more' if facts.ended else ' so far'}.",
+        text=f"Has had {facts.read or 0:,} batches{' and has no more' if facts.ended else ' so far'}.",
     )

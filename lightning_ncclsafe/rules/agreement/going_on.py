@@ -11,7 +11,7 @@ _HANG = frozenset({"validation-step", "unreadable-loader"})
 # These a vote on each batch, or a common length, can mend.
 _UNEVEN = frozenset({"sized-and-unsized", "unequal-batches"})
 
-_WAY = "To train all the same: Trainer(callbacks=[DatasetAgreement({options})])."
+_WAY = "To train anyway: Trainer(callbacks=[DatasetAgreement({options})])."
 
 
 def is_refused(finding: Finding, job: JobFacts) -> bool:

@@ -25,7 +25,7 @@ _LISTED = 8
 @agreement_rule(
     after="loader-count",
     remedy=(
-        "Look at this rank's own output: it has failed, is still preparing its data, or has taken another path than "
+        "Look at this rank's own output: it failed, is still preparing its data, or took a different path from "
         "the others. Call the same methods of the Trainer on all ranks, and leave slow preparation to prepare_data, so "
         "that all ranks come to their loaders at about the same time."
     ),
@@ -61,9 +61,11 @@ def _evidence(job: JobFacts, others: tuple[int, ...]) -> Iterator[Evidence]:
 
 
 _OF_LENGTH = "len(loader)"
-_REMEDY = "Mend what the sentence says, so that this loader can be compared; without it the comparison is incomplete."
+_REMEDY = (
+    "Fix what the sentence describes, so that this loader can be compared; without it the comparison is incomplete."
+)
 _REMEDY_LENGTH = (
-    "Mend the loader's __len__: Lightning calls it too, and a rank on which it raises leaves the others waiting."
+    "Fix the loader's __len__: Lightning calls it too, and a rank on which it raises leaves the others waiting."
 )
 
 

@@ -41,7 +41,7 @@ _OF_BATCHES: Questions[LoaderFacts] = {
     ),
 )
 def loader_settings(view: JobData) -> Iterator[Finding]:
-    """Batch size, drop_last or, for data that is iterated, the number of workers is not the same on all ranks.
+    """Batch size, drop_last or, for data that is iterated, the number of workers differs between ranks.
 
     Symptom:
         The run hangs at the end of an epoch, as ranks have different numbers of batches; or gradients are weighted

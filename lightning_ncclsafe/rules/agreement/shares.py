@@ -48,7 +48,7 @@ _REMEDY_ITERATED = (
     "library's for that, or set these seeds before the library draws."
 )
 _REMEDY_EVALUATION = (
-    "If these ranks are meant to evaluate the same, there is nothing to do; else give each rank a part of its own."
+    "If these ranks are meant to evaluate the same, there is nothing to do; otherwise give each rank a part of its own."
 )
 _UNSPLIT = (
     "Its sampler was made for a single replica, probably before the process group existed: make it in the dataloader "

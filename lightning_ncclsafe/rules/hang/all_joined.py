@@ -35,16 +35,17 @@ _REMEDY_OTHER = (
 
 @hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives))
 def all_joined(view: Timeline) -> Iterator[Finding]:
-    """All ranks have called the same collective and none of them sees it end.
+    """All ranks called the same collective, and it completes on none of them.
 
     Symptom:
-        Every rank reports the same operation, size and sequence number in the timeout.
+        "Watchdog caught collective operation timeout" on every rank, with the same SeqNum, OpType and NumelIn
+        everywhere.
 
     Cause:
-        A link, a NIC, a GPU or its driver; the wrong network interface; broken peer-to-peer access.
+        A faulty link, NIC, GPU or driver; the wrong network interface; broken peer-to-peer access.
 
     Remedy:
-        Check devices and links, NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1, the interface.
+        Check devices and links; run with NCCL_DEBUG=INFO and once with NCCL_P2P_DISABLE=1; check the interface.
 
     Cannot see:
         Which link or device it is.

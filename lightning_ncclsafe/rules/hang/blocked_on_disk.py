@@ -51,21 +51,21 @@ _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
     is_of_machine=True,
 )
 def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
-    """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not come back.
+    """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not return.
 
     Symptom:
-        All other ranks wait; the process of one is in state D, which not even SIGKILL ends, or stands in open, write
-        or fsync.
+        All other ranks wait; the process of one is in state D, which not even SIGKILL ends, or is in open, write or
+        fsync.
 
     Cause:
-        A network mount whose server does not answer, a full or failing disk, a frozen file system, a pipe or FIFO
-        that nobody reads. Below a page fault (a memory-mapped file) the rank does not even answer.
+        A network mount whose server does not answer, a full or failing disk, a frozen file system, a pipe or FIFO that
+        nobody reads. During a page fault (a memory-mapped file) the rank does not even answer.
 
     Remedy:
-        Look at that storage; write to a local disk.
+        Check that storage; write to a local disk.
 
     Cannot see:
-        Which file it is, where the rank does not answer.
+        Which file it is if the rank does not answer.
     """
     for rank, process in silent_processes(view, Reason.BLOCKED):
         if wait_of(process.wait_channel) is not Wait.DRIVER:

@@ -33,20 +33,19 @@ _REMEDY = (
 
 @hang_rule(after="at-breakpoint")
 def checkpoint_skipped_barrier(view: Timeline) -> Iterator[Finding]:
-    """A rank's save of a checkpoint raised, the user's code caught it, and the rank never came to the save's barrier.
+    """Saving a checkpoint raised on one rank, the user's code caught it, and the rank never reached the save's barrier.
 
     Symptom:
-        All ranks but one wait in the barrier behind a save, the one is in the next step as if nothing had happened.
+        All ranks but one wait in the barrier after a save; that one is in the next step as if nothing had happened.
 
     Cause:
         try … except around trainer.save_checkpoint: a full disk, an error of the remote storage.
 
     Remedy:
-        Catch it where the file is written, or not at all.
+        Catch the exception where the file is written, or not at all.
 
     Cannot see:
-        Saves that do not go through the Trainer; a save that failed and was caught with a profiler that replaces
-        Lightning's profile().
+        Saves that bypass the Trainer; a failed and caught save under a profiler that replaces Lightning's profile().
     """
     left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
     behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]) and not _has_failed(view, rank))

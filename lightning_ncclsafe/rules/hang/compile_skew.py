@@ -29,21 +29,21 @@ _LISTED = 8
     ),
 )
 def compile_skew(view: Timeline) -> Iterator[Finding]:
-    """A rank compiles or tunes (torch.compile, Triton, an extension) while others wait in a collective.
+    """A rank compiles or tunes (torch.compile, Triton, an extension) while the others wait in a collective.
 
     Symptom:
         The first step, the first validation, or a step with a new shape takes minutes on some ranks only, long enough
         for the others to time out.
 
     Cause:
-        A cache of compiled code that is cold on one host; shapes that only one rank's data has; one rank that tunes.
+        A cold compile cache on one host; shapes that occur only in one rank's data; autotuning on one rank.
 
     Remedy:
-        Warm and shared caches, more time for the first batch.
+        Share warm caches; allow more time for the first batch.
 
     Cannot see:
-        How long compiling will take; kernels that cuDNN tries out (torch.backends.cudnn.benchmark), which leave no
-        frame in Python.
+        How long compilation will take; kernels that cuDNN tries out (torch.backends.cudnn.benchmark), which leave no
+        Python frame.
     """
     ranks = tuple(rank for rank in view.awaited if is_compiling(view.facts[rank].stack))
     if ranks:

@@ -46,23 +46,22 @@ _LISTED = 8
     ),
 )
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
-    """One rank waits in a group for another, which waits in another group for the first; or no group comes up.
+    """Ranks wait for each other in different process groups, or create groups in different orders.
 
     Symptom:
-        Each group reports a timeout of its own; in each of them some members have called nothing. Or all ranks stand in
+        Each process group reports its own timeout, and in each some members have called nothing. Or all ranks wait in
         new_group.
 
     Cause:
-        Groups of overlapping members (data and tensor parallel, experts, pipeline stages) that are entered in an
-        order that depends on the rank; groups that are made by their members only, so that ranks number them
-        differently from then on.
+        Overlapping groups (data and tensor parallel, experts, pipeline stages) that are entered in an order that
+        depends on the rank; groups that only their members create, so that ranks number them differently from then on.
 
     Remedy:
-        One order of groups on all ranks; new_group on all ranks for each group, whoever is a member.
+        Use one order of groups on all ranks; call new_group on all ranks for every group, members or not.
 
     Cannot see:
-        Between which ranks an isend or irecv of gloo is, as its recorder does not have them. Which group is made out of
-        turn, where no condition on the rank stands before it in a function that ranks are in.
+        Between which ranks an isend or irecv on gloo is, because its recorder does not keep them. Which group is
+        created out of turn if no condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
     if circle and not gathering_alone(view):

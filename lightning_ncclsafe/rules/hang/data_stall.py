@@ -59,16 +59,17 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread waits for the next batch, and the others wait for that rank.
 
     Symptom:
-        Collectives time out on all ranks but one; the number of workers or the storage decides whether it happens.
+        Collectives time out on all ranks but one; whether it happens depends on the number of workers or on the
+        storage.
 
     Cause:
-        A slow sample, remote storage, workers that are stuck, too few or too many of them, or no memory left.
+        A slow sample, remote storage, stuck workers, too few or too many of them, or no memory left.
 
     Remedy:
-        Look at what the workers do; adapt storage, workers and prefetch to cores and memory.
+        Look at what the workers do; adapt storage, workers and prefetching to cores and memory.
 
     Cannot see:
-        What happens inside native code of a worker beyond the kernel function it sleeps in.
+        What happens inside a worker's native code, beyond the kernel function it sleeps in.
     """
     ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
     if not ranks:

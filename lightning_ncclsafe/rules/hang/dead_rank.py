@@ -83,20 +83,21 @@ def is_ended_by_gloo(finding: Finding, others: Findings) -> bool:
 
 @hang_rule(after="network-cut", superseded=is_ended_by_gloo)
 def dead_rank(view: Timeline) -> Iterator[Finding]:
-    """A rank's process is gone without having said why.
+    """A rank's process is gone and left no explanation.
 
     Symptom:
-        The other ranks wait in a collective, or report "Connection closed by peer"; one rank prints nothing more.
+        "Connection closed by peer" on the other ranks, or they wait in a collective; one rank prints nothing more.
 
     Cause:
-        The process was killed: by the kernel's out-of-memory killer, a scheduler, a segmentation fault, os._exit.
+        The process was killed by the kernel's out-of-memory killer or a scheduler, crashed with a segmentation fault,
+        or called os._exit.
 
     Remedy:
-        Look at this rank's own output and the kernel's log. Need less host memory if the out-of-memory killer struck.
+        Look at this rank's own output and at the kernel's log. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        How a process ended that another one than a rank has started and waited for already; who sent a signal;
-        processes on hosts on which no rank answered.
+        How a process ended that something other than a rank started and already waited for; who sent a signal;
+        processes on hosts where no rank answered.
     """
     explained = _explained(view)
     seen = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)

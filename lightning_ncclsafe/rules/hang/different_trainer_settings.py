@@ -34,21 +34,21 @@ _REMEDY_START = (
 # Another call of the Trainer, an lr_find say, may have settings of its own.
 @hang_rule(after="unfinished-rank", unless=(alone_in_trainer,))
 def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
-    """Ranks have different settings of the Trainer, or go on from different steps, so they make different collectives.
+    """Ranks have different Trainer settings, or continue from different steps, and so call different collectives.
 
     Symptom:
         Ranks wait in different collectives, or one has ended its epoch while the others are in a batch; the numbers of
-        backward passes, optimizer steps or validations are not the same.
+        backward passes, optimizer steps or validations differ.
 
     Cause:
-        accumulate_grad_batches, val_check_interval, limit_*, max_* or precision that each rank works out for itself;
-        a checkpoint that is not the same on all hosts.
+        accumulate_grad_batches, val_check_interval, limit_*, max_* or precision computed by each rank for itself; a
+        checkpoint that differs between hosts.
 
     Remedy:
-        Give the Trainer the same arguments on all ranks, and all ranks the same checkpoint.
+        Pass the same arguments to the Trainer on all ranks, and resume all ranks from the same checkpoint.
 
     Cannot see:
-        What is changed after training has begun; settings of the model, the optimizer or the strategy.
+        Changes made after training began; settings of the model, the optimizer or the strategy.
     """
     differing = _differing(view)
     if not differing or not (view.waiting or view.raised):

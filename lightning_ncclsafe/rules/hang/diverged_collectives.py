@@ -83,9 +83,9 @@ _REMEDY_PASSES = (
     "trained since that batch has mixed gradients."
 )
 _REMEDY_THREADS = (
-    "Call collectives in one thread only, the one that trains: let the other thread leave its numbers to a hook, which "
+    "Call collectives in one thread only, the one that trains: let the other thread pass its numbers to a hook, which "
     "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
-    "own (torch.distributed.new_group, on all ranks), and call there the same collectives on all ranks."
+    "own (torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
 )
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
@@ -110,23 +110,23 @@ _REMEDY_ALONE = (
     reads_exceptions=True,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
-    """Ranks of a group called different collectives, so that none of them can complete.
+    """Ranks of a process group called different collectives, so none of them can complete.
 
     Symptom:
-        A timeout in which ranks report different operations or sizes for one sequence number, or nothing at all.
+        A timeout in which ranks report different OpType or NumelIn for the same SeqNum, "Detected mismatch between
+        collectives on ranks", or a hang without any message.
 
     Cause:
         A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
-        in a thread of its own, whose calls come between those of the training.
+        in a thread of its own, whose calls interleave with those of the training.
 
     Remedy:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        Calls that the recorder has overwritten, or of which it keeps no stack; then only the present line of each rank
-        is known. Why a rank has left out a call: its condition may stand anywhere before it. Before
-        Python 3.12, an exception that the user's code has caught without logging it, and without its having come out
-        of a collective or a hook.
+        Calls that the recorder has overwritten, or whose stack it did not keep; then only the current line of each rank
+        is known. Why a rank skipped a call: the condition may be anywhere before it. Before Python 3.12, an exception
+        that the user's code caught without logging it and that did not come out of a collective or a hook.
     """
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
@@ -155,8 +155,8 @@ def _in_threads(view: Timeline) -> Finding | None:
     called = f" {capitalised(calls_words(view, split))} as one." if split is not None else ""
     gone = f" The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
     text = (
-        f"{clause(ranks, 'has|have called')} a collective {place_words(line)}, in another thread than the one that "
-        f"trains: the two threads' collectives come in another order on each rank, and meet what does not fit."
+        f"{clause(ranks, 'has|have called')} a collective {place_words(line)}, in a different thread from the one "
+        f"that trains: the two threads' collectives interleave differently on each rank and do not match."
     )
     return finding(
         view,

@@ -33,19 +33,19 @@ _REMEDY = (
 
 @hang_rule(after="worker-died", reads_exceptions=True)
 def exception_during_save(view: Timeline) -> Iterator[Finding]:
-    """An exception of its own has ended a rank in the midst of a checkpoint's save.
+    """A rank raised an exception while saving a checkpoint, and the others wait in that save.
 
     Symptom:
-        One rank prints a traceback of a save, the others wait in its barrier or gather until the timeout.
+        One rank prints a traceback of a save; the others wait in its barrier or gather until the timeout.
 
     Cause:
         No space left, no permission, a path that exists on one host only, state that cannot be pickled.
 
     Remedy:
-        What the exception says.
+        Fix what the exception reports.
 
     Cannot see:
-        Whether the checkpoint's file is complete: rather take the one before.
+        Whether the checkpoint file is complete; use the previous one.
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:

@@ -47,7 +47,7 @@ def is_told_as_exception(finding: Finding, others: Findings) -> bool:
 
 @hang_rule(after="timeout-misuse", superseded=is_told_as_exception)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
-    """A rank raised an exception, and its peers wait for a rank that will not come.
+    """A rank raised an exception, and the others wait for a rank that will not come.
 
     Symptom:
         One rank prints a traceback, or nothing at all; the others wait in a collective until the timeout, or report
@@ -58,11 +58,11 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         one rank leaves by sys.exit, with whatever status, or is interrupted.
 
     Remedy:
-        Correct the error at the line given. The messages of the other ranks are its consequence.
+        Fix the error at the line given. The messages of the other ranks are a consequence.
 
     Cannot see:
-        An exception that the user's own code catches and swallows, which is said beside other causes as far as it was
-        seen; after the first 16 that differ, the others.
+        An exception that the user's own code catches and swallows: it is mentioned beside other causes if it was seen.
+        If more than 16 different exceptions were raised, the remaining ones.
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:

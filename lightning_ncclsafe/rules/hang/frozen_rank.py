@@ -33,19 +33,18 @@ _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own 
 # Ranks that are in no call of the Trainer have no guard that would answer.
 @hang_rule(after="wrong-interface", unless=(alone_in_trainer,))
 def frozen_rank(view: Timeline) -> Iterator[Finding]:
-    """A rank exists, as far as can be seen, and does not answer; nothing tells why.
+    """A rank seems to exist but does not answer, and nothing shows why.
 
     Symptom:
-        All other ranks wait; one prints nothing and answers nothing.
+        All other ranks wait; one prints nothing and does not answer.
 
     Cause:
-        The process is alive and none of the known reasons is seen: it is not stopped (stopped-process), not blocked
-        on storage (blocked-on-disk), keeps no lock (gil-held) and gets its turns on a core (host-starved). Or it is
-        on a host on which no rank answers, and it cannot be told whether the host, the network or the process is to
-        blame.
+        The process is alive, and no known reason applies: it is not stopped (stopped-process), not blocked on storage
+        (blocked-on-disk), does not hold the interpreter's lock (gil-held) and gets time on a core (host-starved). Or it
+        is on a host where no rank answers, and it is unknown whether the host, the network or the process is to blame.
 
     Remedy:
-        Look at the process on its host, with py-spy for instance.
+        Inspect the process on its host, for instance with py-spy.
 
     Cannot see:
         A process on another host.

@@ -37,21 +37,21 @@ _REMEDY_FINALIZER = (
 
 @hang_rule(after="stopped-process", remedy=_REMEDY, is_of_machine=True)
 def gc_pause(view: Timeline) -> Iterator[Finding]:
-    """A whole collection of Python's garbage collector takes seconds, during which nothing else of Python runs.
+    """A full collection of Python's garbage collector takes seconds, and no other Python code runs meanwhile.
 
     Symptom:
-        All other ranks wait; one stands still at some harmless line that makes objects, again and again, and answers
-        only when the collection is over.
+        All other ranks wait; one pauses at a harmless line that creates objects, again and again, and answers only when
+        the collection is over.
 
     Cause:
-        Millions of small Python objects (a dataset in lists or dicts): each whole collection looks at all of them. Or
-        what it frees waits for something in its __del__ or destructor: then the rank answers while it collects.
+        Millions of small Python objects (a dataset in lists or dicts): each full collection visits all of them. Or
+        something it frees waits in its __del__ or destructor: then the rank answers while it collects.
 
     Remedy:
-        Keep the data in arrays; gc.freeze() after loading; collect at the same step on every rank.
+        Keep the data in arrays; call gc.freeze() after loading; collect at the same step on every rank.
 
     Cannot see:
-        Which objects these are; on which thread a finalizer runs, unless that is Python code on the main thread.
+        Which objects these are; on which thread a finalizer runs, unless it is Python code on the main thread.
     """
     for rank, process in silent_processes(view, Reason.COLLECTING):
         frame = deepest_user_frame(process.stack)

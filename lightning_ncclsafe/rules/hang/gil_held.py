@@ -26,22 +26,22 @@ _GETS_A_CORE = 0.5
 
 @hang_rule(after="gc-pause")
 def gil_held(view: Timeline) -> Iterator[Finding]:
-    """Native code holds Python's global interpreter lock, so that no other thread of the rank can run Python.
+    """Native code holds Python's global interpreter lock, so no other thread of the rank can run Python.
 
     Symptom:
-        All other ranks wait; one answers nothing, its loggers, heartbeats and watchdog threads stand still as well
-        ("watchdog got stuck for 480 seconds"), while its process runs or sleeps in C.
+        All other ranks wait; one does not answer, and its loggers, heartbeats and watchdog threads stop too ("watchdog
+        got stuck for 480 seconds"), while its process runs or sleeps in C.
 
     Cause:
         A C or C++ extension that computes or waits without releasing the lock: a call through ctypes.PyDLL, a regular
-        expression or a sum over huge data, a lock that is waited for while the lock is held (a deadlock).
+        expression or a sum over huge data, waiting for another lock while holding this one (a deadlock).
 
     Remedy:
         Release the lock in the native code, or call it in another process.
 
     Cannot see:
-        Which native function it is; only the line of Python that has called it. Where the main thread sleeps, whether
-        that line or another thread has called it.
+        Which native function it is, only the Python line that called it. If the main thread sleeps, whether that line
+        or another thread called it.
     """
     for rank, process in silent_processes(view, Reason.GIL):
         yield silent_finding(

@@ -55,22 +55,22 @@ _ROOM_SHARE = 0.1
     reads_exceptions=True,
 )
 def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
-    """One rank ran out of memory on its GPU, and its peers wait for a rank that will not come.
+    """A rank ran out of GPU memory, and the others wait for a rank that will not come.
 
     Symptom:
-        One rank raises torch.OutOfMemoryError, perhaps in an except block that swallows it; the others wait in the
-        next collective until the timeout.
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …" on one rank, perhaps swallowed by an except
+        block; the others wait in the next collective until the timeout.
 
     Cause:
         A larger batch or a longer sample on this rank, work that only this rank does, another process on its GPU, or
-        memory that is fragmented.
+        fragmented memory.
 
     Remedy:
-        Need less memory on this rank; limit the largest sample.
+        Use less memory on this rank; limit the largest sample.
 
     Cannot see:
-        Which tensors take the memory. "Tried to allocate more than 1EB" is no lack of memory, but follows from ranks
-        that called different collectives of objects, and is not named so.
+        Which tensors take the memory. "Tried to allocate more than 1EB" is not a lack of memory: it follows from ranks
+        that called different collectives of objects, and is not reported as this.
     """
     alike: dict[tuple[str, Confidence], list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):

@@ -42,22 +42,22 @@ from lightning_ncclsafe.rules.kit import (
     ),
 )
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
-    """One rank's GPU does not come to, or does not get through, a collective that the other ranks' GPUs have come to.
+    """One rank's GPU does not start, or does not complete, a collective that the other GPUs have started.
 
     Symptom:
-        All ranks report the same collective in the timeout; on one of them it has not started, or has not ended,
-        where it has on the others.
+        All ranks report the same collective in the timeout; on one of them it has not started, or has not completed,
+        although it has on the others.
 
     Cause:
-        A GPU or its driver that hangs (Xid, ECC, fallen off the bus), a kernel before the collective that never ends,
-        or takes very long, on this rank's data.
+        A GPU or driver that hangs (Xid, ECC, fallen off the bus), or a kernel before the collective that never ends, or
+        takes very long, on this rank's data.
 
     Remedy:
-        Look at that GPU and at the kernel's log; take the host out.
+        Check that GPU and the kernel's log; take the host out.
 
     Cannot see:
-        Which kernel runs on the GPU. Whether a collective has started is only recorded with TORCH_NCCL_ENABLE_TIMING
-        or a newer NCCL back end; without, all look alike (all-joined).
+        Which kernel runs on the GPU. Whether a collective has started is recorded only with TORCH_NCCL_ENABLE_TIMING or
+        a newer NCCL back end; without it, all ranks look alike (all-joined).
     """
     yield from _in_the_driver(view)
     if view.raised:

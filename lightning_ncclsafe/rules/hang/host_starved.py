@@ -56,21 +56,21 @@ class _Need(Enum):
 
 @hang_rule(after="all-joined", is_of_machine=True)
 def host_starved(view: Timeline) -> Iterator[Finding]:
-    """A rank is late because its host lets it work for a part of the time only.
+    """A rank is late because its host lets it run only part of the time.
 
     Symptom:
-        One rank, or all ranks of one host, are slow everywhere, with no line that would explain it; loggers,
-        heartbeats and the watchdog are late as well.
+        One rank, or all ranks of one host, are slow everywhere, with no line that explains it; loggers, heartbeats and
+        the watchdog are late too.
 
     Cause:
-        More threads and workers than cores, another job on the host, a CPU quota of the container that is used up
-        (cpu.stat: nr_throttled), a CPU mask with several ranks on one core, or memory that is swapped.
+        More threads and workers than cores, another job on the host, an exhausted CPU quota of the container (cpu.stat:
+        nr_throttled), a CPU mask with several ranks on one core, or swapping.
 
     Remedy:
-        Fewer workers and threads, cores of its own, a higher quota, less memory in each rank.
+        Use fewer workers and threads, cores of its own, a higher quota, less memory per rank.
 
     Cannot see:
-        Which other process takes the cores; what happened before the last 20 seconds.
+        Which other process takes the cores; what happened more than 20 seconds ago.
     """
     for rank, process in _starved(view):
         swapped = process.state == "disk-sleep"

@@ -52,17 +52,18 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
     """A rank has not reached the first collective or barrier while the others wait there.
 
     Symptom:
-        Nothing happens after the start; the others report a store or socket timeout, or wait in a barrier of setup.
+        "Timed out initializing process group in store based barrier", "Socket Timeout", or nothing at all after the
+        start; the others wait in a barrier of setup.
 
     Cause:
         One rank prepares data, downloads, compiles or swaps for longer than the others wait.
 
     Remedy:
-        Prepare ahead of the job or in prepare_data; where the host swaps, need less memory in each rank.
+        Prepare ahead of the job or in prepare_data; if the host swaps, use less memory per rank.
 
     Cannot see:
-        What a process does that has not come as far as to import this package, beyond its state and memory; one on a
-        host on which no rank waits.
+        What a process does before it imports this package, beyond its state and memory; a process on a host where no
+        rank waits.
     """
     late = tuple(rank for rank in view.working(view.stragglers) if _is_late(view, rank))
     if late and view.waiting:

@@ -71,22 +71,21 @@ _DECIDES = (
     unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
-    """Ranks called the same operation under the same number, with another number of elements or another data type.
+    """Ranks called the same collective, but the number of elements or the data type differs between them.
 
     Symptom:
-        NCCL: a timeout in which ranks report another NumelIn for one sequence number, or garbage in the result. Gloo
-        ends the process of a rank that receives more than it has room for ("op.preamble.length <= op.nbytes"), and
-        the others are told that the connection is closed.
+        NCCL: a timeout in which ranks report different NumelIn for the same SeqNum, or garbage in the result. Gloo:
+        "op.preamble.length <= op.nbytes" from a rank that receives more than it has room for, whose process ends, and
+        "Connection closed by peer" on the others.
 
     Cause:
         A tensor whose shape or type depends on a rank's data is reduced or gathered as it is.
 
     Remedy:
-        Make the tensors alike on all ranks.
+        Make the tensors identical in shape and type on all ranks.
 
     Cannot see:
-        Sizes where a collective may have different ones by design (all_to_all, scatter); what a rank called whose
-        process is gone.
+        Sizes that may differ by design (all_to_all, scatter); what a rank called whose process is gone.
     """
     split = view.divergence or view.lost_divergence
     if view.raised:

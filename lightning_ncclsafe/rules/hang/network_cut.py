@@ -39,21 +39,21 @@ _REMEDY = (
 
 @hang_rule(after="unreachable-host", remedy=_REMEDY)
 def network_cut(view: Timeline) -> Iterator[Finding]:
-    """Ranks on several hosts report lost connections, and every one of them is alive.
+    """Ranks report lost connections although every one of them is alive.
 
     Symptom:
-        All ranks wait in the same collective; or some raise "Connection reset by peer", "Connection closed", "socket
-        error", "NET/IB … status=12". No rank has raised anything else, and no process is dead.
+        "Connection reset by peer", "Connection closed by peer", "socket error", "NET/IB … status=12" on some ranks, or
+        all wait in the same collective. No rank raised anything else, and no process is dead.
 
     Cause:
-        A link, a NIC, a cable or a switch port that fails for a moment, a firewall that forgets connections.
+        A link, NIC, cable or switch port that fails for a moment, or a firewall that drops idle connections.
 
     Remedy:
-        Look at the links of the host that the messages have in common.
+        Check the links of the host that the messages have in common.
 
     Cannot see:
-        Which cable it was; on a single host, who has closed the connections. A host that does not answer at all is
-        unreachable-host; a process that is gone, dead-rank.
+        Which cable it was; on a single host, who closed the connections. For a host that does not answer at all see
+        unreachable-host; for a process that is gone, dead-rank.
     """
     told = {rank: text for rank, facts in view.facts.items() if (text := lost_words(facts))}
     where = view.hosts

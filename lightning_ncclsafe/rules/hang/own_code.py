@@ -34,19 +34,19 @@ _LISTED = 8
     ),
 )
 def own_code(view: Timeline) -> Iterator[Finding]:
-    """A rank stands in code of lightning_ncclsafe, which does not wait for other ranks, and the others wait for it.
+    """A rank is in code of lightning_ncclsafe that does not wait for other ranks, and the others wait for it.
 
     Symptom:
-        Nothing moves; the stack of one rank ends in a callback or in the guard of this package.
+        Nothing makes progress; the stack of one rank ends in a callback or in the guard of this package.
 
     Cause:
         A fault of this package, or storage or a store that does not answer it.
 
     Remedy:
-        Go on without the callback that is named; report it.
+        Continue without the callback that is named; report it.
 
     Cannot see:
-        Code of this package that waits in code of others: in a logger's, a dataset's or a file system's.
+        Code of this package that waits in code of others: a logger, a dataset, a file system.
     """
     held = tuple(rank for rank in view.working(view.stragglers) if _is_held(view, rank))
     if ranks := held or _left_alone(view):

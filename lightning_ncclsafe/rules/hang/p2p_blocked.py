@@ -33,10 +33,10 @@ _FIRST = 8
     ),
 )
 def p2p_blocked(view: Timeline) -> Iterator[Finding]:
-    """The very first collective of a host's GPUs never ends, though every rank has called it.
+    """The very first collective between the GPUs of a host never completes, although every rank called it.
 
     Symptom:
-        Training stops at the start ("All distributed processes registered"), with 100 % GPU utilization and little
+        Training stops at the start, after "All distributed processes registered", with 100 % GPU utilization and little
         power on all GPUs; with gloo, or on one GPU, it works.
 
     Cause:
@@ -44,11 +44,11 @@ def p2p_blocked(view: Timeline) -> Iterator[Finding]:
         between, a virtual machine, or a driver that allows it on GPUs that cannot.
 
     Remedy:
-        NCCL_P2P_DISABLE=1 as a test and until it is repaired; then ACS, IOMMU, driver.
+        Set NCCL_P2P_DISABLE=1 as a test and until it is repaired; then fix ACS, IOMMU or the driver.
 
     Cannot see:
         The transfers themselves: a GPU that hangs at the start looks the same (gpu-stuck, all-joined), unless its
-        driver says so.
+        driver reports it.
     """
     if view.raised or view.silent or view.behind or _has_worked(view):
         return

@@ -45,16 +45,16 @@ def is_named_otherwise(finding: Finding, others: Findings) -> bool:
 
 @hang_rule(after="host-starved", superseded=is_named_otherwise)
 def rank_behind(view: Timeline) -> Iterator[Finding]:
-    """A rank has not come to the collective in which the others wait.
+    """A rank has not reached the collective in which the others wait, for no known cause.
 
     Symptom:
         All ranks but a few wait in a collective.
 
     Cause:
-        Not one of the known causes: the rank's line, hook and batch say where to look.
+        None of the known causes: the rank's line, hook and batch show where to look.
 
     Remedy:
-        Look at why this line takes longer on this rank.
+        Find out why this line takes longer on this rank.
 
     Cannot see:
         Why the line is slow.
@@ -94,7 +94,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _nobody_stands_out(view: Timeline) -> Finding:
-    """Everyone waits and the facts name nobody: the ranks that have come least far are the best guess."""
+    """Everyone waits and the facts name nobody: the ranks that are furthest behind are the best guess."""
     places = positions(view)
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)

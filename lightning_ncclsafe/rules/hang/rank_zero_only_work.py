@@ -1,4 +1,4 @@
-"""The cause rank-zero-only-work: one rank works alone while the others have gone on."""
+"""The cause rank-zero-only-work: one rank works alone while the others have moved on."""
 
 from collections.abc import Iterator
 
@@ -71,20 +71,21 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """One rank, or a few, do work that the others skip, and the others wait in the next collective.
 
     Symptom:
-        All ranks but one report a timeout in a collective that is not to blame; the missing one, mostly rank 0, is
-        busy in evaluation, tokenising, a download or a plot. With FSDP it waits as well, for a part of the model.
+        "Watchdog caught collective operation timeout" on all ranks but one, in a collective that is not to blame; the
+        missing one, usually rank 0, is busy with evaluation, tokenising, a download or a plot. With FSDP it waits as
+        well, for a part of the model.
 
     Cause:
         Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook at the end of an
-        epoch or of validation that takes long on rank 0 only. In what all ranks go through, a rank is late-at-init
-        before the first batch, and rank-behind later.
+        epoch or of validation that takes long on rank 0 only. For code that all ranks run, see late-at-init before the
+        first batch and rank-behind later.
 
     Remedy:
-        Share the work among all ranks, shorten it, or move it out of the job. A model that is spread over the ranks
-        has to be run by all of them.
+        Share the work among all ranks, shorten it, or move it out of the job. A model that is spread over the ranks has
+        to be run by all of them.
 
     Cannot see:
-        A condition on the rank that is written in a library, or computed far from the line in question.
+        A condition on the rank inside a library, or computed far from the line in question.
     """
     if gathering := gathering_alone(view):
         yield _gathering(view, gathering)

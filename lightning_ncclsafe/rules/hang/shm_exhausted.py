@@ -37,21 +37,21 @@ _LISTED = 8
     reads_exceptions=True,
 )
 def shm_exhausted(view: Timeline) -> Iterator[Finding]:
-    """Shared memory is used up.
+    """Shared memory (/dev/shm) is used up.
 
     Symptom:
-        A worker dies of a bus error, or says "unable to write to file </torch_…>: No space left on device"; NCCL says
-        "Error while creating shared memory segment"; the other ranks wait.
+        "DataLoader worker (pid …) is killed by signal: Bus error", "unable to write to file </torch_…>: No space left
+        on device", or NCCL's "Error while creating shared memory segment"; the other ranks wait.
 
     Cause:
-        /dev/shm is smaller than the batches that workers prefetch (64 MB in Docker by default), or full of what
-        earlier runs have left.
+        /dev/shm is smaller than the batches that workers prefetch (64 MB in Docker by default), or full of what earlier
+        runs left.
 
     Remedy:
-        A larger /dev/shm, or less in it.
+        Enlarge /dev/shm, or put less into it.
 
     Cannot see:
-        Who has filled it.
+        Who filled it.
     """
     alike: dict[Confidence, list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):

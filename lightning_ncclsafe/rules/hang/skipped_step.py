@@ -51,23 +51,23 @@ _REMEDY_STEPS = (
     reads_exceptions=True,
 )
 def skipped_step(view: Timeline) -> Iterator[Finding]:
-    """One rank left out a backward pass of a batch, or one of several, and so exchanged no gradients for it.
+    """One rank skipped a backward pass of a batch, and so exchanged no gradients for it.
 
     Symptom:
-        Peers wait in the gradients' all-reduce; the rank is in a later batch, or Lightning has refused to go on
-        ("Skipping the `training_step` by returning None in distributed training is not supported").
+        "Skipping the `training_step` by returning None in distributed training is not supported", or the others wait in
+        the gradients' all-reduce while the rank is in a later batch.
 
     Cause:
         "return None" for a batch without labels, with a loss that is not finite, or after an out-of-memory error; with
-        manual optimization, a turn of one optimizer (a GAN's generator) that one rank leaves out, or gradients that
-        ranks accumulate over different numbers of batches.
+        manual optimization, a turn of one optimizer (a GAN's generator) that one rank skips, or gradients that ranks
+        accumulate over different numbers of batches.
 
     Remedy:
         Skip on all ranks or on none.
 
     Cannot see:
-        A backward pass that is called as loss.backward() instead of self.manual_backward(loss); which of several
-        returns it was.
+        A backward pass called as loss.backward() instead of self.manual_backward(loss); which of several return
+        statements it was.
     """
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
@@ -92,7 +92,8 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     ways = _ways_around(view, found)
-    places = ways or view.facts[ranks[0]].steps.passes_at
+    accumulates = _accumulates_at(view) if found.is_accumulation else ()
+    places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
     return finding(
         view,
         ranks,
@@ -102,6 +103,10 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
             *_call_evidence(found.left_out, ways),
+            *(
+                Evidence(source="source code", text=f"How many batches accumulate is set at {at}.")
+                for at in accumulates
+            ),
             *how_we_know(view, ranks),
         ),
         remedy=_REMEDY_PASSES if found.are_exchanged else _REMEDY_STEPS,
@@ -112,6 +117,11 @@ def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
     """What may have led around the call that was left out, by the source."""
     known = (facts.steps.led_around.get(found.left_out, ()) for facts in view.facts.values())
     return next(filter(None, known), ())
+
+
+def _accumulates_at(view: Timeline) -> tuple[str, ...]:
+    """Where the user's code sets over how many batches gradients accumulate."""
+    return tuple(dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.accumulates_at))
 
 
 def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:

@@ -33,7 +33,7 @@ def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
         One rank writes the whole state, and the storage is slow, full or remote.
 
     Remedy:
-        Faster storage, fewer or sharded checkpoints, or a save in the background.
+        Use faster storage, fewer or sharded checkpoints, or save in the background.
 
     Cannot see:
         How much of the checkpoint has been written.

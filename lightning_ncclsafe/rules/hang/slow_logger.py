@@ -35,10 +35,10 @@ _OFFLOAD = "LoggerOffload"
     ),
 )
 def slow_logger(view: Timeline) -> Iterator[Finding]:
-    """A rank, mostly rank 0, is held up in a logger while the others wait in a collective.
+    """A rank, usually rank 0, is held up in a logger while the others wait in a collective.
 
     Symptom:
-        Steps become slow on all ranks but one, then a collective times out; the one rank never reports.
+        Steps become slow on all ranks but one, then a collective times out; that one rank never reports anything.
 
     Cause:
         The logger writes, flushes or sends on the training thread, and its storage or server is slow.

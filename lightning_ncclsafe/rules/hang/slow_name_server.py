@@ -23,22 +23,22 @@ _LISTED = 8
     ),
 )
 def slow_name_server(view: Timeline) -> Iterator[Finding]:
-    """A rank waits for a name server, most often while it connects to the job's store.
+    """A rank waits for a name server, usually while it connects to the job's store.
 
     Symptom:
-        The start of a job takes five seconds longer than it should, or a multiple of it, now and then or on some
+        The start of a job takes five seconds longer than it should, or a multiple of that, now and then or on some
         hosts; some ranks wait in init_process_group, others in the constructor of TCPStore.
 
     Cause:
-        torch asks for the name of each address that it connects to or is called from (pytorch#159007), as other
-        libraries do. A name server that is away, overloaded or behind a firewall does not answer, and glibc asks again
+        torch looks up the name of each address that it connects to or is connected from (pytorch#159007), as other
+        libraries do. A name server that is down, overloaded or behind a firewall does not answer, and glibc asks again
         after 5 s.
 
     Remedy:
-        Names of all hosts in /etc/hosts, a caching resolver, a shorter timeout (RES_OPTIONS).
+        Put the names of all hosts into /etc/hosts, run a caching resolver, or shorten the timeout (RES_OPTIONS).
 
     Cannot see:
-        Questions over TCP or HTTPS, or that another process asks on the rank's behalf (nscd, systemd-resolved).
+        Queries over TCP or HTTPS, or made by another process on the rank's behalf (nscd, systemd-resolved).
     """
     ranks = tuple(sorted(rank for rank, facts in view.facts.items() if _looks_up(facts)))
     if not ranks:

@@ -47,20 +47,20 @@ _REMEDY_CLOCK = (
 
 @hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",))
 def stopped_early(view: Timeline) -> Iterator[Finding]:
-    """Some ranks have left the training loop while others are in a batch, and the Trainer says why.
+    """Some ranks left the training loop while others are in a batch, and the Trainer shows why.
 
     Symptom:
-        The run hangs at a batch in the midst of an epoch; some ranks are in validation, save, or have finished.
+        The run hangs at a batch in the middle of an epoch; some ranks are in validation, save, or have finished.
 
     Cause:
         trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock; a
-        StopIteration that leaves a hook; optimizer steps that are not counted alike.
+        StopIteration that leaves a hook; optimizer steps that are counted differently.
 
     Remedy:
         Decide on all ranks together when to stop and when to validate.
 
     Cannot see:
-        Who has set trainer.should_stop; loops of the user's own.
+        Who set trainer.should_stop; loops of the user's own.
     """
     early = ended_first(view)
     told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
@@ -79,11 +79,10 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
-    # Who has gone on from a validation that others are in has begun another epoch.
     elif (
         ends == {LoopEnd.UNKNOWN}
         and all(_is_cut_short(told[rank]) for rank in early)
-        and any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in others)
+        and not _have_begun_another_epoch(view, early, others)
     ):
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
@@ -100,6 +99,13 @@ def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others
         for name in changes
     )
     return ", ".join(words)
+
+
+def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether they have gone on from a validation that all others are in: their epoch is not at its end."""
+    phases = {rank: facts.progress.phase for rank, facts in view.facts.items()}
+    is_over = all(phases[rank] is Phase.FINISHED for rank in early)
+    return not is_over and all(phases[rank] is Phase.VALIDATE for rank in others)
 
 
 def _is_cut_short(trainer: TrainerFacts) -> bool:

@@ -26,11 +26,11 @@ _FREEZER = (
 
 @hang_rule(after="dead-rank")
 def stopped_process(view: Timeline) -> Iterator[Finding]:
-    """A rank's process is stopped; nothing in it can run, the guard included.
+    """A rank's process is stopped; nothing in it can run, not even the guard.
 
     Symptom:
-        All other ranks wait; one prints nothing and answers nothing, uses no processor, and its process is in state
-        T, or frozen.
+        All other ranks wait; one prints nothing, does not answer and uses no processor time, and its process is in
+        state T, or frozen.
 
     Cause:
         SIGSTOP or SIGTSTP (Ctrl-Z, a scheduler that suspends jobs), a debugger, a paused container.
@@ -39,7 +39,7 @@ def stopped_process(view: Timeline) -> Iterator[Finding]:
         Continue it: SIGCONT, the debugger's continue, thaw the container.
 
     Cannot see:
-        Who has stopped it; a process on a host on which no rank answers.
+        Who stopped it; a process on a host where no rank answers.
     """
     for rank, process in silent_processes(view, Reason.STOPPED):
         words, remedy = _told(process)

@@ -38,19 +38,19 @@ _REMEDY_UNREAD = " {name} is read by nothing: remove it, and pass timeout=timede
 
 @hang_rule(after="unused-parameters", reads_exceptions=True)
 def timeout_misuse(view: Timeline) -> Iterator[Finding]:
-    """A process group, the store or a barrier has a shorter timeout than the strategy, and gives up before it.
+    """A process group, the store or a barrier has a shorter timeout than the strategy, and gives up first.
 
     Symptom:
-        The reported Timeout(ms) is not the one that was set; a run ends long before its timeout.
+        The Timeout(ms) in the error message is not the one that was set; a run ends long before its timeout.
 
     Cause:
-        A group that was made without timeout=, or with its own; NCCL_TIMEOUT and the like, which nothing reads.
+        A group created without timeout=, or with its own; NCCL_TIMEOUT and the like, which nothing reads.
 
     Remedy:
-        One timeout for all groups; then the cause of the wait itself.
+        Use one timeout for all groups; then fix the cause of the wait itself.
 
     Cannot see:
-        Why the wait took that long: that is another finding's.
+        Why the wait took that long: that is another finding's matter.
     """
     if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return

@@ -62,7 +62,7 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
         Give every rank the same number of batches.
 
     Cannot see:
-        Lengths of loaders that have none; then only where each rank stands.
+        Lengths of loaders that have none; then only the position of each rank is known.
     """
     short = ended_first(view)
     if short:

@@ -41,7 +41,7 @@ _REMEDY_CALL = (
     ),
 )
 def unfinished_rank(view: Timeline) -> Iterator[Finding]:
-    """All ranks but some have returned from the Trainer's function, and leave those behind.
+    """All ranks but some have returned from the Trainer's function and leave those behind.
 
     Symptom:
         Training has ended, most processes are gone or idle, and the job does not end.
@@ -51,7 +51,7 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
         call of the Trainer in such a hook, which begins with collectives that nobody joins.
 
     Remedy:
-        Nothing if that work is meant; else look at the line.
+        Nothing if that work is intended; otherwise look at the line.
 
     Cannot see:
         Whether the work will end; what a rank does after the Trainer's function.

@@ -31,21 +31,21 @@ from lightning_ncclsafe.rules.kit import (
     ),
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
-    """Ranks wait for what they have sent or are to receive, and nobody does anything else.
+    """Ranks wait for sends and receives that match no other rank's, and nobody does anything else.
 
     Symptom:
-        Ranks stand in Work.wait() with no collective outstanding; gloo's recorder has nothing of it.
+        Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it.
 
     Cause:
-        Sends and receives with other tags, peers or numbers than those of the other side; stages of a pipeline that
-        disagree about the number or the order of what they exchange.
+        Sends and receives with different tags, peers or numbers than those of the other side; stages of a pipeline that
+        disagree about the number or the order of their exchanges.
 
     Remedy:
         Compare peer, tag, shape and order on both sides.
 
     Cannot see:
-        Which send or receive has no other side, as gloo records none; which side is wrong. A wait() of another library
-        that is written in C looks alike.
+        Which send or receive has no other side, because gloo records none; which side is wrong. A wait() of another
+        library that is written in C looks the same.
     """
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # With a rank that is still at work, or with one that is gone, there may be another side yet.

@@ -37,14 +37,14 @@ from lightning_ncclsafe.rules.kit import (
     unless=(alone_in_trainer,),
 )
 def unpresented_loader(view: Timeline) -> Iterator[Finding]:
-    """Some ranks wait for the others to present their dataloaders, which do something else.
+    """Some ranks wait for the others to present their dataloaders, but those do something else.
 
     Symptom:
-        Nothing happens before the first batch of a stage; without the comparison of loaders, a barrier or a
-        collective of setup is paired with another one's, and everything after it is out of step.
+        Nothing happens before the first batch of a stage; without the comparison of loaders, a barrier or a collective
+        of setup is paired with a different one, and everything after it is out of step.
 
     Cause:
-        A stage that only some ranks go through, mostly under a condition on the rank.
+        A stage that only some ranks go through, usually under a condition on the rank.
 
     Remedy:
         Let every rank go through the same stages.

@@ -22,20 +22,20 @@ _FEW = 3
 
 @hang_rule(after="mismatched-collective")
 def unreachable_host(view: Timeline) -> Iterator[Finding]:
-    """A host is off, or cut off from the others: none of its ranks answers, and neither does it itself.
+    """A host is down or cut off from the others: neither it nor any of its ranks answers.
 
     Symptom:
-        All ranks on the other hosts wait; nothing more comes from those of one host.
+        All ranks on the other hosts wait; those of one host print nothing more.
 
     Cause:
-        The host has lost its power or its kernel has stopped, or its link, a switch or a firewall cuts it off.
+        The host lost power or its kernel stopped, or its link, a switch or a firewall cuts it off.
 
     Remedy:
-        Look at the host and at the network to it; start the job again without it.
+        Check the host and the network to it; restart the job without it.
 
     Cannot see:
         Whether the host or the network to it is to blame; what its ranks do meanwhile: they write a report of their
-        own, on their host. A host that silently drops connections is taken for one that cannot be reached.
+        own, on their host. A host that silently drops connections counts as unreachable.
     """
     lost = tuple(host for host in view.job.silent_hosts if host.answers is False)
     if not lost:

@@ -49,11 +49,12 @@ _DECIDES = " The ranks' lines in forward decide: if they agree, the parts are ca
     after="skipped-step", follows=("different-trainer-settings", "stopped-early", "skipped-step"), reads_exceptions=True
 )
 def unused_parameters(view: Timeline) -> Iterator[Finding]:
-    """A rank's step has left out a part of the model, whose parameters or gradients its peers exchange.
+    """A rank's step left out a part of the model whose parameters or gradients the others exchange.
 
     Symptom:
-        Peers wait in the all-reduce of a bucket in backward; the rank raises "Expected to have finished reduction in
-        the prior iteration", or is in something later. With FSDP, ranks gather different units.
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one", or the
+        others wait in the all-reduce of a bucket in backward while the rank is in something later. With FSDP, ranks
+        gather different units.
 
     Cause:
         A data-dependent graph: an expert or a modality without a token, a branch of forward, a loss without a term.
@@ -62,8 +63,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
         Use every part on every rank, or find_unused_parameters=True.
 
     Cannot see:
-        Which line left the part out, where its name is not written in forward or training_step; under FSDP, units of
-        equal size.
+        Which line left the part out if its name does not appear in forward or training_step; under FSDP, units of equal
+        size.
     """
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:

@@ -63,22 +63,23 @@ _REMEDY_ENDED = (
 
 @hang_rule(after="shm-exhausted", reads_exceptions=True)
 def worker_died(view: Timeline) -> Iterator[Finding]:
-    """A process that makes a rank's batches or works for it otherwise is dead.
+    """A process that makes a rank's batches, or works for it otherwise, is dead.
 
     Symptom:
-        One rank raises "DataLoader worker (pid 4711) is killed by signal" at whatever line it has come to, or waits
-        for a queue that nobody fills, or for a pool that has replaced its worker; all others wait for it.
+        "DataLoader worker (pid 4711) is killed by signal: Killed" or "exited unexpectedly" on one rank, at whatever
+        line it was, or it waits for a queue that nobody fills, or for a pool that replaced its worker; all others wait
+        for it.
 
     Cause:
         The out-of-memory killer, a segmentation fault in a decoder, a bus error; a library that does not survive a
         fork.
 
     Remedy:
-        Need less memory; run without workers to see the error.
+        Use less memory; run without workers to see the error.
 
     Cannot see:
-        What killed it, beyond the signal and the kernel's counter; a worker that lived for less than a second before
-        a pool replaced it, or, before Linux 5.3, any that was replaced.
+        What killed it, beyond the signal and the kernel's counter; a worker that lived for less than a second before a
+        pool replaced it, or, before Linux 5.3, any that was replaced.
     """
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:

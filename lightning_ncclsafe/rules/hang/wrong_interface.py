@@ -37,18 +37,18 @@ class _Problem:
 
 @hang_rule(after="gil-held")
 def wrong_interface(view: Timeline) -> Iterator[Finding]:
-    """Nothing has ever come through between hosts, and the interfaces that ranks use cannot reach each other.
+    """Nothing ever got through between hosts, and the network interfaces that ranks use cannot reach each other.
 
     Symptom:
         At the start all ranks wait in init_process_group or in the first collective; then "Connection refused",
-        "connect timed out", "Gloo connectFullMesh failed". On one host all works.
+        "connect timed out", "Gloo connectFullMesh failed". On one host everything works.
 
     Cause:
         The first interface of a host is docker0, another bridge or a management network; GLOO_SOCKET_IFNAME or
-        NCCL_SOCKET_IFNAME names a wrong one; /etc/hosts gives the host's name the address 127.0.1.1.
+        NCCL_SOCKET_IFNAME names a wrong one; /etc/hosts maps the host's name to 127.0.1.1.
 
     Remedy:
-        Name the interface to take.
+        Name the interface to use.
 
     Cannot see:
         Firewalls, and routes between different networks; the interface of a rank that does not answer.

@@ -148,7 +148,7 @@ def _slowness(one: DirectoryFacts) -> float:
 
 def _speed_words(one: DirectoryFacts) -> list[str]:
     return [
-        f"{what} {seconds * 1e3:,.0f} ms (up to {allowed * 1e3:,.0f} ms is well)"
+        f"{what} {seconds * 1e3:,.0f} ms (up to {allowed * 1e3:,.0f} ms is fine)"
         for what, seconds, allowed in _times(one)
         if seconds > allowed
     ]

@@ -164,7 +164,7 @@ def swap_on_network(view: Checked) -> Iterator[Problem]:
     """Swap space lies on a network file system or device.
 
     Symptom:
-        A rank that runs out of memory stands still for minutes, and the others time out, at start-up often with
+        A rank that runs out of memory pauses for minutes, and the others time out, at start-up often with
         "store->get('0') got error: Socket Timeout".
 
     Cause:

@@ -105,7 +105,7 @@ _UNSET = "not set"
     ),
 )
 def different_settings(view: Checked) -> Iterator[Problem]:
-    """A variable that NCCL, gloo or torch's distributed part reads has not the same value on all ranks.
+    """A variable that NCCL, gloo or torch.distributed reads differs between ranks.
 
     Symptom:
         Ranks choose different transports or algorithms and hang in the first collective, or in the first one of some

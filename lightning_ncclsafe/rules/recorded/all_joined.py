@@ -31,7 +31,8 @@ from lightning_ncclsafe.rules.recorded.telling import (
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
     "counters of the network cards, then a run with NCCL_DEBUG=INFO to see which interfaces and transports are chosen. "
-    "One with NCCL_P2P_DISABLE=1 tells whether peer-to-peer access is broken; as a cure it only makes all else slower."
+    "One with NCCL_P2P_DISABLE=1 shows whether peer-to-peer access is broken; as a fix it only slows everything else "
+    "down."
 )
 _REMEDY_LATE = (
     "Look at what this rank did before that call: work that it does alone, its data, a checkpoint, a compilation. "
@@ -50,19 +51,20 @@ class Late(NamedTuple):
 
 @recorded_rule(after="silent-rank")
 def all_joined(view: Timeline) -> Iterator[Finding]:
-    """All ranks have called the same collective, by their dumps or logs, and none or not all of them saw its end.
+    """All ranks called the same collective, by their dumps or logs, and it did not complete on all of them.
 
     Symptom:
-        Every rank's timeout names the same operation, size and sequence number, and no rank is missing.
+        "Watchdog caught collective operation timeout" of every rank with the same SeqNum, OpType and NumelIn, and no
+        rank is missing.
 
     Cause:
-        A link, a network card, a GPU or its driver; the wrong interface; broken peer-to-peer access.
+        A faulty link, network card, GPU or driver; the wrong interface; broken peer-to-peer access.
 
     Remedy:
         Check devices and links, NCCL_DEBUG=INFO, the interface.
 
     Cannot see:
-        Which link or device it is. A rank that came just before the others gave up looks the same in a log; dumps
+        Which link or device it is. A rank that arrived just before the others gave up looks the same in a log; dumps
         have the times of all calls.
     """
     if gone(view) or split_of(view) is not None:
@@ -100,7 +102,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     is_sure = known and _is_complete(view.job, group) and late is None
     fault = "a link or a device is at fault, not the training code"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
-        fault = f"if they had stood there for long, {fault}"
+        fault = f"if they had waited there for long, {fault}"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
         f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."

@@ -33,17 +33,17 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in one group for others, which wait in another group for them.
 
     Symptom:
-        Each group reports a timeout of its own; the recorders' order of calls (record_id) differs between ranks.
+        Each process group reports its own timeout; the order of calls in the recorders (record_id) differs between
+        ranks.
 
     Cause:
-        Groups of overlapping members (data and tensor parallel, experts) that are entered in an order that depends on
-        the rank.
+        Overlapping groups (data and tensor parallel, experts) that are entered in an order that depends on the rank.
 
     Remedy:
-        One order of groups on all ranks.
+        Use one order of groups on all ranks.
 
     Cannot see:
-        Which of two orders is the one that was meant, where as many ranks have the one as the other.
+        Which of two orders was intended, if as many ranks use the one as the other.
     """
     if not has_dumps(view.job):
         yield from crossed_on_stacks(view)
@@ -57,10 +57,10 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
-    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'has|have another order than most')}")
+    odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
     return recorded(
         root.ranks,
-        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for one another in a circle{odd}.",
+        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),

@@ -28,28 +28,28 @@ _REMEDIES = {
     ),
     -7: (
         "If /dev/shm was full, give the job more shared memory (docker run --shm-size, an emptyDir of medium Memory), "
-        "or use fewer workers; else look at the kernel's log (dmesg) of its host."
+        "or use fewer workers; otherwise look at the kernel's log (dmesg) of its host."
     ),
 }
 
 
 @recorded_rule(after="failed-rank", remedy=_REMEDY, superseded=is_ended_by_gloo)
 def dead_rank(view: Timeline) -> Iterator[Finding]:
-    """The launcher says that a signal ended a rank's process, and not the watchdog's own abort.
+    """The launcher reports that a signal ended a rank's process, other than the watchdog's own abort.
 
     Symptom:
         "exitcode: -9", "Signal 11 (SIGSEGV)", "task 3: Out Of Memory", "exits with return code = -9" at the end of the
-        log; the others time out, or say "Connection closed by peer".
+        log; the others time out, or report "Connection closed by peer".
 
     Cause:
         The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm.
 
     Remedy:
-        Look at the kernel's log of that host. Need less host memory if the out-of-memory killer struck.
+        Look at the kernel's log of that host. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        Who sent a SIGKILL: launchers send one, too, to whoever does not end after SIGTERM. Which rank it was, where the
-        launcher names no process, or only the command of the one that it had started last.
+        Who sent a SIGKILL: launchers also send one to whoever does not end after SIGTERM. Which rank it was, if the
+        launcher names no process, or only the command of the one that it started last.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank in died(view):
@@ -78,7 +78,7 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
     said = next(details_of(found), "")
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
-    text = f"{what}; which rank that is, the log does not say{tail}"
+    text = f"{what}; the log does not say which rank that is{tail}"
     yield recorded(
         (),
         f"{text}.",
@@ -96,15 +96,15 @@ def _lost(view: Timeline) -> Iterator[Finding]:
     by = tuple(sorted({one.by for one in found if one.by is not None}))
     who = f" on {ranks_words(by)}" if by else ""
     text = (
-        f"a connection was closed from its other end{who}: the process there has ended, was killed, or has failed, and "
-        "which rank that was is not said"
+        f"a connection was closed by its other end{who}: the process there ended, was killed, or failed, and the "
+        "log does not say which rank that was"
     )
     yield recorded(
         (),
         f"{text}.",
         confidence=Confidence.POSSIBLE,
         evidence=lines_of(found),
-        remedy="Read the logs of all ranks and of all hosts: the first that ended says why. " + _REMEDY,
+        remedy="Read the logs of all ranks and of all hosts: the first one that ended says why. " + _REMEDY,
     )
 
 
@@ -117,7 +117,7 @@ def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
         text,
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
         evidence=tuple(
-            Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}.") for rank in ranks[:8]
+            Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:8]
         ),
         remedy=_REMEDIES.get(code, _REMEDY),
     )

@@ -20,20 +20,20 @@ _WHY = "these can never complete together"
     reads_exceptions=True,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
-    """Under one sequence number of a group, ranks have recorded different operations, sizes or types.
+    """Under one sequence number of a group, ranks recorded different operations, sizes or types.
 
     Symptom:
-        The ranks' timeouts have the same SeqNum, and another OpType or NumelIn on some of them; "Detected mismatch
+        The ranks' timeouts have the same SeqNum but different OpType or NumelIn on some of them; "Detected mismatch
         between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     Cause:
-        A collective under a condition that holds on some ranks only; a rank that is a batch ahead; other branches.
+        A collective under a condition that holds on some ranks only; a rank that is a batch ahead; different branches.
 
     Remedy:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        What came before the recorder's oldest entry: this is the first difference among what was kept.
+        What came before the recorder's oldest entry: this is the first difference among the entries that were kept.
     """
     split = split_of(view)
     if split is not None and not is_one_operation(split):

@@ -32,7 +32,7 @@ _GIST = 200
 _BY_SIGNAL = 128
 _OF_DEVICE = (
     "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
-    "the host out if it comes again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
+    "the host out if it happens again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
     "kernel. What other ranks print about timeouts or connections follows from it."
 )
 _REMEDIES = {
@@ -50,7 +50,7 @@ _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
 @recorded_rule(superseded=is_told_as_exception)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
-    """A rank's traceback in the log, of an error that is not about communication.
+    """A rank's traceback is in the log, of an error that is not about communication.
 
     Symptom:
         One rank's traceback far above the timeouts of the others, or between them.
@@ -59,10 +59,10 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only.
 
     Remedy:
-        Correct the error at the line given. The messages of the other ranks are its consequence.
+        Fix the error at the line given. The messages of the other ranks are a consequence.
 
     Cannot see:
-        Whether the rank's own code caught the exception and went on; which rank it was where the log does not say so.
+        Whether the rank's own code caught the exception and continued; which rank it was if the log does not say.
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in raised(view):
@@ -122,8 +122,10 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
                 (rank,),
                 f"Rank {rank} was the first to end, with exit code {code}; its traceback was not read.",
                 confidence=Confidence.POSSIBLE,
-                evidence=(Evidence(source="log", rank=rank, text=f"Its launcher says: exit code {code}, the first."),),
-                remedy="Look for the traceback in this rank's own output, and name that file as well.",
+                evidence=(
+                    Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}, the first one."),
+                ),
+                remedy="Look for the traceback in this rank's own output, and pass that file as well.",
             )
 
 
@@ -140,14 +142,14 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
     by = f" ({said})" if (said := next(details_of(ends), "")) else ""
-    text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; {which} is not said"
-    told = tuple(Evidence(source="log", rank=rank, text="Its launcher names its end.") for rank in several[:8])
+    text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; the log does not say {which}"
+    told = tuple(Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:8])
     yield recorded(
         (),
         f"{capitalised(text)}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
         evidence=lines_of(ends) or told,
-        remedy="Look for the first traceback in the output of all ranks, and name that file as well.",
+        remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",
     )
 
 
@@ -157,7 +159,7 @@ def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     at = f" at {short_location(frame)}" if frame else ""
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     is_sure = any(_ended(view, rank) for rank in view.facts)
-    tail += "" if is_sure else "; whether that ended it is not said"
+    tail += "" if is_sure else "; the log does not say whether that ended it"
     return recorded(
         (),
         f"A rank that the log does not name raised {said}{at}{tail}.",

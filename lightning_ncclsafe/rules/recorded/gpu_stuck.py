@@ -34,20 +34,20 @@ from lightning_ncclsafe.rules.recorded.telling import (
     ),
 )
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
-    """A rank holds open what has ended on members of its group, or has not started what all others have.
+    """A rank has not completed what members of its group have completed, or not started what all others have.
 
     Symptom:
-        A dump in which a collective is still "scheduled" that other dumps no longer have, or call completed.
+        A dump in which a collective is still "scheduled" that other dumps no longer have, or mark as completed.
 
     Cause:
-        A GPU or its driver that hangs or has failed (Xid, ECC, fallen off the bus), a kernel that never ends.
+        A GPU or driver that hangs or has failed (Xid, ECC, fallen off the bus), or a kernel that never ends.
 
     Remedy:
-        Look at that GPU and at the kernel's log; take the host out.
+        Check that GPU and the kernel's log; take the host out.
 
     Cannot see:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
-        that no rank gets through looks like a link that is at fault (all-joined).
+        that no rank completes looks like a faulty link (all-joined).
     """
     found = roots_of(view, RootCause.DEVICE)
     if found and not gone(view):
@@ -71,7 +71,7 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     has = verb(root.ranks, "has", "have")
     if not root.ops:
         waiting = next(call for call in view.facts[rank].collectives if not call.completed)
-        return f"{of} {has} not started {told(waiting)}, whose other side has started"
+        return f"{of} {has} not started {told(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
@@ -79,9 +79,9 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     )
     what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
-        return f"{of} {has} not started {what}, which those of all others have"
-    through = f"those of {ranks_words(others)} are through with it"
-    return f"{of} {verb(root.ranks, 'does', 'do')} not end {what}, while {through}"
+        return f"{of} {has} not started {what}, although all others have"
+    through = f"those of {ranks_words(others)} have completed it"
+    return f"{of} {verb(root.ranks, 'has', 'have')} not completed {what}, while {through}"
 
 
 def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
@@ -97,5 +97,5 @@ def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -
     for root in found[:4]:
         for rank in root.ranks[:4]:
             count = sum(not call.completed for call in view.facts[rank].collectives)
-            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not ended."
+            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not completed."
             yield Evidence(source="flight recorder", rank=rank, text=text)

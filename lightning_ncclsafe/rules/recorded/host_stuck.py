@@ -38,18 +38,18 @@ from lightning_ncclsafe.rules.recorded.telling import (
     after="watchdog-stuck",
     remedy=(
         "The GPUs and the network wait for this rank's Python: look at what its code does after its last collective. "
-        "It is mostly work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
-        "data that does not come, a compilation, one batch less than the others, or an exception that was caught. "
+        "Usually it is work that one rank does alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "data that does not arrive, a compilation, one batch fewer than the others, or an exception that was caught. "
         "py-spy dump --pid PID shows the line while it hangs. "
     )
     + LOOK_THERE,
 )
 def host_stuck(view: Timeline) -> Iterator[Finding]:
-    """All others wait in a collective that this rank has never called; it has finished all that it called.
+    """All others wait in a collective that this rank never called; it has completed everything that it called.
 
     Symptom:
-        The rank's recorder has nothing outstanding, or its log "last enqueued 166, last completed 166", where others
-        time out in 167.
+        The rank's recorder has nothing outstanding, or its log shows "last enqueued work: 166, last completed work:
+        166" while others time out in 167.
 
     Cause:
         Its Python code is elsewhere: work that it does alone, its data, a compilation, an exception that was caught.
@@ -58,7 +58,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         Look at what the rank does after its last collective; share that work, or make it short.
 
     Cannot see:
-        At which line it stands: neither dumps nor logs have the main thread's stack, but where collectives were called.
+        At which line it is: neither dumps nor logs have the main thread's stack, only where collectives were called.
     """
     if gone(view):
         return
@@ -102,7 +102,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
         waiting = waiting_on_peers(view, ranks)
         return (
             f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
-            f"and not called the other side, while {waiting_words(waiting)}"
+            f"but not called the other side, while {waiting_words(waiting)}"
         )
     group = next(one for one in view.groups if one.name == op[0])
     waiting = waiting_in(view.facts, group)
@@ -155,7 +155,7 @@ def _named(view: Timeline) -> Iterator[Finding]:
         if record is None or not record.awaited or record.awaited_in == SET_UP:
             continue
         ranks = record.awaited
-        text = f"{clause(ranks, 'has|have not come to')} {record.awaited_in}, PyTorch says"
+        text = f"{clause(ranks, 'has|have not reached')} {record.awaited_in}, according to PyTorch"
         yield recorded(
             ranks, f"{text}.", evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),)
         )

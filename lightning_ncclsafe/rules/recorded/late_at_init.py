@@ -10,8 +10,8 @@ from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, record
 
 SET_UP = "the set-up of the NCCL communicator"
 _REMEDY_JOIN = (
-    "Look for the output of the ranks that have not come: a rank that was never started, that failed before, that has "
-    "another world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
+    "Look at the output of the missing ranks: a rank that was never started, that failed before, that has a different "
+    "world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
 ) + LOOK_THERE
 _REMEDY_STORE = (
     "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
@@ -22,23 +22,23 @@ _REMEDY_STORE = (
 @recorded_rule(
     after="out-of-step",
     remedy=(
-        "This is no fault of the network: look at what this rank does before its first collective. Do downloads, "
+        "The network is not to blame: look at what this rank does before its first collective. Do downloads, "
         "tokenising, indexing and reading of large files once, ahead of the job or in prepare_data; see whether its "
         "host swaps. " + LOOK_THERE
     ),
 )
 def late_at_init(view: Timeline) -> Iterator[Finding]:
-    """Ranks waited for another one while their first communicator was set up, and say for which.
+    """Ranks waited for another one while the process group or its first communicator was set up.
 
     Symptom:
         "[5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] … Socket Timeout"; "Timed out
         initializing process group in store based barrier … (world_size=8, worker_count=4", "1/2 clients joined".
 
     Cause:
-        The rank named there prepares data, downloads, compiles or swaps, or has failed before its first collective.
+        The rank named there prepares data, downloads, compiles or swaps, or failed before its first collective.
 
     Remedy:
-        Prepare ahead of the job or in prepare_data; where the host swaps, need less memory in each rank.
+        Prepare ahead of the job or in prepare_data; if the host swaps, use less memory per rank.
 
     Cannot see:
         What that rank did; that is in its own output, or in a report of this package's guard.
@@ -66,12 +66,12 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
     too_many = last.count >= last.of
     if too_many:
         text = (
-            f"{last.count:,} ranks have come to a store that was made for {last.of:,}: two launches share its address, "
-            "or an earlier one has left its keys in it"
+            f"{last.count:,} ranks joined a store that was made for {last.of:,}: two launches share its address, "
+            "or an earlier one left its keys in it"
         )
     else:
         who = clause(ranks, "has|have") if ranks else f"{last.of - last.count:,} ranks have"
-        text = f"{last.count:,} of {last.of:,} ranks have come to the store while the process group was made, {who} not"
+        text = f"{last.count:,} of {last.of:,} ranks joined the store while the process group was being made, {who} not"
     yield recorded(
         ranks,
         f"{text}.",
@@ -84,7 +84,8 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
 def _uncounted(found: tuple[Statement, ...]) -> Finding:
     by = tuple(sorted({one.by for one in found if one.by is not None}))
     who = ranks_words(by) if by else "a rank that the log does not name"
-    text = f"{who} waited in vain {found[0].detail} while the process group was made; who has not come is not said"
+    waited = f"{who} waited in vain {found[0].detail} while the process group was being made"
+    text = f"{waited}; the log does not say who is missing"
     return recorded((), f"{text}.", evidence=lines_of(found), remedy=_REMEDY_JOIN)
 
 
@@ -103,6 +104,6 @@ def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
         rank for rank, facts in view.facts.items() if facts.record is not None and facts.record.awaited_in == SET_UP
     )
     text = (
-        f"{clause(ranks, 'has|have not come to the first collective, for whose set-up')} {ranks_words(waited)} waited"
+        f"{clause(ranks, 'has|have not reached the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )
     return recorded(ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in quotes(view.facts[rank])))

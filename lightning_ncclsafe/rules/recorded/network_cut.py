@@ -11,18 +11,18 @@ from lightning_ncclsafe.rules.recorded.telling import recorded
 _LINK_LOCAL = re.compile(r"\bfe80:", re.IGNORECASE)
 _REMEDY = (
     "Read the logs of all ranks first: a process that has died looks the same to its peers, and its own log says why. "
-    "If none has, look at the links between these hosts: error counters of the network cards, the kernel's log, a "
+    "If none did, look at the links between these hosts: error counters of the network cards, the kernel's log, a "
     "firewall between their ports, and a run with NCCL_DEBUG=INFO for the interfaces that are chosen."
 )
 _REMEDY_LINK_LOCAL = (
     "Name the interface that leads to the other hosts, NCCL_SOCKET_IFNAME=IFNAME (ip route get ADDRESS_OF_ANOTHER_HOST "
-    "tells which), or NCCL_SOCKET_FAMILY=AF_INET: an address that begins with fe80: holds on one link only."
+    "shows which), or NCCL_SOCKET_FAMILY=AF_INET: an address that begins with fe80: is valid on one link only."
 )
 
 
 @recorded_rule(after="no-dump")
 def network_cut(view: Timeline) -> Iterator[Finding]:
-    """NCCL or the store could not connect to another rank, or it stopped answering.
+    """NCCL or the store could not connect to another rank, or that rank stopped answering.
 
     Symptom:
         "Connect to 10.0.0.2<45763> failed", "Got completion from peer … with status=12", "The client socket has timed
@@ -32,10 +32,10 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
         A link or a network card, a firewall, an interface that leads nowhere; or the process at the other end is dead.
 
     Remedy:
-        Read the log of the other end; look at the link, and at the interfaces that are chosen.
+        Read the log of the other end; check the link, and the interfaces that are chosen.
 
     Cannot see:
-        Whether the process at the other end lived: both look alike from here.
+        Whether the process at the other end was alive: both look alike from here.
     """
     found = stated(view.job, StatementKind.UNREACHABLE)
     if found and not gone(view) and not anybody_gave_up(view):
@@ -44,7 +44,7 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
 
 def _finding(found: tuple[Statement, ...]) -> Finding:
     details = list(details_of(found))
-    more = f", and {len(details) - 1} more of the kind" if len(details) > 1 else ""
+    more = f", and {len(details) - 1} more like it" if len(details) > 1 else ""
     is_link_local = _LINK_LOCAL.search(details[0]) is not None
     why = "that is an address of a single link" if is_link_local else "the network, or the process at the other end"
     return recorded(

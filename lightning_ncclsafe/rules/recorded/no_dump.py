@@ -22,8 +22,8 @@ from lightning_ncclsafe.rules.recorded.telling import (
     after="gpu-stuck",
     remedy=(
         "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor "
-        "does one whose watchdog cannot run. Where its file was merely not copied, or is on another host's disk, add "
-        "it and ask again. TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE have to be set on all ranks."
+        "does one whose watchdog cannot run. If its file was merely not copied, or is on another host's disk, add "
+        "it and run this again. TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE have to be set on all ranks."
     ),
 )
 def no_dump(view: Timeline) -> Iterator[Finding]:
@@ -33,13 +33,13 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
         A folder of dumps in which ranks are missing, while all that are there wait in the same collective.
 
     Cause:
-        The rank has crashed, was killed, or hangs so that its watchdog cannot run; or its file is elsewhere.
+        The rank crashed, was killed, or hangs so that its watchdog cannot run; or its file is elsewhere.
 
     Remedy:
         Look at its own output and host; add its dump if there is one.
 
     Cannot see:
-        Anything of that rank. A dump of an earlier moment than the others', or of another run, counts as none.
+        Anything about that rank. A dump that is older than the others, or of another run, counts as none.
     """
     if not record_kinds(view.job)[0]:
         return
@@ -56,7 +56,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     only = only and split_of(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     if older:
-        who = f"The dumps of {ranks_words(older)} are of an earlier moment than those of others, which wait"
+        who = f"The dumps of {ranks_words(older)} are older than those of the others, which wait"
         whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
         then = f"Unless the run still moved then, these wait for {whom}"
     else:

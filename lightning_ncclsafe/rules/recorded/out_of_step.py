@@ -32,26 +32,26 @@ _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 @recorded_rule(
     after="diverged-collectives",
     remedy=(
-        "Most often a rank has called one collective more or less than the others: look for a barrier, a logged value, "
+        "Most often a rank called one collective more or fewer than the others: look for a barrier, a logged value, "
         "a metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a "
-        "rank. Where the code agrees, it is the GPU of the ranks that have come least far, or its link (dmesg, "
+        "rank. Where the code agrees, it is the GPU of the ranks that are furthest behind, or its link (dmesg, "
         "nvidia-smi -q). Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say what every rank called under each number. No timeout is long enough "
         "for the first."
     ),
 )
 def out_of_step(view: Timeline) -> Iterator[Finding]:
-    """Some ranks wait in a number of a group that others are through with; what these called under it is not known.
+    """Some ranks wait in a collective that others have completed, and what these called under its number is unknown.
 
     Symptom:
         Timeouts with different SeqNum on the ranks of one group: 532339 on two ranks, 532341 on another.
 
     Cause:
-        A rank has called one collective more or less than the others; or a GPU does not get through one that the
-        others' are through with.
+        A rank called one collective more or fewer than the others; or a GPU does not complete one that the others have
+        completed.
 
     Remedy:
-        Make every rank call the same collectives in the same order; otherwise look at that GPU.
+        Make every rank call the same collectives in the same order; otherwise check that GPU.
 
     Cannot see:
         Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
@@ -81,10 +81,10 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
     waiting = waiting_in(view.facts, group)
     rooted = waiting[least[0]].op in _ROOTED
-    # Of as many on either side, those are told that have come least far: for them the others wait.
+    # Of as many on either side, those are named that are furthest behind: for them the others wait.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
-        f"{clause(ahead, 'is|are through with number')} {seq:,} of "
+        f"{clause(ahead, 'has|have completed number')} {seq:,} of "
         f"{group_words(group.name)}, in which {clause(least, 'waits|wait')}: "
         f"{waiting_words(waiting)}"
     )

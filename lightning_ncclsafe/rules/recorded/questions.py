@@ -9,7 +9,7 @@ from lightning_ncclsafe.rules.kit import Evidence, GroupView, Timeline, has_give
 
 # An abort (-6) is what the watchdog does to whoever waits, and SIGTERM (-15) what a launcher does to all others.
 FATAL = {
-    -9: "killed by SIGKILL (by the kernel's out-of-memory killer, or by somebody else)",
+    -9: "killed by SIGKILL (by the kernel's out-of-memory killer or someone else)",
     -11: "ended by a segmentation fault (SIGSEGV)",
     -7: "ended by a bus error (SIGBUS, as where /dev/shm is full)",
     -4: "ended by an illegal instruction (SIGILL)",

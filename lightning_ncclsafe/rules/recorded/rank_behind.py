@@ -24,26 +24,26 @@ from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes,
 @recorded_rule(
     after="all-joined",
     remedy=(
-        "Read the dumps and logs of all ranks, if there are more. Dumps say most: set TORCH_FR_BUFFER_SIZE=2000 and "
-        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 before the run. A strategy of this package says more, with each rank's line of "
-        "code."
+        "Read the dumps and logs of all ranks, if there are more. Dumps say the most: set TORCH_FR_BUFFER_SIZE=2000 "
+        "and TORCH_NCCL_DUMP_ON_TIMEOUT=1 before the run. A strategy of this package says more, with each rank's line "
+        "of code."
     ),
     superseded=is_named_otherwise,
 )
 def rank_behind(view: Timeline) -> Iterator[Finding]:
-    """Ranks wait in a group, and what was read does not tell for whom.
+    """Ranks wait in a group, and what was read does not show for whom.
 
     Symptom:
         Timeouts of some ranks, with different sequence numbers or in different groups.
 
     Cause:
-        Not one of the known causes, or too little was read: the ranks that have come least far are where to look.
+        None of the known causes, or too little was read: look at the ranks that are furthest behind.
 
     Remedy:
         Read the dumps and logs of all ranks.
 
     Cannot see:
-        What the ranks of which nothing was read have done.
+        What the ranks did of which nothing was read.
     """
     if has_moved(view.job):
         return
@@ -58,7 +58,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 
 def _without_collectives(view: Timeline) -> Finding:
     who = view.waiting
-    text = clause(who, "says|say that a peer was gone or late, and not which")
+    text = clause(who, "reports|report that a peer was gone or late, but not which")
     lost = ((rank, view.facts[rank].exception) for rank in who[:4])
     said = tuple(Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None)
     return recorded(
@@ -76,7 +76,7 @@ def _unnamed(job: JobFacts) -> Iterator[Finding]:
         at = f" at {short_location(frame)}" if frame else ""
         yield recorded(
             (),
-            f"A rank that the log does not name waited in vain{at}: a peer was gone or late, and not named.",
+            f"A rank that the log does not name waited in vain{at}: a peer was gone or late, but not named.",
             confidence=Confidence.POSSIBLE,
             location=location_of(frame),
             evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
@@ -88,9 +88,9 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     first = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == least))
     ranks = group.behind or (first if len(first) < len(group.oldest) else ())
     waiting = waiting_in(view.facts, group)
-    text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not say for whom"
+    text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not show for whom"
     if ranks:
-        text += f"; {clause(ranks, 'has|have come least far')}"
+        text += f"; {clause(ranks, 'is|are furthest behind')}"
     return recorded(
         ranks,
         f"{text}.",

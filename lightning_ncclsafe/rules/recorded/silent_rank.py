@@ -33,18 +33,18 @@ from lightning_ncclsafe.rules.recorded.telling import (
 @recorded_rule(
     after="network-cut",
     remedy=(
-        "The rank that never complains is mostly the one that the others wait for: look at what it did, in its own "
-        "output and at its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
-        "waits for data, has had one batch less, or is dead. If it has only been ended before it could speak, read the "
-        "logs of all ranks. "
+        "The rank that never complains is usually the one that the others wait for: look at what it did, in its own "
+        "output and on its host. It works alone (evaluation, tokenising, a checkpoint, a logger on slow storage), "
+        "waits for data, had one batch fewer, or is dead. If it was merely ended before it could log anything, read "
+        "the logs of all ranks. "
     )
     + LOOK_THERE,
 )
 def silent_rank(view: Timeline) -> Iterator[Finding]:
-    """Ranks that time out name a collective; a member of that group never says a word about it.
+    """Ranks that time out name a collective; one member of that group reports nothing about it.
 
     Symptom:
-        "Watchdog caught collective operation timeout" of all ranks but one, mostly rank 0.
+        "Watchdog caught collective operation timeout" of all ranks but one, usually rank 0.
 
     Cause:
         That rank never called it, so it has nothing to time out in: it works alone, waits for data, or died.
@@ -53,7 +53,7 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
         Look at what that rank did.
 
     Cannot see:
-        Whether it was merely ended by its launcher before its own watchdog could speak.
+        Whether it was merely ended by its launcher before its own watchdog could report.
     """
     dumps, _ = record_kinds(view.job)
     if dumps or compared(view.job):
@@ -91,7 +91,9 @@ def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]
     by = tuple(sorted({one.by for one in waits if one.by is not None}))
     who = ranks_words(by) if by else "a rank that the log does not name"
     detail = f" {waits[0].detail}" if waits[0].detail else ""
-    text = f"{who} waited in vain{detail} at the store for what another process must put there; which, is not said"
+    text = (
+        f"{who} waited in vain{detail} at the store for what another process must put there; the log does not say which"
+    )
     yield recorded(
         (),
         f"{capitalised(text)}{_meanwhile(view)}.",
@@ -157,7 +159,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
     at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
-    text = f"{clause(silent, 'says|say nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
+    text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
     yield recorded(
         silent,
         f"{text}.",
@@ -176,9 +178,9 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     of_two = any(call.op in OF_TWO for call in waiting.values())
     alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
-    text = f"{clause(ranks, 'says|say nothing')}{number}, while {waiting_words(waiting)}"
+    text = f"{clause(ranks, 'reports|report nothing')}{number}, while {waiting_words(waiting)}"
     if view.job.log.is_cut:
-        text += "; the log ends before what others may have said next"
+        text += "; the log ends before what others may have reported next"
     return recorded(
         ranks,
         f"{capitalised(text)}{_meanwhile(view)}.",

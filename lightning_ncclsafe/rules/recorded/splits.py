@@ -146,4 +146,4 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> I
     lengths = misled(view)
     if lengths:
         text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
-        yield Evidence(source="log", text=f"{text}, and wanted more memory than there is: it follows from this.")
+        yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")

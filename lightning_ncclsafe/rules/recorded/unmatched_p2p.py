@@ -47,7 +47,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     members = {group.name: group.members for group in view.groups}
     parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
-    why = "they wait for one another in a circle"
+    why = "they wait for each other in a circle"
     if passed:
         why = clause(passed, "has|have gone on without the other side")
     sites = (call_site(call) for call in calls.values())

@@ -37,7 +37,7 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
         Look with py-spy --native at that process, and at the kernel's log for Xid errors.
 
     Cannot see:
-        Which of the two it is; whether the rank was the first to stand still, where all ranks say so.
+        Which of the two it is; whether the rank was the first to get stuck, if all ranks report it.
     """
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.record and facts.record.stuck_s)
     if ranks and not gone(view):
