@@ -51,7 +51,9 @@ def said(output: str) -> str:
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_program_of_the_first_page_hangs_and_says_why(warm: Warm, tmp_path: Path) -> None:
     codes, output = trained(warm, tmp_path, blocks("start.md", "python")[0])
-    assert said(blocks("start.md", "text")[0]) in said(output), output
+    # In what the other rank waits depends on Lightning.
+    shown, waits, _ = said(blocks("start.md", "text")[0]).partition(", while rank 1 waits in ")
+    assert waits and shown + waits in said(output), output
     assert codes == [EXIT_CODE, EXIT_CODE]
     assert {path.name for path in tmp_path.glob("ncclsafe/*/*")} >= {"report.html", "report.json", "report.txt"}
 

@@ -173,6 +173,8 @@ OF_OTHERS: dict[str, Callable[[], object]] = {
     "_reset": said_in(LOADERS, "_reset"),
     "_cache": said_in("torchmetrics.metric", "_cache"),
     "_is_synced": said_in("torchmetrics.metric", "_is_synced"),
+    "_defaults": said_in("torchmetrics.metric", "_defaults"),
+    "_reductions": said_in("torchmetrics.metric", "_reductions"),
     "_get_file_writer": said_in("torch.utils.tensorboard.writer", "_get_file_writer"),
     "_file_name": said_in("tensorboard.summary.writer.event_file_writer", "_file_name"),
 }

@@ -144,17 +144,13 @@ def causes() -> dict[str, list[Cause]]:
 
 def on_config(config: MkDocsConfig) -> None:
     """Puts all causes into the navigation, by what they are about."""
-    listed = config.nav[_causes_entry(config.nav)][CAUSES]
+    listed = next(entry for entry in config.nav or () if CAUSES in entry)[CAUSES]
     seen: set[str] = set()
     for kind, rules in RULES.items():
         names = [name for rule in rules if (name := rule.name) not in seen]
         pages = [{name: f"causes/{name}.md"} for name in sorted(set(names))]
         seen.update(names)
         listed.append({kind: pages})
-
-
-def _causes_entry(nav: list[Any]) -> int:
-    return next(i for i, entry in enumerate(nav) if isinstance(entry, dict) and CAUSES in entry)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

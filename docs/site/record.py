@@ -123,29 +123,26 @@ def _built(scene: Any) -> JobFacts:
     return job
 
 
+def from_dumps(kind: str, name: str) -> Iterator[Recorded]:
+    """What real NCCL jobs have dumped."""
+    for job in sorted(each for each in (TESTS / "reading" / "nccl_dumps").iterdir() if each.is_dir()):
+        path = job.relative_to(ROOT)
+        if names(kind, name, path):
+            made = f"Of the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`."
+            yield {"made": made, "files": [str(path)]}
+
+
 def from_logs(kind: str, name: str) -> Iterator[Recorded]:
-    """What a public thread has quoted, or what a real job has dumped."""
+    """What a public thread has quoted."""
     for folder in ("recorded", "threads", "held"):
         logs = TESTS / "reading" / "logs" / folder
         for truth in json.loads((logs / "truth.json").read_text()):
             path = (logs / truth["file"]).relative_to(ROOT)
             # Where a log does not tell the cause, rank-behind is the right answer, and no other one is.
             is_told = (truth["derivable"]["kind"] == "cannot-tell") == (name == "rank-behind")
-            if is_told and "#" in truth["source"] and names(kind, name, [path]):
+            if is_told and "#" in truth["source"] and names(kind, name, path):
                 made = f"Of the log in {_thread(truth['source'])}: `ncclsafe diagnose {path}`."
                 yield {"made": made, "files": [str(path)]}
-    dumps = TESTS / "reading" / "nccl_dumps"
-    for job in sorted(each for each in dumps.iterdir() if each.is_dir()):
-        path = job.relative_to(ROOT)
-        every = [each.relative_to(ROOT) for each in sorted(job.glob("_dump_*"))]
-        if names(kind, name, [path]):
-            made = f"Of the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`."
-            yield {"made": made, "files": [str(path)]}
-        for left_out in every:
-            rest = [each for each in every if each != left_out]
-            if names(kind, name, rest):
-                made = f"Of the dumps of a real NCCL job on 16 GPUs, {path}, without `{left_out.name}`."
-                yield {"made": made, "files": [*map(str, rest)]}
 
 
 def from_made_log(kind: str, name: str) -> Iterator[Recorded]:
@@ -171,11 +168,10 @@ LOADER_ERRORS = {
 }
 
 
-def names(kind: str, name: str, paths: list[Path]) -> bool:
-    """Whether this is what files say first."""
+def names(kind: str, name: str, path: Path) -> bool:
+    """Whether this is what is said first of files."""
     evidence = Artifacts()
-    for path in paths:
-        evidence.read(str(ROOT / path))
+    evidence.read(str(ROOT / path))
     return first_finding(kind, evidence.job()) == name
 
 
@@ -206,7 +202,7 @@ def record(kind: str, name: str, warm: Warm, wanted: str = "") -> str:
         LIVE: (from_training, from_recording, from_scene),
         DISAGREEMENT: (from_training, from_scene),
         HOSTS: (from_scene,),
-        RECORDED: (from_logs, from_simulation, from_made_log),
+        RECORDED: (from_dumps, from_logs, from_simulation, from_made_log),
     }
     for make in makers[kind]:
         more = (warm, wanted) if make is from_training else ()

@@ -122,7 +122,7 @@ class Search:
 
     def _send(self, message: dict[str, Any]) -> Any:
         self._engine.eval(f"answers.length = 0; void listener({{ data: {json.dumps(message)} }})")
-        return json.loads(self._engine.eval("JSON.stringify(answers)"))
+        return json.loads(str(self._engine.eval("JSON.stringify(answers)")))
 
     def close(self) -> None:
         """Ends its engine, whose threads would go on."""

@@ -1,4 +1,4 @@
-"""What code of ours says of itself, where it is defined: probes put it on the frames that they see, and rules read it.
+"""What code of ours declares about itself where it is defined: probes put it on frames, and rules read it.
 
 So nobody has to know a function of ours by its file and its name, which change.
 """
@@ -19,9 +19,9 @@ class Mark(str, Enum):
     """What a frame of ours is; those of anybody else's code have none."""
 
     OWN = "own"
-    """Of this package, and says no more of itself: it waits for nobody."""
+    """Of this package, with nothing more declared: it waits for nobody."""
     STORE = "store"
-    """Waits for what other ranks say, over the exchange or in the job's store."""
+    """Waits for other ranks, over the exchange or in the job's store."""
     VOTE = "vote"
     """Waits for the other ranks' votes on the next batch, in a collective."""
     LOGGER = "logger"

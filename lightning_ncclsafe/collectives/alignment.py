@@ -91,7 +91,7 @@ class Alignment:
     def clock(self, now: Reading) -> Clock:
         """What is known of it now; nothing if the wall clock was set in the meantime.
 
-        Clocks drift apart; and a correction of the own wall clock, too small to be told from drift, may have been one.
+        Clocks drift apart, and the own wall clock may have been corrected by less than drift explains.
         """
         if now.has_stepped(self.at):
             return Clock()

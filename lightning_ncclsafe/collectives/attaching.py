@@ -68,7 +68,7 @@ class AttachedTimer:
         tracker.listeners += (self._phase_history,)
 
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Ranks that keep others waiting, as far as this rank has been told."""
+        """Ranks that keep others waiting, as far as this rank knows."""
         return self.timer.stragglers
 
     def end(self) -> None:
@@ -94,7 +94,7 @@ class AttachedTimer:
                 say_on_stderr(self.trace)
 
     def _log(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's profiler is told of every hook, and not of this."""
+        """Lightning's profiler sees every hook, but not this."""
         assert self._log_metrics is not None
         with self._tracker.action(LOG_METRICS):
             return self._log_metrics.original(*args, **kwargs)

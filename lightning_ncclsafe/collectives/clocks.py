@@ -1,4 +1,7 @@
-"""The wall clocks of all hosts beside rank 0's, so that ranks on different hosts can be compared."""
+"""How far the wall clocks of all hosts are ahead of rank 0's, so that ranks on different hosts can be compared.
+
+One rank of each host sends messages to rank 0 over the exchange and measures how long they take. Keys are used again.
+"""
 
 import threading
 import time
@@ -19,14 +22,14 @@ from lightning_ncclsafe.collectives.alignment import (
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.timing.windows import Clock
 
-ROUNDS = 8
-"""Of messages and answers in a session; the first, which only says that a rank is there, not counted."""
+_ROUNDS = 8
+"""Of messages and answers in a session; the first, which only announces a rank, is not counted."""
 
 # Of the two that exchange messages: what a poll of theirs waits. A store answers within 0.2 ms.
-PROMPT_S = 0.0005
+_PROMPT_S = 0.0005
 
-REFERENCE = "clock/reference"
-TURN = "clock/turn"
+_REFERENCE = "clock/reference"
+_TURN = "clock/turn"
 
 # A host's clock is aligned again after a minute, or later in a job of so many hosts that this would be all rank 0 does.
 _AGAIN_S = 60.0
@@ -99,27 +102,27 @@ class Surroundings:
         return stands[0] if stands else -1
 
 
-def slot_key(number: int) -> str:
-    """Under which a rank that aligns its host says so; slots are taken one after the other."""
+def _slot_key(number: int) -> str:
+    """Under which a rank that aligns its host announces itself; slots are taken one after the other."""
     return f"clock/slot/{number}"
 
 
-def leader_key(boot_id: str) -> str:
+def _leader_key(boot_id: str) -> str:
     """Under which ranks of a host find which of them aligns it."""
     return f"clock/leader/{boot_id}"
 
 
-def ping_key(rank: int) -> str:
+def _ping_key(rank: int) -> str:
     """Of messages to rank 0: session, attempt and round."""
     return f"clock/ping/{rank}"
 
 
-def pong_key(rank: int) -> str:
+def _pong_key(rank: int) -> str:
     """Of its answers: session, attempt, round, when it was seen, when it was answered, and rank 0's epoch."""
     return f"clock/pong/{rank}"
 
 
-def alignment_key(boot_id: str) -> str:
+def _alignment_key(boot_id: str) -> str:
     """Of a host's alignment, for all ranks on it."""
     return f"clock/alignment/{boot_id}"
 
@@ -132,13 +135,13 @@ def numbers(text: str) -> tuple[int, ...]:
         return ()
 
 
-def alignment_text(found: Alignment) -> str:
+def _alignment_text(found: Alignment) -> str:
     """An alignment as text."""
     return f"{found.offset_ns} {found.uncertainty_ns} {found.at.wall_ns} {found.at.steady_ns} {found.epoch}"
 
 
 def read_alignment(text: str) -> Alignment | None:
-    """The alignment that a text says; None if it says none."""
+    """The alignment in a text; None if there is none."""
     told = numbers(text)
     if len(told) != 5 or told[1] < 0:
         return None
@@ -180,7 +183,7 @@ class Reference:
         self._invite(every_s)
 
     def _watch_own_clock(self) -> None:
-        """All alignments are void once rank 0's own clock has been set: the epoch tells."""
+        """All alignments are void once rank 0's own clock has been set: the epoch shows it."""
         now = self._around.read()
         has_stepped = self._reading is not None and now.has_stepped(self._reading)
         self._reading = now
@@ -189,12 +192,12 @@ class Reference:
             self._due_s = dict.fromkeys(self._due_s, 0.0)
             self._invited = {}
         if not self._epoch:
-            self._around.put(REFERENCE, f"{now.wall_ns} {self._around.boot_id}")
+            self._around.put(_REFERENCE, f"{now.wall_ns} {self._around.boot_id}")
             self._epoch = now.wall_ns
 
     def _meet(self) -> None:
         while len(self._due_s) < self._around.world_size:
-            leader = numbers(self._around.get(slot_key(len(self._due_s))))
+            leader = numbers(self._around.get(_slot_key(len(self._due_s))))
             if not leader or leader[0] in self._due_s:
                 return
             self._due_s[leader[0]] = 0.0
@@ -202,7 +205,7 @@ class Reference:
     def _serve(self, until_s: float) -> None:
         """Those that were invited and are there."""
         leaders = [*self._invited]
-        pings = self._around.get_many([ping_key(leader) for leader in leaders]) if leaders else []
+        pings = self._around.get_many([_ping_key(leader) for leader in leaders]) if leaders else []
         for leader, ping in zip(leaders, pings, strict=True):
             invitation = self._invited[leader]
             told = numbers(ping)
@@ -219,15 +222,15 @@ class Reference:
         around, expected = self._around, 0
         quiet_s = around.monotonic() + _QUIET_S
         while around.monotonic() < min(until_s, quiet_s):
-            ping = around.get(ping_key(leader))
+            ping = around.get(_ping_key(leader))
             # Not earlier: that the message had been sent by then is what this time proves.
             seen_ns = around.now_ns()
             if numbers(ping) != (*session, expected):
-                around.sleep(PROMPT_S)
+                around.sleep(_PROMPT_S)
                 continue
             told = f"{session[0]} {session[1]} {expected} {seen_ns}"
-            around.put(pong_key(leader), f"{told} {around.now_ns()} {self._epoch}")
-            if expected == ROUNDS:
+            around.put(_pong_key(leader), f"{told} {around.now_ns()} {self._epoch}")
+            if expected == _ROUNDS:
                 return True
             expected += 1
             quiet_s = around.monotonic() + _QUIET_S
@@ -253,7 +256,7 @@ class Reference:
         if sessions == told and (not sessions or told_s / 1.5 < every_s < told_s * 1.5):
             return
         turn = " ".join(f"{leader} {invitation.session}" for leader, invitation in self._invited.items())
-        self._around.put(TURN, f"{int(every_s * 1e9)} {turn}")
+        self._around.put(_TURN, f"{int(every_s * 1e9)} {turn}")
         self._told_turn = every_s, sessions
 
 
@@ -287,7 +290,7 @@ class Follower:
         """One round of all of it; nothing on rank 0's host."""
         if self._shares_reference or not self._is_due():
             return
-        reference, text = self._around.get_many([REFERENCE, self._other_key()])
+        reference, text = self._around.get_many([_REFERENCE, self._other_key()])
         epoch, _, boot_id = reference.partition(" ")
         if not boot_id:
             return
@@ -296,7 +299,7 @@ class Follower:
         if self._shares_reference:
             return
         if self._leader is None:
-            self._leader = self._around.claim(leader_key(self._around.boot_id))
+            self._leader = self._around.claim(_leader_key(self._around.boot_id))
         elif self._leader == self._around.rank:
             self._lead(text)
         else:
@@ -310,7 +313,7 @@ class Follower:
         return True
 
     def _other_key(self) -> str:
-        return TURN if self._leader in (None, self._around.rank) else alignment_key(self._around.boot_id)
+        return _TURN if self._leader in (None, self._around.rank) else _alignment_key(self._around.boot_id)
 
     def _see_epoch(self, told: tuple[int, ...]) -> None:
         self._epoch = told[0] if told else 0
@@ -331,30 +334,30 @@ class Follower:
 
     def _take_slot(self) -> bool:
         """Slots are taken in order, so that rank 0 finds all by asking for the next one."""
-        return any(self._around.claim(slot_key(n)) == self._around.rank for n in range(self._around.world_size))
+        return any(self._around.claim(_slot_key(n)) == self._around.rank for n in range(self._around.world_size))
 
     def _align(self, session: int, every_s: float) -> None:
         around = self._around
         # Unlike any other attempt's, so that no old answer is taken for one to this.
         attempt = around.now_ns()
-        around.put(ping_key(around.rank), f"{session} {attempt} 0")
+        around.put(_ping_key(around.rank), f"{session} {attempt} 0")
         wait_s = min(every_s * _LATER + _LATER_S, _LONGEST_S)
         opened = self._answer((session, attempt, 0), wait_s, _LINGER_S)
         if opened is None:
-            around.put(ping_key(around.rank), f"{session} {attempt} -1")
+            around.put(_ping_key(around.rank), f"{session} {attempt} -1")
             return
         began = around.read()
         rounds = list(self._rounds(session, attempt, epoch=opened[5]))
         found = aligned(rounds, began, around.read(), opened[5])
         if found is not None:
             self._session, self._epoch, self._alignment = session, found.epoch, found
-            around.put(alignment_key(around.boot_id), alignment_text(found))
+            around.put(_alignment_key(around.boot_id), _alignment_text(found))
 
     def _rounds(self, session: int, attempt: int, epoch: int) -> Iterator[Round]:
-        for number in range(1, ROUNDS + 1):
+        for number in range(1, _ROUNDS + 1):
             sent_ns = self._around.now_ns()
-            self._around.put(ping_key(self._around.rank), f"{session} {attempt} {number}")
-            pong = self._answer((session, attempt, number), _ANSWER_S, PROMPT_S)
+            self._around.put(_ping_key(self._around.rank), f"{session} {attempt} {number}")
+            pong = self._answer((session, attempt, number), _ANSWER_S, _PROMPT_S)
             got_ns = self._around.now_ns()
             if pong is None or pong[5] != epoch:
                 return
@@ -363,7 +366,7 @@ class Follower:
     def _answer(self, message: tuple[int, int, int], wait_s: float, every_s: float) -> tuple[int, ...] | None:
         until_s = self._around.monotonic() + wait_s
         while not self._is_stopped() and self._around.monotonic() < until_s:
-            pong = numbers(self._around.get(pong_key(self._around.rank)))
+            pong = numbers(self._around.get(_pong_key(self._around.rank)))
             if len(pong) == 6 and pong[:3] == message:
                 return pong
             self._around.sleep(every_s)
@@ -377,7 +380,7 @@ def _turn_of(rank: int, told: tuple[int, ...]) -> _Turn | None:
 
 
 class ClockSync:
-    """Aligns a rank's wall clock with rank 0's over the exchange, and says how well.
+    """Aligns a rank's wall clock with rank 0's over the exchange, with a bound of the error.
 
     Ranks of one host share a clock; one of them, whoever asks first, measures for all. Rank 0 invites hosts, eight at
     a time; a rank that finds itself invited waits in its tick until rank 0's next tick, which answers its messages.

@@ -1,4 +1,4 @@
-"""What this rank's Flight Recorder has got since it was last read, as a window."""
+"""What this rank's Flight Recorder has recorded since the last reading, and the phases of its steps, as a window."""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -199,7 +199,7 @@ class Recording:
                     backend=backend if mark else "",
                 )
                 if name not in members:
-                    self.say(f"the members of the process group {name!r} are not known: it is gone already.")
+                    self.say(f"the members of the process group {name!r} are unknown: it no longer exists.")
         for name in [name for name in self._groups if name not in names][: max(len(self._groups) - _MOST_GROUPS, 0)]:
             del self._groups[name]
         self._time_on_device()
@@ -248,7 +248,7 @@ class Recording:
         found = []
         while marks:
             found.append(marks.popleft())
-        # It goes on, unless it has ended just now and is among the marks already; so it is not told again later.
+        # It goes on, unless it has ended just now and is among the marks already; so it is not recorded again.
         if current not in found:
             found.append(current)
         new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]

@@ -33,7 +33,7 @@ def log_scalars(
         besides: Classes of loggers that get nothing.
 
     Returns:
-        Classes of loggers that have failed, which is said.
+        Classes of loggers that have failed; a line says so.
     """
     chosen = [logger for logger in loggers if type(logger).__name__ not in besides] if scalars else []
     return _each(chosen, lambda logger: logger.log_metrics(scalars, step=step))
@@ -86,7 +86,7 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
 
 
 def print_table(summary: TimingSummary, where: str) -> None:
-    """Prints the table, with a line on the trace below it; on rank 0. Of too few steps nothing can be said."""
+    """Prints the table, with a line on the trace below it; on rank 0. Too few steps have none."""
     if summary.steps >= LEAST_STEPS:
         say_on_stderr("\n".join(filter(None, [_table(summary, room_on_stderr()), where])))
 

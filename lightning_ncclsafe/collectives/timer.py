@@ -1,4 +1,4 @@
-"""The thread of one rank that reads its recorder, shares it with the others and, on rank 0, judges what has come."""
+"""The thread of one rank that reads its recorder, shares it with the others and, on rank 0, analyses what has come."""
 
 import threading
 import time
@@ -143,7 +143,7 @@ class Timer:
         """Starts the threads."""
         size = _torch.recorder_size(RECORDER_SIZE)
         if not 0 < size <= MOST_ENTRIES:
-            found = f"keeps {size:,} entries, too many to be read all the time" if size else "is off"
+            found = f"keeps {size:,} entries, too many to be read continuously" if size else "is off"
             self._recording.say(
                 f"the Flight Recorder {found}, so no collective is timed; unset TORCH_FR_BUFFER_SIZE or set it to 2000."
             )
@@ -217,7 +217,7 @@ class Timer:
             # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
             self._recording.say(f"some of what was timed could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
-            self._recording.say(f"{self._tree.unreadable} times what a rank had sent could not be read.")
+            self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")
             self._unreadable = self._tree.unreadable
 
     def _judge(self, window: Window) -> None:

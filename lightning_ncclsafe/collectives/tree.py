@@ -24,7 +24,7 @@ _TOLD = "timing/stragglers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerReport:
-    """What rank 0 tells all ranks.
+    """What rank 0 sends to all ranks.
 
     Attributes:
         stragglers: Ranks that keep, or kept, the others waiting.
@@ -132,7 +132,7 @@ class Tree:
         self._exchange.set(_TOLD, codec.encode(told))
 
     def told(self) -> StragglerReport:
-        """What rank 0 has told last.
+        """What rank 0 sent last.
 
         Raises:
             ExchangeError: If ranks cannot share.

@@ -57,13 +57,13 @@ def first_rank(exchange: Exchange, key: str, rank: int) -> int:
     """The rank that came to this point first: it does for all what each of them would do.
 
     Raises:
-        ExchangeError: If nobody can be asked.
+        ExchangeError: If the exchange does not answer.
     """
     return int(exchange.set_if_absent(key, str(rank).encode()))
 
 
 def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
-    """Whether this rank is the first to come to this point. Where nobody can be asked, each is taken for the first."""
+    """Whether this rank is the first to come to this point. Without an exchange, each is."""
     try:
         return first_rank(exchange, key, rank) == rank
     except ExchangeError:

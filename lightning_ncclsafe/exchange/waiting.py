@@ -40,7 +40,7 @@ def wait_for(
 
     Args:
         ask: What to ask. It does not wait itself, beyond the exchange's own deadline.
-        deadline_s: Seconds after which nobody asks again; ``math.inf`` where ``give_up`` limits the wait.
+        deadline_s: Seconds after which it does not ask again; ``math.inf`` where ``give_up`` limits the wait.
         poll_s: Seconds between two questions.
         longest_poll_s: If longer than ``poll_s``, questions become rarer up to this.
         give_up: Whether there is nothing left to wait for, whatever the deadline; asked after each answer.

@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 class DecodeError(ValueError):
-    """The data is not what its type says; the message names the place, what was found and what was expected."""
+    """The data does not fit its type; the message names the place, what was found and what was expected."""
 
 
 class _Unfit(Exception):
@@ -276,7 +276,7 @@ def _read_ranks(value: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _numbers(start: int, stop: int, step: int) -> tuple[int, ...]:
-    """Of a group with a thousand ranks, each of them tells the members; in memory these are one tuple."""
+    """Each rank of a group of a thousand lists its members; in memory these are one tuple."""
     return tuple(range(start, stop, step))
 
 

@@ -65,7 +65,7 @@ class LoaderFacts:
             ``"files"``, ``"names"`` or ``"counts"``, which shards of different data may share.
         all_alike: Whether its samples, all in memory, are all the same, made up to try a program: that ranks have the
             same says nothing then.
-        problems: What could not be found out, one sentence each.
+        problems: What could not be determined, one sentence each.
         read: Batches that this rank had had when the data of some rank ended; None before that.
         ended: Whether it was this rank's data that ended.
     """

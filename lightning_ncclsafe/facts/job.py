@@ -204,7 +204,7 @@ class UnitKind(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """What of the model an outstanding collective sends; several that cannot be told apart by their size are one.
+    """What of the model an outstanding collective sends; several of the same size are one.
 
     Attributes:
         kind: What it is.
@@ -277,7 +277,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Memory, swap and cores of a rank's process and host. None means that this host does not say.
+    """Memory, swap and cores of a rank's process and host. None means that this host does not report it.
 
     Attributes:
         rss_bytes: Resident memory of the rank's process.
@@ -448,7 +448,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Everything one rank says about itself at one moment.
+    """All that one rank knows of itself at one moment.
 
     Attributes:
         rank: Global rank.
@@ -482,7 +482,7 @@ class RankFacts:
         trainer: What its Trainer has been told, and how its training loop has ended; None where it does not ``fit``.
         record: What was read of this rank; None where it answered itself.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
-        missing: What could not be found out, one sentence each.
+        missing: What could not be determined, one sentence each.
     """
 
     rank: int

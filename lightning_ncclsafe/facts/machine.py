@@ -1,6 +1,6 @@
 """What held a rank up besides its code: its main thread's turns on a core, its host's pressure, its GPU, its network.
 
-None, or empty, means that this host does not say.
+None, or empty, means that this host does not report it.
 """
 
 from dataclasses import dataclass, field

@@ -49,7 +49,7 @@ class PhaseKind:
 
 
 def phase_kind_of(progress: Progress) -> PhaseKind:
-    """The kind of phase that a rank's facts tell of; the first batch is over here when the second one is there."""
+    """The kind of phase in a rank's facts; the first batch is over here once the second one is there."""
     return make_phase_kind(progress.phase, progress.actions, first=progress.batch_idx <= 0)
 
 

@@ -1,11 +1,11 @@
-"""What one rank finds on its host before training starts."""
+"""What one rank finds on its host before training starts, and what it may use of it."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What one rank may use of its host. None, or empty, means that this host does not say.
+    """What one rank may use of its host. None, or empty, means that this host does not report it.
 
     Attributes:
         machine: What tells this host from others: its boot id, or its name; ranks that have it in common share a host.
@@ -48,7 +48,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapFacts:
-    """Swap and memory pressure of the host. None means that this host does not say.
+    """Swap and memory pressure of the host. None means that this host does not report it.
 
     Attributes:
         total_bytes: Swap space.
@@ -76,7 +76,7 @@ class SwapFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU, the one that a rank uses, as NVML tells. None means that it does not.
+    """One GPU, the one that a rank uses, as NVML reports it. None means that it does not.
 
     Attributes:
         index: Its index for NVML.
@@ -207,7 +207,7 @@ class PreflightFacts:
         settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
         is_cuda: Whether the run uses GPUs.
         took_s: How long all of this took, seconds.
-        missing: What could not be found out, one sentence each.
+        missing: What could not be determined, one sentence each.
     """
 
     capacity: Capacity = field(default_factory=Capacity)

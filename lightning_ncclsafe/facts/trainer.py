@@ -1,11 +1,11 @@
-"""What a rank's Trainer has been told, and how its training loop has ended; data only."""
+"""A rank's Trainer: its settings, the end of its training loop, its steps, its offloaded loggers; data only."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class LoopEnd(str, Enum):
-    """What the state of a Trainer says of the end of its training loop; that it has ended is seen elsewhere."""
+    """Why a training loop ends, from the state of its Trainer; that it has ended is seen elsewhere."""
 
     UNKNOWN = ""
     """Nothing that a loop would end for."""
@@ -75,11 +75,13 @@ class MetricFacts:
         name: Its name in the model, ``"val_accuracy"``.
         type: Its class.
         states: Names of its states.
+        by_entry: Of these, lists that are not reduced: each entry is gathered by collectives of its own.
     """
 
     name: str
     type: str = ""
     states: tuple[str, ...] = ()
+    by_entry: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,10 @@ class StepFacts:
         groups_made: How many process groups this rank has taken part in making, as a member or not, with the one that
             it is making; -1 where that is not known.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
-            functions that the main thread is in; looked for only while it makes a group.
+            functions that the main thread is in, else in those of the module and callbacks; looked for only while it
+            makes a group.
+        accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``;
+            looked for only where passes have reduced nothing.
     """
 
     with_backward: int = 0
@@ -151,6 +156,7 @@ class StepFacts:
     peer: int = -1
     groups_made: int = -1
     groups_at: tuple[str, ...] = ()
+    accumulates_at: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

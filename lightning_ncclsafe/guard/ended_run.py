@@ -68,7 +68,7 @@ class EndedRun:
         if state.main_thread_left.is_set() and not state.limit_is_reported:
             return
         if state.verdict is not None and state.verdict.incident.opened_ns < state.began_ns:
-            # Those who waited have reported why, perhaps on other hosts; on this one nobody would know.
+            # The ranks that waited have reported why, perhaps on other hosts; this one would end without a line.
             self._say(f"rank {self._place.rank} started too late; the other ranks gave up: {state.verdict.answer}")
         self._ending.close(state.error)
         self._let_the_failed_leave()

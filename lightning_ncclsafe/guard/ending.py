@@ -1,11 +1,11 @@
-"""Ending a run: its process exits once the report is written, and until then nobody trains on or saves.
+"""Ending a run: its process exits once the report is written, and until then it neither trains nor saves.
 
 Process groups are not aborted. After an abort, waits in NCCL return as if nothing had happened, what was queued behind
 the aborted collective, an optimizer's step for instance, runs on partial sums, and the next line may save the result.
 An abort of several communicators may also deadlock, with locks that Python's exit needs. A process that leaves by
 ``os._exit`` has no such next line, and no handlers of ``atexit``, destructors or threads to wait for.
 
-Others may abort all the same: PyTorch's own watchdog, where ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says so, or a broken
+Others may abort all the same: PyTorch's own watchdog, as ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` orders, or a broken
 connection. So the Trainer's thread is held meanwhile: it comes back from its wait, and not to the next line.
 """
 
@@ -285,7 +285,7 @@ def _try_for(seconds: float, act: Callable[[], None]) -> None:
 
 
 def end_frozen(cards: Iterable[Card], say: Callable[[str], None]) -> None:
-    """Kills processes of this host that cannot end themselves, and that nobody else may end: their launcher is one.
+    """Kills processes of this host that cannot end themselves, and that nothing else may end: one may be the launcher.
 
     Args:
         cards: Of ranks that are stopped, or whose interpreter's lock is held for good.

@@ -318,7 +318,7 @@ class Gathering:
         answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
         if any(rank < self._rank for rank in answered):
             return
-        # Those of earlier rounds have left, and nobody has to look at them.
+        # Those of earlier rounds have left, and need not be looked at.
         answered |= self._answers.keys()
         self._watched = {rank: card for rank, card in peers.items() if rank not in answered}
         for seen in self._witness(self._watched.values()):

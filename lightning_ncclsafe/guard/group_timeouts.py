@@ -104,7 +104,7 @@ class GroupTimeouts:
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
         if round(before_s, 3) in self._nobodys_s:
             return phase_s
-        # With one limit for all phases whoever has chosen a timeout has chosen it for all.
+        # Where no phase has a limit of its own, a timeout that a user has chosen holds in all phases.
         return max(before_s, phase_s) if self._phase else before_s
 
     def _restore(self) -> None:

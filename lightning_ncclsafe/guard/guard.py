@@ -40,7 +40,7 @@ _POLL_S, _POLLS_PER_S = 0.25, 1000.0
 class Guard:
     """Guards one rank for one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
-    The guard never hurts the run: if it fails itself, it says so once, on this rank, and is off from then on.
+    The guard never hurts the run: if it fails itself, it prints that once, on this rank, and is off from then on.
 
     The strategy calls it on the main thread; :class:`Watchdog` calls it at every tick on a thread of its own, and only
     there is anything shared or decided.
@@ -161,14 +161,14 @@ class Guard:
         self._watchdog.wake()
 
     def set_up(self) -> None:
-        """All ranks have created their process groups: what is not recorded now never will be. One rank says so."""
+        """All ranks have created their process groups: what is not recorded now never will be. One rank prints it."""
         # Their cards are there now, and a peer may end in the first collective of the training.
         self._watchdog.wake()
         rank = self._place.rank
         groups = self._probe.glance(0.0).unrecorded
-        said = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
-        if said and self._place.world_size > 1 and comes_first(self._connection.newest, "unrecorded", rank):
-            self._say(" ".join(said))
+        texts = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
+        if texts and self._place.world_size > 1 and comes_first(self._connection.newest, "unrecorded", rank):
+            self._say(" ".join(texts))
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised on this rank; see :meth:`Leaving.failed`."""

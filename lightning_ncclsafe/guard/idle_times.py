@@ -16,7 +16,7 @@ UNKNOWN_S = 60.0
 MULTIPLE = 4.0
 # Batches of a kind after which it is known how long they take.
 _BATCHES_TO_KNOW = 5
-# Shorter ones tell nothing: a multiple of them is below the floor.
+# Shorter ones do not matter: a multiple of them is below the floor.
 _LEAST_S = 1.0
 # Kept of each kind of phase, 4 KB; with a step of two seconds that is a quarter of an hour.
 _KEPT = 512

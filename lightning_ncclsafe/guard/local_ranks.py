@@ -75,7 +75,7 @@ class LocalRanks:
         self.has_lost = False
 
     def meet(self, exchange: Exchange) -> None:
-        """Reads their cards, once they are all there: later nobody may be able to give them."""
+        """Reads their cards, once they are all there: later the store may be gone."""
         self.has_lost = False
         if self._have_met:
             return

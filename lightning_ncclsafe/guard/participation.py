@@ -122,7 +122,7 @@ class Participation:
             self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 
     def _say_on_other_hosts(self, verdict: Verdict | None) -> None:
-        """The report is printed on one host; on each of the others nobody would know why its ranks end."""
+        """The report is printed on one host; on each of the others its first rank prints why its ranks end."""
         is_first, here = self._place.local_rank == 0, self._probe.card.host
         if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
             where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""

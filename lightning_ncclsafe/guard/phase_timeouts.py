@@ -12,7 +12,7 @@ class PhaseTimeouts:
 
     What applies is the limit of the phase that the waiting rank is in. It counts for the guard and, 15 s longer, for
     the back end of every process group, from when the phase begins. A group whose creator gave it a longer timeout of
-    its own keeps that; exactly 10 or 30 minutes, PyTorch's defaults, cannot be told from none and count as none.
+    its own keeps that; exactly 10 or 30 minutes, PyTorch's defaults, look like none and count as none.
 
     Args:
         init: Until the first batch or sanity check: creation of the process group, setup, restoring.

@@ -27,7 +27,7 @@ class Verdict:
         incident: The incident.
         answer: The report's first line.
         folder: Where the report was written; empty where it could not be.
-        is_reported: Whether anything was written or printed: not if all ranks raise the same, or the wait is expected.
+        is_reported: Whether anything was written or printed; not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot go on, and is to be ended.
         quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;
@@ -106,7 +106,7 @@ class Reporter:
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
         folder, where = "", ""
-        # Where every rank has the same traceback to print, nobody waits and nothing is to be explained.
+        # Where every rank has the same traceback to print, no rank waits and nothing needs an explanation.
         is_joint = _all_raised_alike(job)
         if not is_joint:
             folder, where = self._write(diagnosis)

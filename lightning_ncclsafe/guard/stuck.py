@@ -122,7 +122,7 @@ class StuckDetector:
         # Not only the rank that opened it: that one may be gone.
         if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
             return None
-        # A main thread that unwinds with an exception moves, too; by the tick after it has said so.
+        # A main thread that unwinds with an exception makes progress, too; by the tick after, the exception is known.
         if self._probe.exception is not None:
             return None
         return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))

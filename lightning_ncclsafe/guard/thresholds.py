@@ -10,7 +10,7 @@ from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
 # What processes are given to start before the first meeting, however soon the user wants to know.
 START_UP_S = 30.0
-# How often a rank that stands still, but waits for nobody, is looked at again: a look takes some 30 ms.
+# How often a rank that makes no progress, but waits for no other, is looked at again: a look takes some 30 ms.
 _LOOK_S = 1.0
 _RARELY_S = 10.0
 # Timeouts that process groups have when nobody gives them one: PyTorch's for NCCL, and for all other back ends.

@@ -60,9 +60,12 @@ class Stage:
             settings: What the user has set.
         """
         limit = self._limit(trainer)
+        given = [getattr(loader, "stands_for", loader) for loader in self.loaders]
+        # An empty list in place of a loader: Lightning takes it for one that has no batches.
+        is_none = all(isinstance(loader, (list, tuple, dict)) and not loader for loader in given)
         loaders = tuple(
             loader_facts(loader, name=self._name_of(index), limit=limit, content=settings.content)
-            for index, loader in enumerate(self.loaders)
+            for index, loader in enumerate(() if is_none else given)
         )
         share = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return DataFacts(

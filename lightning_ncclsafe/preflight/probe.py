@@ -11,7 +11,7 @@ import psutil
 
 from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.gpu.nvml import gpu_facts
+from lightning_ncclsafe.probes.gpu import gpu_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.host.swap import SwapProbe
 from lightning_ncclsafe.probes.network.links import network_facts

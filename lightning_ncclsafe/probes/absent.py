@@ -1,4 +1,4 @@
-"""Facts that a host may not tell."""
+"""Facts that a host may not provide."""
 
 from collections.abc import Callable
 from typing import TypeVar

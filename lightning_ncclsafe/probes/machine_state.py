@@ -1,4 +1,4 @@
-"""What holds this rank up besides its code, over the last seconds: watched at the guard's pace, read at an incident."""
+"""What besides its code holds this rank up, over the last seconds: watched at the guard's pace, read at an incident."""
 
 import gc
 import math
@@ -18,7 +18,6 @@ from lightning_ncclsafe.facts import (
     InterfaceFacts,
     MachineFacts,
     MainThreadFacts,
-    PressureFacts,
 )
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
@@ -105,7 +104,7 @@ class MachineProbe:
         shm = or_none(partial(os.statvfs, self._shm))
         return MachineFacts(
             main_thread=_main_thread([*recent, now]) if recent else None,
-            pressure=_pressure(recent[0], now) if recent else None,
+            pressure=pressure_between(recent[0].pressure, now.pressure, now.at_s - recent[0].at_s) if recent else None,
             garbage=self._garbage.read(),
             ended=self._children.read(idle_s),
             shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
@@ -136,10 +135,6 @@ def _main_thread(looks: list[_Look]) -> MainThreadFacts:
         preempted=_count(now.preempted, before.preempted),
         major_faults=_count(now.major_faults, before.major_faults),
     )
-
-
-def _pressure(before: _Look, now: _Look) -> PressureFacts:
-    return pressure_between(before.pressure, now.pressure, now.at_s - before.at_s)
 
 
 def _seconds(now: float | None, before: float | None) -> float | None:
@@ -238,5 +233,5 @@ class GpuWatch:
     def _run(self) -> None:
         try:
             self._answer = self._ask()
-        except Exception:  # what the driver does not tell is not known, and nothing more
+        except Exception:  # what the driver does not report is unknown, and nothing more
             self._answer = None

@@ -1,4 +1,4 @@
-"""Everything one rank can say about itself and its neighbours, within a deadline."""
+"""All that one rank knows of itself and its neighbours, within a deadline."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     Straggler,
 )
-from lightning_ncclsafe.probes.gpu.nvml import gpu_state
+from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.resources import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.network.links import taken_interface
@@ -186,7 +186,7 @@ class RankProbe:
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
-            # There, whether the main thread computes or waits is all that tells the one from the other.
+            # There, only whether the main thread computes or waits distinguishes the two.
             machine=self._machine.read(idle_s) if unrecorded else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,
@@ -227,7 +227,7 @@ class RankProbe:
         }
         if facts.exception is not None:
             slow["exception"] = lambda: _sourced(facts.exception)
-        # Not with the slow ones: a rank that is starved would miss the deadline just where this tells why.
+        # Not with the slow ones: a starved rank would miss the deadline just where this shows why.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
@@ -244,7 +244,7 @@ class RankProbe:
         self._machine.note()
 
     def note_memory(self) -> None:
-        """Notes this process's memory, at most every 2 s, so that its growth can be told; cheap."""
+        """Notes this process's memory, at most every 2 s, so that its growth is known; cheap."""
         if time.monotonic() - self._noted_s >= _NOTE_S:
             self._noted_s = time.monotonic()
             self._growth.measure(self.card.pid, *own_memory())
@@ -350,6 +350,6 @@ def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:
 def _try(probe: Callable[[], Any], default: Any, name: str, missing: list[str]) -> Any:
     try:
         return probe()
-    except Exception as error:  # a fact that cannot be had is said to be missing, and nothing more
+    except Exception as error:  # a fact that cannot be had is reported as missing, and nothing more
         missing.append(f"{name}: {type(error).__name__}: {error}")
         return default

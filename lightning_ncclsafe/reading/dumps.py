@@ -1,4 +1,8 @@
-"""A file with a Flight Recorder's dump, as pickle or as JSON, and the rank that wrote it, which its name tells."""
+"""A Flight Recorder's dump, as pickle or as JSON, and what it means; the rank that wrote it is in the file's name.
+
+Of a pickle's instructions only those that make plain data are followed. Of the entries the newest of each group are
+kept, and those around the oldest one that has not ended.
+"""
 
 import io
 import json
@@ -69,7 +73,7 @@ def unpickled(data: bytes) -> Any:
         raise
     # Whatever a damaged pickle makes of Python's unpickler.
     except Exception as error:
-        raise ReadingError(f"it is no whole pickle ({type(error).__name__}: {str(error)[:100]})") from error
+        raise ReadingError(f"it is a damaged pickle ({type(error).__name__}: {str(error)[:100]})") from error
 
 
 def _look_over(data: bytes) -> None:
@@ -86,10 +90,10 @@ def _look_over(data: bytes) -> None:
         if code not in _COUNTED:
             if end - position < _LENGTHS.get(code, 0):
                 break
-            raise ReadingError(f"it is no plain data: it has the instruction {bytes([code])!r} at byte {position:,}")
+            raise ReadingError(f"it is not plain data: it has the instruction {bytes([code])!r} at byte {position:,}")
         start = position + 1 + _COUNTED[code]
         position = start + int.from_bytes(data[position + 1 : start], "little")
-    raise ReadingError("it is no whole pickle: it has been cut off")
+    raise ReadingError("it is a truncated pickle")
 
 
 class Parsed(NamedTuple):
@@ -209,7 +213,7 @@ def from_pickle(data: bytes) -> dict[Any, Any]:
     """
     plain = unpickled(data)
     if not is_dump(plain):
-        raise ReadingError("it is a pickle, but no dump of PyTorch's Flight Recorder")
+        raise ReadingError("it is a pickle, but not a dump of PyTorch's Flight Recorder")
     found: dict[Any, Any] = plain
     return found
 
@@ -229,7 +233,7 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ReadingError(f"it is no whole JSON ({str(error)[:100]})") from error
+        raise ReadingError(f"it is damaged JSON ({str(error)[:100]})") from error
 
 
 class Dump(NamedTuple):

@@ -104,7 +104,7 @@ class Artifacts:
         """
         rank = rank_of(path)
         if rank is None:
-            raise ReadingError("its name does not say which rank wrote it: let it end with the rank, trace_3")
+            raise ReadingError("its name does not say which rank wrote it: end it with the rank, as in trace_3")
         facts, found = read_dump(dump, rank)
         self.files += 1
         self._unknown_backends.update(found.unknown_backends)
@@ -160,14 +160,14 @@ class Artifacts:
             )
         if self._unknown_backends:
             yield (
-                f"How the back end {', '.join(sorted(self._unknown_backends))} records that something has ended is not "
-                "known here: it is read as gloo's."
+                f"How the back end {', '.join(sorted(self._unknown_backends))} records the end of a collective is not "
+                "known: it is read as gloo's."
             )
 
     def _of_two(self) -> Iterator[str]:
         if self._twice:
             one, other = next(iter(self._twice.values()))
-            yield f"There are two dumps of {ranks_words(self._twice)}, as {one} and {other}: the later is used."
+            yield f"There are two dumps of {ranks_words(self._twice)}, {one} and {other}: the later one is used."
 
     def _try(self, source: Source) -> None:
         try:
@@ -220,7 +220,7 @@ class Artifacts:
             self.log.read(stream, most, _rank_in_name(source.path), _attempt_in_name(source.path))
             if source.packed and stream.read(1):
                 self.missing.append(
-                    f"Of {source.path} only the first {MOST_UNPACKED / 1024**3:.1f} GiB, unpacked, were read."
+                    f"Only the first {MOST_UNPACKED / 1024**3:.1f} GiB of {source.path}, unpacked, were read."
                 )
 
 

@@ -143,7 +143,7 @@ def content(source: Source, most: int) -> bytes:
         with opened(source) as file:
             data = file.read(most + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ReadingError(f"it is no whole gzip file ({error})") from error
+        raise ReadingError(f"it is a damaged gzip file ({error})") from error
     if len(data) > most:
-        raise ReadingError(f"it is larger than {most / 1024**2:,.0f} MiB, which no sensible one is")
+        raise ReadingError(f"it is larger than {most / 1024**2:,.0f} MiB, the limit")
     return data

@@ -30,7 +30,7 @@ _MOST_REMARKS = 8
 _MOST_BROKEN = 3
 _MOST_BARS = 64
 _RIGHT_BEFORE = 3
-_STARTS = "There were several starts of the run: this is the last one in which anything is said to wait or to fail."
+_STARTS = "The run was started several times: this is the last start in which anything waits or fails."
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
@@ -104,7 +104,7 @@ class Log:
                         self._add(part)
                     self._keep_bar()
         except (EOFError, zlib.error, OSError) as error:
-            raise ReadingError(f"it could be read in part only ({error})") from error
+            raise ReadingError(f"only part of it could be read ({error})") from error
         finally:
             self._ends_file()
 
@@ -476,7 +476,7 @@ class _Unread:
         if self._count:
             shown = "; ".join(f'"{line}"' for line in self._lines.values())
             what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
-            yield f"{what} of a form that is not read, such as: {shown}."
+            yield f"{what} in a format that is not known, such as: {shown}."
 
 
 def _leaves_out(line: bytes) -> bool:

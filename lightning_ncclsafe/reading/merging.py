@@ -1,11 +1,10 @@
-"""What several files say, made one job: of a rank that has a dump and a log, of groups that ranks name alike."""
+"""One job from several files: a rank with a dump and a log, groups that ranks name alike, what logs add to logs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import (
-    Collective,
     ExceptionFacts,
     Group,
     Incident,
@@ -23,8 +22,8 @@ from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
 from lightning_ncclsafe.rules.kit.wording import ranks_words, short_location
 
 _UNSIZED = (
-    "Nothing that was read says how many ranks the job has: {size} are the fewest that it can have had. Ranks of which "
-    "nothing was read may be missing from this report."
+    "Nothing that was read says how many ranks the job has: it had {size} or more. Ranks without a dump or a log may "
+    "be missing from this report."
 )
 
 _Called = tuple[str, tuple[int, ...] | None, int | None]
@@ -96,7 +95,7 @@ def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]
     calls = [call for call in one.collectives if call.group not in taken]
     calls += [call for call in other.collectives if call.group in taken]
     groups = (*(group for group in one.groups if group.name not in taken), *taken.values())
-    return replace(one, groups=groups, collectives=_in_order(calls)), both
+    return replace(one, groups=groups, collectives=tuple(sorted(calls, key=lambda call: call.created_ns))), both
 
 
 def _is_later(new: RankFacts, old: RankFacts, group: Group, before: Group | None) -> bool:
@@ -109,10 +108,6 @@ def _is_later(new: RankFacts, old: RankFacts, group: Group, before: Group | None
 
 def _last_ns(facts: RankFacts, group: str) -> int:
     return max((call.created_ns for call in facts.collectives if call.group == group), default=0)
-
-
-def _in_order(calls: Iterable[Collective]) -> tuple[Collective, ...]:
-    return tuple(sorted(calls, key=lambda call: call.created_ns))
 
 
 def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:

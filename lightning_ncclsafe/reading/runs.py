@@ -15,10 +15,10 @@ _BROADCASTS = 4
 # One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
 _OLDER = (
-    "The dumps of {ranks} are of an earlier moment than the others, or of another run: in {group}, others have "
-    "completed number {done:,}, of which {ranks} had called no more than {called:,}. They are left out."
+    "The dumps of {ranks} are older than the others, or from another run: in {group}, other ranks have completed "
+    "number {done:,}, while {ranks} had reached only {called:,}. They are left out."
 )
-_OTHER_RUN = "The dumps of {ranks} are of another run than the others, and are left out: {why}."
+_OTHER_RUN = "The dumps of {ranks} are from another run than the others, and are left out: {why}."
 
 # Name and members; those of one group are the same object.
 _Key = tuple[str, int]
@@ -73,7 +73,7 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
     if ranks:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
-        why = f"what they called last, they called more than {hours} h before the others"
+        why = f"their last calls were more than {hours} h before those of the others"
         yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=why)
 
 

@@ -1,4 +1,4 @@
-"""The starts of a run of which logs tell: launchers start it again, and go on in the same files."""
+"""The starts of a run in its logs, and how launchers report the ends of ranks: a restart goes on in the same files."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated wi
 _ENDINGS = (
     (
         re.compile(r"Received (?:15|Signals\.SIGTERM) death signal|SignalException: Process \d+ got signal: 15"),
-        "A launcher was told to end (SIGTERM): by a scheduler, or by whoever has stopped the job.",
+        "A launcher received SIGTERM, from a scheduler or from whoever stopped the job.",
     ),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO TIME LIMIT"), "SLURM ended the job because its time was up."),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
-    (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM says that a node has failed."),
+    (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM reports a node failure."),
 )
 # What becomes of a process that waits: the watchdog's abort, and whoever ends it after that.
 _FOLLOWS = (0, -6, -15)
@@ -211,8 +211,8 @@ def launcher_remark(text: str) -> str:
     child = _CHILD.search(text)
     if child is not None and whole(child[3]) not in _FOLLOWS:
         # What it calls the rank is that within the host, which is the rank on the first host alone.
-        who = f"its child process {child[2]}, local rank {child[1]}, was the first to end"
-        return f"Lightning says that {who}, with code {child[3]}; on which host is not said."
+        who = f"its child process {child[2]}, local rank {child[1]}, was the first to exit"
+        return f"Lightning reports that {who}, with code {child[3]}; the host is not named."
     return next((sentence for pattern, sentence in _ENDINGS if pattern.search(text)), "")
 
 

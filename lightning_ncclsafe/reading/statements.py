@@ -129,12 +129,12 @@ _ROWS = (
     _Row(
         "died unexpectedly",
         re.compile(r"((?:Worker|Engine core) proc \S{1,100}) died unexpectedly"),
-        lambda found: _ended(None, detail=f"vLLM says that {found[1]} died unexpectedly"),
+        lambda found: _ended(None, detail=f"vLLM reports that {found[1]} died unexpectedly"),
     ),
     _Row(
         "Worker exit type",
         re.compile(r"(?:Worker PID: (\d+) )?Worker exit type: (\w+)"),
-        lambda found: _ended(None, detail=f"Ray says that a worker has died ({found[2]}{_pid_words(found[1])})"),
+        lambda found: _ended(None, detail=f"Ray reports that a worker died ({found[2]}{_pid_words(found[1])})"),
     ),
     # What a process prints of its own end: Python, UCX, Open MPI
     _Row(
@@ -158,7 +158,7 @@ _ROWS = (
             r"srun: error: \S{1,100}: (tasks? [\d,-]{1,60}): (?:Out Of Memory|Killed|Bus error|Segmentation fault)"
         ),
         lambda found: _ended(
-            None, detail=f"srun says that {found[1]} {'were' if found[1].startswith('tasks') else 'was'} killed"
+            None, detail=f"srun reports that {found[1]} {'were' if found[1].startswith('tasks') else 'was'} killed"
         ),
     ),
     # Stores
@@ -252,7 +252,7 @@ _ROWS = (
         re.compile(r"Got completion from peer (\S{1,200}) with (?:status=|error )(\d+)"),
         lambda found: _about(
             StatementKind.UNREACHABLE,
-            f"InfiniBand gave up on {found[1]} with status {found[2]}, which a dead peer looks like, too",
+            f"InfiniBand gave up on {found[1]} with status {found[2]}, which can also mean a dead peer",
         ),
     ),
     # Ranks that were compared
@@ -344,7 +344,7 @@ class Statements:
             and "missing ranks" in text
             and (named := re.search(r"missing ranks: ?\{([\d, ]+)\}", text))
         ):
-            detail = f"PyTorch's analyser of dumps says that they did not join {self._missing_at}"
+            detail = f"PyTorch's dump analyzer reports that they did not join {self._missing_at}"
             who = ranks(named[1])
             yield Statement(kind=StatementKind.ABSENT, ranks=who, detail=detail, line=text.strip()[:_LONGEST_LINE])
             self._missing_at = ""
@@ -402,7 +402,7 @@ class _Mismatch:
             yield Statement(
                 kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
                 ranks=ranks([call.rank for call in calls]),
-                detail=f"PyTorch's check of collectives says that {words}"[: 2 * _LONGEST_DETAIL],
+                detail=f"PyTorch's check of collectives reports that {words}"[: 2 * _LONGEST_DETAIL],
                 line=self._lines[0][:_LONGEST_LINE],
             )
         self._lines.clear()
@@ -465,7 +465,7 @@ class _Counts:
         listed = ranks(self._listed)
         if self._is_lost and listed:
             yield Statement(
-                kind=StatementKind.ABSENT, ranks=listed, detail="NCCL's RAS has no data of them", line=self._line
+                kind=StatementKind.ABSENT, ranks=listed, detail="NCCL's RAS has no data from them", line=self._line
             )
         elif len(self._counts) > 1:
             most = max(self._counts, key=lambda operation: self._counts[operation])
@@ -475,7 +475,7 @@ class _Counts:
                 for operation, number in self._counts.items()
             )
             who = listed if len(listed) == few else ()
-            detail = f"NCCL's RAS says that {words}"[:_LONGEST_DETAIL]
+            detail = f"NCCL's RAS reports that {words}"[:_LONGEST_DETAIL]
             yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
         self.is_open = False
         self._reset()

@@ -1,4 +1,4 @@
-"""Python's tracebacks in a log, line by line, also where those of several ranks are mixed."""
+"""Python's tracebacks in a log, line by line, also where those of several ranks are mixed; frames of any machine."""
 
 import re
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ _STATED = (
     (
         re.compile(r"Bootstrap Root : mismatch in rank count from procs (\d+) : (\d+)"),
         "Mismatched world size",
-        "NCCL was told of {1} ranks by one process and of {2} by another",
+        "one process gave NCCL {1} ranks, another one {2}",
         (),
     ),
     (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA error", "{1}", ()),

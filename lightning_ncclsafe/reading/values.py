@@ -1,4 +1,4 @@
-"""Values of which nobody vouches for the type: what is not as it should be is taken for absent."""
+"""Values of unknown types: what is not as it should be is taken as absent; and the one error of this room."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -53,11 +53,11 @@ class State(str, Enum):
     LAUNCHING = "launching"
     """The host is inside the call: the device has not been given it. Its first call of NCCL may block there."""
     WAITING = "waiting"
-    """Called; nothing says that the device has begun with it."""
+    """Called; nothing shows that the device has begun with it."""
     RUNNING = "running"
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """It has ended or is being launched, and nothing tells which."""
+    """It has ended or is being launched, and nothing shows which."""
 
 
 class WorkKind(str, Enum):
@@ -146,14 +146,14 @@ def group_of(entry: Entry) -> tuple[str, str]:
 
 
 def backend_of(entry: Entry) -> tuple[str, str]:
-    """Back end and operation, ``("nccl", "all_reduce")``; the first is empty where the entry does not tell."""
+    """Back end and operation, ``("nccl", "all_reduce")``; the first is empty where the entry does not have it."""
     name = entry.get("profiling_name")
     backend, mark, op = name.partition(":") if isinstance(name, str) else ("", "", "")
     return (backend, op) if mark else ("", backend)
 
 
 def is_known(backend: str) -> bool:
-    """Whether it is known how this back end's recorder tells that a work has ended."""
+    """Whether it is known how this back end records that a work has ended."""
     return not backend or backend.startswith(_KNOWN)
 
 
@@ -167,7 +167,7 @@ def told_once(entries: list[_Entry]) -> list[_Entry]:
 
 
 class Recorder(Generic[_Entry]):
-    """What the recorder of one rank says.
+    """The recorder of one rank.
 
     Attributes:
         works: All works, oldest first.
@@ -260,7 +260,7 @@ class Recorder(Generic[_Entry]):
             before[(work.number, work.seq)] = index
 
     def _completed(self, number: str, status: Mapping[str, Entry]) -> int:
-        """The last collective of a group that has ended by its counters; 0 where they do not tell."""
+        """The last collective of a group that has ended by its counters; 0 where they do not show it."""
         return 0 if number in self._mixed else _counted(status.get(number, {}))[1]
 
     def _sent(self, number: str, works: list[Work[_Entry]]) -> int:
@@ -321,7 +321,7 @@ class Recorder(Generic[_Entry]):
         return State.UNKNOWN if self.only_open or not self._now_ns else self._launched(work.entry)
 
     def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> GroupPosition:
-        """The counters, or what entries say where those count sends and receives along."""
+        """The counters, or the entries where counters include sends and receives."""
         calls = [work for work in works if work.kind is WorkKind.COLLECTIVE]
         outstanding = min((work.seq for work in calls if work.is_open), default=0)
         called = max((work.seq for work in calls), default=0)
@@ -340,7 +340,7 @@ class Recorder(Generic[_Entry]):
 
 
 def _end_in_order(works: Sequence[Work[Any]]) -> None:
-    """On a group's stream, collectives end one after the other: a later one tells of those before it."""
+    """On a group's stream, collectives end one after the other: once a later one has, all before it have."""
     later_has_ended = False
     for work in reversed(works):
         if work.kind is not WorkKind.COLLECTIVE:

@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_text
 
-# Others wait for what is told after the page: it has a moment, and with more ranks it would take longer.
+# Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
 _MOST_S = 3.0
 _MOST_RANKS = 2_048
 
@@ -62,7 +62,7 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
         with suppress(OSError):
             # Of an earlier report on the incident.
             path.unlink(missing_ok=True)
-        return f"there is no report.html ({error}); to make it: ncclsafe render {folder} --format html"
+        return f"report.html was not written ({error}); to write it: ncclsafe render {folder} --format html"
     return ""
 
 
@@ -95,7 +95,7 @@ def _write_file(path: Path, content: bytes) -> None:
 class IncidentNumbers:
     """Numbers the incidents of a process, from 1; the ranks of a job come to the same ones.
 
-    What is looked at and turns out to be nothing to tell has no number: the next incident gets it.
+    What turns out not to be worth a report has no number: the next incident gets it.
 
     Attributes:
         last: Number of the last incident; 0 if there was none.
@@ -105,5 +105,5 @@ class IncidentNumbers:
         self.last = 0
 
     def note(self, number: int) -> None:
-        """An incident with this number was told, perhaps by another rank."""
+        """An incident with this number was reported, perhaps by another rank."""
         self.last = max(self.last, number)

@@ -1,4 +1,4 @@
-"""How every report on an incident begins: the answer, and why ranks were asked."""
+"""How every report begins: the answer, and why ranks were asked or compared."""
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
@@ -27,7 +27,7 @@ def answer_words(diagnosis: Diagnosis) -> str:
 
 
 def nothing_found(diagnosis: Diagnosis) -> str:
-    """What there is to say where no rule has found anything."""
+    """The answer where no rule has found anything."""
     ranks = diagnosis.job.ranks
     if compares(diagnosis.job):
         return nothing_words(diagnosis.job)

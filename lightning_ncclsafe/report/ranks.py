@@ -1,4 +1,4 @@
-"""The ranks of a job side by side: those that are alike share a line, and a stack."""
+"""The ranks of a job side by side, answering or recorded: those that are alike share a line, and a stack."""
 
 import re
 from collections import defaultdict
@@ -37,7 +37,7 @@ def recorded_words(job: JobFacts) -> str:
     logs = [rank for rank, record in records.items() if record.has_log]
     parts = [f"{what} of {ranks_words(ranks)}" for what, ranks in (("dumps", dumps), ("logs", logs)) if ranks]
     if not parts:
-        return "Read: logs that do not say of any rank what it did."
+        return "Read: logs that say nothing about what any rank did."
     return f"Read of {job.world_size:,} rank{'s' * (job.world_size != 1)}: {'; '.join(parts)}."
 
 
@@ -49,9 +49,9 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
         alike[_state(facts, words)].append(facts.rank)
     silent = [rank for rank in job.silent if rank not in job.outdated]
     if silent:
-        alike[("nothing was read of it" if len(silent) == 1 else "nothing was read of them",)] = silent
+        alike[("nothing of it was read" if len(silent) == 1 else "nothing of them was read",)] = silent
     if older := [rank for rank in job.silent if rank in job.outdated]:
-        alike[("only a dump of an earlier moment was read",)] = older
+        alike[("only an older dump was read",)] = older
     for number, (state, ranks) in enumerate(alike.items()):
         if number == _MOST_LINES:
             yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
@@ -71,7 +71,7 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
         parts.append(f"ended with exit code {facts.record.exit_code}")
     if facts.record is not None and facts.record.awaited:
         parts.append(f"waited for {ranks_words(facts.record.awaited)} in {facts.record.awaited_in}")
-    return tuple(parts) or ("nothing is said of collectives",)
+    return tuple(parts) or ("no collective is mentioned",)
 
 
 def _group_words(facts: RankFacts, number: int, words: Words) -> str:
@@ -114,7 +114,7 @@ class Alike:
         return f"is in {doing.kind.value}" if self.view.facts[rank].progress.phase is not Phase.UNKNOWN else ""
 
     def silence(self, rank: int) -> str:
-        """``"did not answer; its process is stopped"``: what there is to say of a rank that has said nothing."""
+        """``"did not answer; its process is stopped"``: the state of a rank that has not answered."""
         if is_recorded(self.view.job):
             return "left nothing behind that was read"
         process = self.view.witnesses.get(rank)
@@ -173,7 +173,7 @@ def rank_table(job: JobFacts) -> Iterator[str]:
     yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
     for rank in view.silent[:_MAX_LINES]:
         process = view.witnesses.get(rank)
-        seen = f"its process {process.pid} is {process.state}" if process else "and nobody saw its process"
+        seen = f"its process {process.pid} is {process.state}" if process else "and its process was not seen"
         yield f"rank {rank}: did not answer, {seen}"
     if len(view.silent) > _MAX_LINES:
         yield f"… {len(view.silent) - _MAX_LINES} more did not answer"

@@ -1,4 +1,4 @@
-"""Makes text from facts harmless: what ranks, paths and exceptions say must not drive the reader's terminal."""
+"""Makes text from facts harmless: ranks, paths and exceptions must not drive the reader's terminal."""
 
 import re
 

@@ -32,7 +32,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
 
 
 def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
-    """The sections on all ranks. Those that were compared do not hang: where they stand says nothing."""
+    """The sections on all ranks. Those that were compared do not hang: where they stand means nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
@@ -101,9 +101,8 @@ def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) 
         f"{number}. {finding.rule} ({finding.confidence.value}, {finding.severity.value}), {ranks_words(finding.ranks)}"
     )
     lines = [wrapped(finding.summary, "   ", width)]
-    lines += (
-        [wrapped(f"The same is found of {ranks_words(alike)}; report.json has each.", "   ", width)] if alike else []
-    )
+    if alike:
+        lines.append(wrapped(f"The same was found for {ranks_words(alike)}; report.json lists each.", "   ", width))
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
     if finding.evidence:
         lines.append("   How we know:")

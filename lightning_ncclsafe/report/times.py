@@ -1,4 +1,4 @@
-"""Times, shares and rates in words, rounded to what they are worth."""
+"""Times, shares and rates in words, rounded to what they are worth; a straggler in one sentence."""
 
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.report.safe import safe

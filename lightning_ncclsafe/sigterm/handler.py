@@ -4,6 +4,8 @@ Since 2.5.2 Lightning broadcasts one element from rank 0 before every training b
 once more in the handler of the signal, wherever that strikes. In earlier versions the rank that received it left alone.
 """
 
+import os
+import signal
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
@@ -34,6 +36,7 @@ class StopSignal:
         self._training = 0
         self._evaluation = 0
         self._methods: list[ReplacedMethod] = []
+        self._pid = os.getpid()
 
     def attach(self) -> None:
         """Replaces Lightning's methods; what a version of Lightning lacks is left out."""
@@ -82,5 +85,10 @@ class StopSignal:
 
     def _handle(self, signum: int, frame: Any) -> None:
         """The signal strikes wherever the main thread is: in a lock of ours, or in a collective."""
+        if os.getpid() != self._pid:
+            # A process that the user's code has forked, and ends, as a pool does with its own: it is no rank.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)

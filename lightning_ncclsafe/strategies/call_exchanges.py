@@ -78,7 +78,7 @@ class CallExchanges:
         name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
         store = TcpStoreExchange(_torch.own_store_connection(name), prefix=f"{next(_calls)}/")
         self._own_keys = store.published
-        # Whoever begins a call has seen all ranks finish the one before, so that nobody reads what was before that.
+        # A rank that begins a call has seen all ranks finish the one before, so that none reads what was before that.
         while len(_published) > 1:
             store.forget(_published.popleft())
         return FallbackExchange(store, self._files(_name_of_run(store)))

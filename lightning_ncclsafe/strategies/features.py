@@ -47,7 +47,7 @@ _PRESENT_S = 30.0
 class Features:
     """The features of one call: preflight, agreement on data, tuning of loaders, timing of collectives, SIGTERM.
 
-    Most of them fail on their own: that is said once, and the call goes on without the one that has failed.
+    Most of them fail on their own: that is printed once, and the call goes on without the one that has failed.
 
     Args:
         trainer: The ``Trainer``.
@@ -60,7 +60,7 @@ class Features:
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
 
     Attributes:
-        timer: Times collectives; None where nobody asks for it.
+        timer: Times collectives; None if no callback asks for it.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Features:
             rank=place.rank,
             world_size=place.world_size,
             hosts_store=_torch.hosts_store(place.rank),
-            # Where ranks may have different numbers of batches, and wait for nobody.
+            # Where ranks may have different numbers of batches, and wait for no other.
             each_alone=self._trainer.state.fn == "predict" and not strategy.forward_communicates,
         )
         self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error)
@@ -289,7 +289,7 @@ class Features:
 
 
 def settings_of(trainer: Any, kind: type[T]) -> T | None:
-    """Those of the Trainer's callback for this: a callback only says what is wanted."""
+    """The settings of the Trainer's callback of this kind: a callback only declares what is wanted."""
     found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
     return next((settings for settings in found if isinstance(settings, kind)), None)
 

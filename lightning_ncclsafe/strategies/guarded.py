@@ -118,7 +118,7 @@ class GuardedStrategy(_ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers each name of the strategy that is guarded once more, with ``_ncclsafe`` behind it: ours."""
-        # Of some Lightning says, as soon as there is a Trainer, that they need a GPU: of those of FSDP.
+        # Lightning complains about some names, those of FSDP, as soon as there is a Trainer, that they need a GPU.
         for_gpus = getattr(cls, "_registered_strategies", [])
         for name, entry in [*strategy_registry.items()]:
             if issubclass(cls, entry["strategy"]) and not name.endswith(_SUFFIX):
@@ -136,7 +136,7 @@ class GuardedStrategy(_ParallelStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         # The function that the launcher calls, in each process, is what the guard watches from beginning to end: it
-        # is told of an exception before Lightning's own handlers, which may call collectives, see it.
+        # learns of an exception before Lightning's own handlers, which may call collectives, see it.
         self._launcher = guarded(self._launcher)
 
     def setup_environment(self) -> None:
@@ -233,7 +233,7 @@ class GuardedStrategy(_ParallelStrategy):
         watched = self._watched
         if watched is None:
             return super().backward(*args, **kwargs)
-        # DDP's own word on it; strategies that shard the model have none.
+        # DDP's own flag; strategies that shard the model have none.
         is_reduced = getattr(self.model, "require_backward_grad_sync", True)
         loss = args[0] if args else kwargs.get("closure_loss")
         watched.steps.backward(loss, is_reduced=is_reduced)

@@ -98,7 +98,7 @@ class GuardedCall:
 
     @property
     def timer(self) -> AttachedTimer | None:
-        """Times collectives; None where nobody asks for it."""
+        """Times collectives; None if no callback asks for it."""
         return self._features.timer
 
     def begin(self, strategy: Any) -> None:

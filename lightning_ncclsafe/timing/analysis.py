@@ -1,4 +1,4 @@
-"""Makes of all ranks' windows what is told of them; runs on rank 0, bit by bit, in bounded memory."""
+"""Analyses all ranks' windows as they come; runs on rank 0, in bounded memory."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +36,7 @@ _WORST_BYTES = 1 << 20
 _MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK = 20_000, 100
 # Should nobody take them.
 _MOST_FRESH = 64
-# Sentences on what could not be had; the first ones tell most.
+# Sentences on what is missing; the first ones matter most.
 _MOST_MISSING = 100
 # What no phase explains is counted with what is between hooks.
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
@@ -175,7 +175,7 @@ class Analysis:
         self._fresh: list[tuple[MatchedCalls, Lateness]] = []
 
     def add(self, window: Window) -> list[Straggler]:
-        """Takes a window; returns stragglers to tell of: newly named, or no longer late."""
+        """Takes a window; returns the stragglers to report: newly named, or no longer late."""
         self._clocks |= window.clocks
         self._lost += sum(window.lost.values())
         self._left_out += sum(window.left_out.values())
@@ -231,7 +231,7 @@ class Analysis:
         self._own_work.add(own)
 
     def _is_comparable(self, calls: MatchedCalls) -> bool:
-        """Of ranks whose clocks are not known nothing can be said, unless their devices have timed it."""
+        """Ranks whose clocks are unknown cannot be compared, unless their devices have timed the calls."""
         if (calls.uncertainty_ns >= 0).all() or durations_known(calls.duration_ns).all():
             return True
         self._unaligned += len(calls.seq)

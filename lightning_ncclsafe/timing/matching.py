@@ -11,7 +11,7 @@ from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Calls, Clock, GroupMem
 
 # What waits for a member's word at most, rows of all groups together: 64 MB.
 _MOST_PENDING = 1_000_000
-# A call that not all members have told of by then is given up, on the clock of the calls themselves.
+# A call that not all members have reported by then is given up, on the clock of the calls themselves.
 _GIVE_UP_NS = 60_000_000_000
 # A program may make groups for as long as it runs; one that is forgotten and called again is a new one.
 _MOST_GROUPS = 10_000
@@ -88,7 +88,7 @@ class Matcher:
     def _match(self, name: str) -> MatchedCalls | None:
         group = self._groups[name]
         ops, calls = _with_common_ops(self._pending[name])
-        if not group.ranks:  # a rank that has not told of the group yet may know them
+        if not group.ranks:  # a rank that has not reported the group yet may know them
             self._keep(name, ops, _first_of_each(calls))
             return None
         calls = _first_of_each(calls[np.isin(calls["rank"], group.ranks)])
@@ -123,7 +123,7 @@ class Matcher:
         )
 
     def _keep(self, name: str, ops: tuple[str, ...], calls: Calls) -> None:
-        """What some members have not told of yet may still come; not for ever."""
+        """What some members have not reported yet may still come, but not for ever."""
         age_ns = self._age_ns(calls)
         youngest = np.argsort(age_ns, kind="stable")[: _MOST_PENDING // max(len(self._pending), 1)]
         kept = calls[youngest[age_ns[youngest] < _GIVE_UP_NS]]

@@ -1,4 +1,4 @@
-"""Names a rank that keeps the others waiting again and again; not one that was late for a moment, as any rank is."""
+"""Names a rank that keeps the others waiting repeatedly, step by step; not one that was late for a moment."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from lightning_ncclsafe.timing.summary import STEP_PHASES
 
 # A step is complete once the one after next has been seen: ranks fetch data one batch ahead.
 _AHEAD = 2
-# What some ranks say comes by way of others, a turn or two later; for a group that says nothing nobody waits longer.
+# What some ranks send comes by way of others, a turn or two later; a silent group is waited for no longer.
 _LAG_NS = 10_000_000_000
 
 # What it takes to name a rank: all of it stands here, the rest of the package asks only for these.
@@ -83,7 +83,7 @@ class Step:
 
 
 class Steps:
-    """Puts together what different groups and blocks say of the same step.
+    """Puts together what different groups and blocks show of the same step.
 
     Args:
         world_size: Number of ranks.
@@ -112,7 +112,7 @@ class Steps:
     def complete(self, *, all_of_them: bool = False) -> list[Step]:
         """The steps to which nothing is added any more, in order; they are given once."""
         latest_ns = max((at_ns for _, at_ns in self._newest.values()), default=0)
-        # A group that has said nothing for longer is not waited for, and is new when it calls again.
+        # A group that was silent for longer is not waited for, and is new when it calls again.
         self._newest = {name: told for name, told in self._newest.items() if told[1] >= latest_ns - _LAG_NS}
         newest = min((number for number, _ in self._newest.values()), default=0)
         done = [number for number in sorted(self._open) if all_of_them or number <= newest - _AHEAD]
@@ -158,7 +158,7 @@ class Stragglers:
         return tuple(self._named.values())
 
     def add(self, steps: Iterable[Step]) -> list[Straggler]:
-        """Takes new steps; returns those that are to be told of: newly named, or no longer late."""
+        """Takes new steps; returns the stragglers to report: newly named, or no longer late."""
         new = [step for step in steps if step.number >= WARM_UP_STEPS]
         self._steps.extend(new)
         if not new or self._world_size < 2 or not self._is_enough():

@@ -1,4 +1,4 @@
-"""What the times of collectives have come to: for the table, the scalars and the reports."""
+"""The result of timing collectives, for the table, the scalars and the reports, and the phases of a step in it."""
 
 import re
 from dataclasses import dataclass, field

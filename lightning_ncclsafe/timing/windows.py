@@ -1,4 +1,4 @@
-"""What ranks tell each other about their collectives: some seconds' worth, of one rank or of many."""
+"""What ranks send each other about their collectives: some seconds' worth, of one rank or of many."""
 
 import io
 import json
@@ -47,7 +47,7 @@ _SPANS_A_CALL = 4
 
 
 class WindowError(ValueError):
-    """What a rank has told about its collectives cannot be read; the message says why."""
+    """What a rank sent about its collectives cannot be read; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ def decode(data: bytes) -> Window:
             missing=tuple(map(str, told["missing"])),
         )
     except Exception as error:  # numpy, zipfile and json each have errors of their own
-        raise WindowError(f"What ranks have told about their collectives cannot be read: {error!r}.") from error
+        raise WindowError(f"What ranks sent about their collectives cannot be read: {error!r}.") from error
 
 
 def without_spans_before(window: Window, ns: int) -> Window:

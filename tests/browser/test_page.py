@@ -169,7 +169,7 @@ def test_what_is_the_same_on_hundreds_of_ranks_is_told_once(show: Open) -> None:
         )
         assert page.evaluate("document.body.textContent").count("is stopped by a signal (SIGSTOP), while") == 1
     assert len(others) == 2
-    assert "The same is found of ranks 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, … (248 ranks)" in others[0]
+    assert "The same was found for ranks 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, … (248 ranks)" in others[0]
 
 
 def test_nothing_from_facts_is_run(show: Open) -> None:

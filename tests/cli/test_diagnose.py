@@ -135,7 +135,7 @@ def test_a_log_without_a_hang_has_nothing_to_explain(tmp_path: Path, diagnose: D
     [
         ("no", None, "No such file or directory"),
         ("nccl_trace_rank_0", b"\x80\x02cos\nsystem\n.", "refused: it would call os.system"),
-        ("trace_0.json", b'{"entries": [', "it is no whole JSON"),
+        ("trace_0.json", b'{"entries": [', "it is damaged JSON"),
         ("other.json", b'{"a": 1}', "neither a dump of PyTorch's Flight Recorder nor a report"),
         ("model.bin", b"\0\1\2", "it is neither a dump, nor a report, nor a log"),
         ("report.json", b'{"schema": 99, "findings": []}', "schema 99"),

@@ -316,7 +316,7 @@ def test_what_cannot_be_read_is_said(make: Make) -> None:
     found = [one._recording.read(Clock()).missing for _ in range(2)]
     one._turn()
     found.append(one._recording.read(Clock()).missing)
-    assert found == [("Rank 0: 1 times what a rank had sent could not be read.",), (), ()], "once"
+    assert found == [("Rank 0: 1 messages of ranks could not be read.",), (), ()], "once"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -413,11 +413,12 @@ RANK = RankFacts(
                 name="score", hook="on_train_epoch_end", place="train.py:9", rank_condition="if x:", states=("total",)
             ),
         ),
-        metrics=(MetricFacts(name="score", type="Mean", states=("total", "count")),),
+        metrics=(MetricFacts(name="score", type="Mean", states=("total", "count"), by_entry=("boxes",)),),
         reducing="loss",
         peer=3,
         groups_made=4,
         groups_at=("train.py:12 in setup",),
+        accumulates_at=("train.py:30 in on_train_batch_start",),
     ),
     trainer=TrainerFacts(
         settings={"max_steps": "20"},

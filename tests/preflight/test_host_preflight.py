@@ -235,7 +235,7 @@ def test_what_is_no_port_is_one_error(port: str, capsys: pytest.CaptureFixture[s
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     assert main(["preflight"]) == 2
-    said = f"error: MASTER_PORT={port} is no port; set it to a number from 1 to 65535, on all ranks alike\n"
+    said = f"error: MASTER_PORT={port} is not a port; set it to a number from 1 to 65535, the same on all ranks\n"
     assert capsys.readouterr().err == said
     assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "no launcher, nobody to be reached"
 

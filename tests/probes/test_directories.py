@@ -93,7 +93,7 @@ def test_a_directory_that_hangs_is_given_up_in_time(tmp_path: Path, monkeypatch:
 def test_a_trial_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("print('{')")
     monkeypatch.setattr(module, "_PROGRAM", tmp_path / "broken.py")
-    assert one("logs", tmp_path).problem == "the trial ended without an answer"
+    assert one("logs", tmp_path).problem == "the trial exited without an answer"
 
 
 def test_the_program_starts_fast_and_imports_the_standard_library_only(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ class TestItems:
         monkeypatch.setattr(module, "_DEADLINE_S", 0.05)
         made = fingerprints(Items(lambda n: time.sleep(0.02)), content="full")
         assert made.found == {}
-        assert made.problems[0].startswith("Reading samples for a fingerprint was given up: ")
+        assert made.problems[0].startswith("Reading samples for a fingerprint was abandoned: ")
 
     @pytest.mark.parametrize("dataset", [Items(never, 0), Forbidden(), Forbidden(files=["a"])])
     def test_without_samples_or_an_index_none_is_read(self, dataset: Any) -> None:

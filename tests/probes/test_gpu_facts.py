@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.probes.gpu.nvml import gpu_facts, gpu_state, xids
+from lightning_ncclsafe.probes.gpu import gpu_facts, gpu_state, xids
 
 GB = 10**9
 PEER, HIDDEN = 2**22 + 1, 2**22 + 2

@@ -248,7 +248,7 @@ def test_without_library_or_device_nccl_has_no_infiniband(devices: Path, monkeyp
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     assert infiniband_off({}, devices) == "libibverbs.so.1 cannot be loaded"
     (devices / "uverbs0").unlink()
-    assert infiniband_off({}, devices) == f"{devices} is not there, as in a container that has not been given it"
+    assert infiniband_off({}, devices) == f"{devices} does not exist, as in a container that was not given it"
 
 
 def test_without_ports_nothing_is_in_the_way_and_nothing_looked_for(

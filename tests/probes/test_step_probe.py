@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torchmetrics import Metric
 
 from lightning_ncclsafe.facts import MetricFacts
 from lightning_ncclsafe.probes.trainer import steps
@@ -572,6 +574,38 @@ def test_groups_that_are_made_under_a_condition_are_looked_for_while_one_is_made
     assert StepRecord(trainer()).facts().groups_at == ()
 
 
+class Scheduling:
+    """As a callback that accumulates by each rank's own batches, and makes a group on some ranks."""
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.global_rank == 0:
+            new_group([0])  # type: ignore[name-defined]  # noqa: F821
+
+    def on_train_batch_start(self, trainer: Any) -> None:
+        trainer.accumulate_grad_batches = 2
+
+
+def test_what_sets_the_accumulation_is_looked_for_where_passes_have_reduced_nothing() -> None:
+    of, record = begun()
+    of.callbacks = [Scheduling()]
+    line = Scheduling.on_train_batch_start.__code__.co_firstlineno + 1
+    total = of.fit_loop.epoch_loop.batch_progress.total
+    for is_reduced in (True, True, False):
+        assert record.facts().accumulates_at == ()
+        total.ready += 1
+        record.backward(is_reduced=is_reduced)
+    total.ready += 1
+    assert record.facts().accumulates_at == (f"{__file__}:{line} in on_train_batch_start",)
+
+
+def test_a_group_may_have_been_made_under_a_condition_in_another_hook() -> None:
+    inside = in_main("/venv/torch/distributed/distributed_c10d.py", "new_group", {})
+    of = trainer()
+    of.callbacks = [Scheduling()]
+    line = Scheduling.setup.__code__.co_firstlineno + 2
+    assert inside(lambda: StepRecord(of).facts().groups_at) == (f"{__file__}:{line} in setup",)
+
+
 def test_noting_a_step_costs_next_to_nothing() -> None:
     """On the training's thread: a few hundred nanoseconds a batch are allowed."""
     of, record = begun()
@@ -584,11 +618,26 @@ def test_noting_a_step_costs_next_to_nothing() -> None:
     assert record.facts().with_backward == 10_000
 
 
+class BoxCount(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", default=[], dist_reduce_fx=None)
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx=None)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(len(self.boxes))  # type: ignore[arg-type]
+
+
 def test_metrics_that_the_model_holds_are_told_with_their_states() -> None:
     module = Module()
     held = SimpleNamespace(metric_state={"total": 0, "count": 0})
-    parts = [("", module), ("scores", SimpleNamespace(metric_state={})), ("scores.mean", held)]
+    boxes = BoxCount()
+    parts = [("", module), ("scores", SimpleNamespace(metric_state={})), ("scores.mean", held), ("boxes", boxes)]
     module.named_modules = lambda: parts  # type: ignore[attr-defined]
     assert begun(module)[1].facts().metrics == (
         MetricFacts(name="scores.mean", type="SimpleNamespace", states=("total", "count")),
+        MetricFacts(name="boxes", type="BoxCount", states=("boxes", "scores", "count"), by_entry=("boxes",)),
     )

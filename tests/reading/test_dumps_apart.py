@@ -39,7 +39,7 @@ def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
     assert first.summary.startswith("The dumps of rank 1 are older than those of the others")
     assert job.outdated == (1,)
-    assert "completed number 60, of which rank 1 had called no more than 40" in job.missing[0]
+    assert "completed number 60, while rank 1 had reached only 40" in job.missing[0]
 
 
 def test_a_run_that_moves_and_is_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_dumps_of_another_run_are_left_out_by_their_day(tmp_path: Path) -> None:
     made = {0: waiting(), 1: idle()} | {rank: shifted(waiting(), DAY_NS) for rank in (2, 3)}
     first, job = first_of(write(tmp_path, made))
     assert (first.rule, first.ranks) == ("no-dump", (0, 1))
-    assert "more than 24 h before the others" in job.missing[0]
+    assert "more than 24 h before those of the others" in job.missing[0]
 
 
 def test_a_rank_that_was_late_by_its_timeout_is_of_the_same_run(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_of_two_runs_in_a_folder_the_later_counts_though_it_came_less_far(tmp_pa
     first, job = first_of(tmp_path)
     assert (first.rule, first.ranks) == ("host-stuck", (2,))
     (said,) = job.missing
-    assert said.startswith("There are two dumps of ranks 0-3, as ")
+    assert said.startswith("There are two dumps of ranks 0-3, ")
 
 
 def test_who_came_when_the_others_gave_up_is_named(tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 import copy
 import gzip
 import io
-import json
 import os
 import pickle
-import random
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,17 +15,11 @@ import pytest
 from made_dumps import idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
-from lightning_ncclsafe.reading import dumps, evidence, files, lines
+from lightning_ncclsafe.reading import evidence, files, lines
 from lightning_ncclsafe.reading.dumps import from_json, from_pickle, parsed, unpickled
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.values import ReadingError
-from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.recorded import RECORDED_RULES
-
-SEEDS = 150
-LOGS = Path(__file__).with_name("logs")
 
 
 class Harm:
@@ -50,18 +42,18 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        pytest.param(b"", "cut off", id="empty"),
-        pytest.param(pickle.dumps(idle(), protocol=2)[:-40], "cut off", id="truncated"),
-        pytest.param(b"\x80\x02]r\xff\xff\xff\xff.", "no plain data", id="a memo of four billion"),
-        pytest.param(b"\x80\x02X\xff\xff\xff\xffabc.", "cut off", id="a text of four gigabytes"),
-        pytest.param(b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc.", "cut off", id="bytes of eight exabytes"),
-        pytest.param(b"\x80\x02\x8b\xff\xff\xff\x7f1.", "cut off", id="a number of two gigabytes"),
-        pytest.param(b"\x80\x02Pabc\n.", "no plain data", id="a persistent id"),
-        pytest.param(b"\x80\x02\x82\x01.", "no plain data", id="an extension"),
-        pytest.param(b"\x80\x02(lp0\n.", "no plain data", id="protocol 0"),
-        pytest.param(b"\x80\x02u.", "no whole pickle", id="items of nothing"),
-        pytest.param(b"\x80\x02}]K\x01s.", "no whole pickle", id="a list as a key"),
-        pytest.param(b"\x80\x02h\x07.", "no whole pickle", id="a memo that is not there"),
+        pytest.param(b"", "truncated", id="empty"),
+        pytest.param(pickle.dumps(idle(), protocol=2)[:-40], "truncated", id="truncated"),
+        pytest.param(b"\x80\x02]r\xff\xff\xff\xff.", "not plain data", id="a memo of four billion"),
+        pytest.param(b"\x80\x02X\xff\xff\xff\xffabc.", "truncated", id="a text of four gigabytes"),
+        pytest.param(b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc.", "truncated", id="bytes of eight exabytes"),
+        pytest.param(b"\x80\x02\x8b\xff\xff\xff\x7f1.", "truncated", id="a number of two gigabytes"),
+        pytest.param(b"\x80\x02Pabc\n.", "not plain data", id="a persistent id"),
+        pytest.param(b"\x80\x02\x82\x01.", "not plain data", id="an extension"),
+        pytest.param(b"\x80\x02(lp0\n.", "not plain data", id="protocol 0"),
+        pytest.param(b"\x80\x02u.", "damaged pickle", id="items of nothing"),
+        pytest.param(b"\x80\x02}]K\x01s.", "damaged pickle", id="a list as a key"),
+        pytest.param(b"\x80\x02h\x07.", "damaged pickle", id="a memo that is not there"),
         pytest.param(b"\x80\x02" + b"]" * 5_000_001 + b".", "more than 5,000,000 lists", id="a bomb of lists"),
     ],
 )
@@ -75,12 +67,12 @@ def nested(depth: int) -> bytes:
 
 
 def test_what_is_nested_deeply_is_read_and_is_no_dump() -> None:
-    with pytest.raises(ReadingError, match="no dump"):
+    with pytest.raises(ReadingError, match="not a dump"):
         from_pickle(nested(100_000))
 
 
 def test_json_that_is_nested_deeply_is_an_error() -> None:
-    with pytest.raises(ReadingError, match="no whole JSON"):
+    with pytest.raises(ReadingError, match="damaged JSON"):
         from_json(b'{"entries":' + b"[" * 100_000)
 
 
@@ -128,69 +120,6 @@ def test_wrong_types_everywhere() -> None:
             groups, calls, *_ = parsed(one)
             assert all(type(call.seq) is int and type(call.op) is str for call in calls)
             assert all(type(group.last_enqueued) is int for group in groups)
-
-
-def judge_text(found: Artifacts) -> None:
-    job = found.job()
-    if job is not None:
-        diagnosis = judge(job, RECORDED_RULES)
-        assert not [line for line in diagnosis.unanswered if " failed (" in line]
-        text = render_text(diagnosis)
-        assert "\x1b" not in text and "\0" not in text
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(chance.randint(1, 3)):
-        place = chance.randrange(len(changed))
-        if chance.random() < 0.6:
-            changed[place] = chance.randrange(256)
-        elif chance.random() < 0.5:
-            del changed[place : place + chance.randint(1, 20)]
-        else:
-            changed[place:place] = bytes(chance.randrange(256) for _ in range(chance.randint(1, 20)))
-    return bytes(changed)
-
-
-def test_mutated_pickles_are_read_or_refused() -> None:
-    chance = random.Random(1)
-    good = pickle.dumps(waiting(), protocol=2)
-    read = 0
-    for _ in range(SEEDS * 4):
-        try:
-            dump = from_pickle(mutated(good, chance))
-        except ReadingError:
-            continue
-        found = Artifacts()
-        found.dumps = {0: dumps.read_dump(dump, 0).facts, 1: dumps.read_dump(idle(), 1).facts}
-        judge_text(found)
-        read += 1
-    assert read > 20
-
-
-def test_mutated_json_is_read_or_refused() -> None:
-    chance = random.Random(2)
-    good = json.dumps(waiting()).encode()
-    for _ in range(SEEDS * 2):
-        try:
-            dump = from_json(mutated(good, chance))
-        except ReadingError:
-            continue
-        assert isinstance(dump, dict)
-        found = Artifacts()
-        found.dumps = {0: dumps.read_dump(dump, 0).facts, 1: dumps.read_dump(idle(), 1).facts}
-        judge_text(found)
-
-
-def test_mutated_logs_are_read() -> None:
-    chance = random.Random(3)
-    for path in sorted(LOGS.rglob("*.log")):
-        good = path.read_bytes()
-        for _ in range(SEEDS // 50):
-            found = Artifacts()
-            bad = mutated(good, chance)
-            found.log.read(io.BytesIO(bad), len(bad) + 1)
-            judge_text(found)
 
 
 def test_numbers_that_are_too_large_are_no_ranks() -> None:
@@ -276,7 +205,7 @@ def test_of_a_compressed_log_so_much_is_read(tmp_path: Path, monkeypatch: pytest
     found = read(tmp_path)
     assert (found.errors, found.log.world_size) == ([], 0)
     (line,) = found.missing
-    assert "only the first" in line
+    assert "Only the first" in line
 
 
 def test_pipes_devices_and_links_in_circles_are_left_alone(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> No
     diagnosis = judged(timeout(0) + timeout(1))
     first = diagnosis.findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
-    assert any("2 ranks are the fewest" in line for line in diagnosis.unanswered)
+    assert any("it had 2 ranks or more" in line for line in diagnosis.unanswered)
     assert all(2 not in finding.ranks for finding in diagnosis.findings)
 
 
@@ -300,7 +300,7 @@ def test_a_child_that_lightning_has_seen_end_is_told_of() -> None:
     diagnosis = judged(timeout(0) + timeout(1) + child.format(-9) + child.format(-6))
     (told,) = [line for line in diagnosis.unanswered if "child process" in line]
     assert told.startswith(
-        "Lightning says that its child process 4711, local rank 3, was the first to end, with code -9"
+        "Lightning reports that its child process 4711, local rank 3, was the first to exit, with code -9"
     )
 
 

@@ -318,7 +318,7 @@ def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> 
     write(tmp_path / "b", {3: idle(60)})
     job = read(tmp_path).job() or pytest.fail()
     (line,) = job.missing
-    assert line.startswith("There are two dumps of rank 3") and line.endswith("the later is used.")
+    assert line.startswith("There are two dumps of rank 3") and line.endswith("the later one is used.")
     assert "called 60 collectives" in judge(job, RECORDED_RULES).findings[0].summary
 
 
@@ -375,7 +375,7 @@ def test_real_dumps_of_gloo() -> None:
 
 
 def test_a_pickle_of_something_else_is_no_dump() -> None:
-    with pytest.raises(ReadingError, match="no dump of PyTorch's Flight Recorder"):
+    with pytest.raises(ReadingError, match="not a dump of PyTorch's Flight Recorder"):
         from_pickle(pickle.dumps({"weights": [1.0]}, protocol=2))
 
 

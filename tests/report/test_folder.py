@@ -202,7 +202,7 @@ def test_a_page_that_cannot_be_made_takes_nothing_with_it_and_leaves_no_earlier_
     folder = write_report(at(incident()), tmp_path / "reports")
     assert write_page(at(incident()), folder) == ""
     monkeypatch.setattr(page, "render_html", broken)
-    problem = f"there is no report.html ('in the page'); to make it: ncclsafe render {folder} --format html"
+    problem = f"report.html was not written ('in the page'); to write it: ncclsafe render {folder} --format html"
     assert write_page(at(incident()), folder) == problem
     assert names(folder) == FILES
 

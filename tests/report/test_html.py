@@ -166,6 +166,22 @@ def test_the_answer_comes_first() -> None:
         assert part in first, part
 
 
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        ("/home/me/train.py:73 in evaluate", "/home/me/train.py:73 in evaluate"),
+        (f"/{'a' * 40}/{'b' * 40}/train.py:73 in evaluate", f"…/{'b' * 40}/train.py:73 in evaluate"),
+        (f"/home/me/{'a' * 80}.py:73 in evaluate", f"…/{'a' * 80}.py:73 in evaluate"),
+        (f"{'a' * 80}.py:73 in evaluate", f"{'a' * 80}.py:73 in evaluate"),
+    ],
+    ids=["short", "long path", "long name", "no path"],
+)
+def test_of_a_long_path_the_first_screen_has_the_end(location: str, shown: str) -> None:
+    html = render_html(with_first(location=location))
+    assert f'<code title="{location}">{shown}</code>' in html
+    assert f"  where: {location}\n" in html  # to copy
+
+
 def test_of_a_record_it_is_told_what_was_read() -> None:
     text = Page(html_of("recorded")).text
     assert "What was read Read of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text

@@ -35,11 +35,11 @@ def test_the_user_is_told_before_the_page_is_made(tmp_path: Path) -> None:
 
 
 def test_that_there_is_no_page_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "write_page", lambda *_: "there is no report.html (no room)")
+    monkeypatch.setattr(reporter, "write_page", lambda *_: "report.html was not written (no room)")
     listener = Listener(tmp_path)
     told = Reporter(tmp_path, limits(), listener)
     assert [told.report(job_of(2)).answer[:20] for _ in range(2)] == ["Rank 0 is working al"] * 2
-    assert [text for text in listener.said if "no room" in text] == ["there is no report.html (no room)"]
+    assert [text for text in listener.said if "no room" in text] == ["report.html was not written (no room)"]
 
 
 def test_without_a_folder_there_is_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,13 +111,13 @@ def test_few_ranks_stay_in_order() -> None:
 
 
 def test_without_a_straggler_the_table_says_so() -> None:
-    assert render_timing(summary()).startswith("No rank kept the others waiting again and again, in 200 compared")
+    assert render_timing(summary()).startswith("No rank kept the others waiting repeatedly in 200 compared")
     assert render_timing(TimingSummary()) == "No steps could be compared among the ranks."
 
 
 def test_of_too_few_steps_nothing_is_told_by_rank() -> None:
     text = render_timing(replace(summary(), steps=49))
-    assert text.startswith("49 steps were compared; who keeps the others waiting is told of 50 or more.")
+    assert text.startswith("49 steps were compared; stragglers are named after 50 or more.")
     assert "default_pg" in text and "late in" not in text
     assert "late in" in render_timing(replace(summary(), steps=50))
 
@@ -150,11 +150,9 @@ def test_a_straggler_in_a_sentence(more: dict[str, object], said: str) -> None:
 
 def test_clocks_are_spoken_of_where_hosts_differ() -> None:
     apart = (rank_of(0), rank_of(1, clock=Clock(offset_ns=5, uncertainty_ns=210_000)))
-    assert "clocks: hosts aligned to ±0.21 ms; lateness below that is not claimed." in render_timing(
-        summary(ranks=apart)
-    )
+    assert "clocks: hosts aligned to ±0.21 ms; smaller lateness is not reported." in render_timing(summary(ranks=apart))
     unknown = (rank_of(0), rank_of(1, clock=Clock()))
-    assert "clocks: 1 rank not aligned with rank 0; no lateness is claimed there." in render_timing(
+    assert "clocks: 1 rank not aligned with rank 0; no lateness is reported for them." in render_timing(
         summary(ranks=unknown)
     )
     assert "clocks:" not in render_timing(summary())

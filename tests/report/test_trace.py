@@ -185,7 +185,7 @@ def test_a_phase_ends_where_from_then_on_nothing_is_known(path: Path) -> None:
 
 def test_what_was_forgotten_before_is_said(path: Path) -> None:
     read = written(path, calls=[block([[1.0], [3.0]])], forgotten=12_345)
-    said = "of the 12,345 oldest collectives, only some for which ranks came furthest apart were kept"
+    said = "of the 12,345 oldest collectives, only some with the greatest skew were kept"
     assert read["otherData"]["left_out"] == said
     assert said in [event["name"] for event in read["traceEvents"] if event["ph"] == "i"]
 

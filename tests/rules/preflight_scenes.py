@@ -529,7 +529,7 @@ STORAGE = (
     Scene("not by a rank that writes nothing", directory(ONE, "logs", 3, problem="x"), "unusable-directory", (3,)),
     Scene(
         "a trial that died",
-        directory(ALONE, "logs", problem="the trial ended without an answer"),
+        directory(ALONE, "logs", problem="the trial exited without an answer"),
         "unusable-directory",
         (0,),
     ),

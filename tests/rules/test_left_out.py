@@ -89,6 +89,17 @@ def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches
     assert first(stepping(other, few)).location == ""
 
 
+def test_an_accumulation_that_differs_is_blamed_on_the_only_line_that_sets_it() -> None:
+    sets = f"{USER_FILE}:33 in on_train_batch_start"
+    usual = batches((1,), (1,), (1,))
+    odd = replace(batches((1,), (1, 1), (1,)), accumulates_at=(sets,))
+    finding = first(stepping(usual, odd))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), sets)
+    assert first(stepping(usual, replace(odd, accumulates_at=(sets, HALVES)))).location == ""
+    fewer = replace(batches((2,), (1,), called=((CRITIC, CRITIC), (CRITIC,))), accumulates_at=(sets,))
+    assert first(stepping(batches((2,), (2,)), fewer)).location != sets
+
+
 def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one() -> None:
     """All are in the first batch; only rank 1 has made the optimizer's step."""
     call = CRITIC
@@ -189,6 +200,14 @@ def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> No
     assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(4)))
     fewer = first(_generates(2))
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
+
+
+def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
+    """A StopIteration has ended each of its epochs; the others are in the validation of their first."""
+    ended = trained(GLOO.finished(1, seq=60, batch=3), begun=4)
+    others = [trained(GLOO.waiting(n, seq=61, phase=Phase.VALIDATE, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
+    finding = first(job(others[0], ended, *others[1:]))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), RETURN)
 
 
 def test_who_has_changed_when_it_ends_has_stopped_early() -> None:

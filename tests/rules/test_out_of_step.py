@@ -16,6 +16,7 @@ from builders import (
     RUN,
     SITE,
     TRAINING_STEP,
+    USER_FILE,
     Backend,
     job,
     process,
@@ -28,11 +29,13 @@ from lightning_ncclsafe.facts import (
     Frame,
     JobFacts,
     MetricFacts,
+    ModelUnit,
     Phase,
     ProcessFacts,
     RankFacts,
     StepFacts,
     TrainerFacts,
+    UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
@@ -319,6 +322,25 @@ def test_a_step_that_an_optimizer_has_left_out_lets_nobody_wait() -> None:
 
 
 GATHER = Frame(file=f"{SITE}/torchmetrics/utilities/distributed.py", line=137, function="gather_all_tensors")
+
+
+def test_entries_of_a_state_that_is_gathered_one_by_one_have_to_be_as_many() -> None:
+    """Rank 1 has had nothing to gather, and trains on."""
+    unit = ModelUnit(kind=UnitKind.METRIC, name="module.box_map", type="Boxes", alike=1)
+
+    def synchronises(by_entry: tuple[str, ...], condition: str = "") -> JobFacts:
+        line = user("on_validation_epoch_end", 70, condition=condition)
+        metric = MetricFacts(name="box_map", type="Boxes", states=("boxes",), by_entry=by_entry)
+        steps = StepFacts(with_backward=4, metrics=(metric,))
+        alone = replace(calls(0, line, GATHER, BARRIER, op="barrier", size=0), units=(unit,), steps=steps)
+        return job(alone, replace(GLOO.waiting(1, seq=61, world=2), steps=steps), world=2)
+
+    finding = first(synchronises(("boxes",)))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-log-keys", (0, 1), LIKELY)
+    assert finding.location == f"{USER_FILE}:70 in on_validation_epoch_end"
+    assert "'boxes' is gathered entry by entry" in finding.summary
+    assert first(synchronises(())).rule == "diverged-collectives"
+    assert first(synchronises(("boxes",), ZERO)).rule == "diverged-collectives"
 
 
 def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchronised() -> None:

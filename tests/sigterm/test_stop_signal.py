@@ -1,6 +1,8 @@
 """What stands in for Lightning's handling of SIGTERM: counts batches, asks before each, and ends at the right one."""
 
 import copy
+import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -225,3 +227,24 @@ def test_what_stood_there_before_stands_there_again() -> None:
     loop._broadcast_sigterm_tensor = (before := lambda: None)  # type: ignore[method-assign]
     ReplacedMethod(loop, "_broadcast_sigterm_tensor", print).remove()
     assert loop._broadcast_sigterm_tensor is before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on Unix")
+def test_a_pool_that_a_hook_has_forked_can_be_ended() -> None:
+    """Its processes have inherited the handler: that of a rank does not end the process."""
+    trainer = Trainer()
+    made = StopSignal(trainer, Agreement(), Stopped)
+    made.attach()
+    before = signal.signal(signal.SIGTERM, trainer._signal_connector._sigterm_notifier_fn)
+    try:
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(60.0,))
+        child.start()
+        child.terminate()
+        child.join(20.0)
+        code = child.exitcode
+        child.kill()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        made.detach()
+    assert code == -signal.SIGTERM
+    assert not trainer.killed

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.loaders.collecting import Stage
+from lightning_ncclsafe.loaders.iteration import replaceable
 from lightning_ncclsafe.settings import AgreementSettings, Limits
 from lightning_ncclsafe.strategies import features, guarded_call
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy
@@ -405,6 +406,20 @@ def test_a_split_model_is_presented_as_one_that_needs_all_ranks_for_each_batch(
     facts = Stage(name="predict_dataloader", expected=0).facts(object(), strategy(), AgreementSettings())
     assert facts.forward_communicates is communicates
     assert (facts.data_rank, facts.data_ranks) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [([], []), ([torch.ones(1)], ["list"]), (iter(()), ["tuple_iterator"])],
+    ids=["", "list", "stream"],
+)
+def test_an_empty_list_in_place_of_a_loader_is_none_and_what_stands_for_another_has_its_name(
+    given: Any, named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SafeDDP, "distributed_sampler_kwargs", {"num_replicas": 2, "rank": 1})
+    stage = Stage(name="val_dataloader", loaders=[replaceable(given)])
+    facts = stage.facts(object(), SafeDDP(), AgreementSettings())
+    assert [loader.loader for loader in facts.loaders] == named
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Short hashes that say whether two ranks have the same data, without a random number, an iteration or a change."""
+"""Short hashes that show whether two ranks have the same data, without a random number, an iteration or a change."""
 
 import copy
 import os
@@ -146,7 +146,7 @@ def _files(dataset: Any, content: str) -> bytes | None:
 
 
 def _paths(dataset: Any, content: str) -> bytes | None:
-    """The files' whole names; None where these do not say by themselves which files of this host they are."""
+    """The files' whole names; None where these alone do not identify files of this host."""
     paths = [os.fsdecode(_file_of(one)).partition("?")[0] for one in _picked_files(dataset, content)]
     return _as_bytes(dataset, paths) if all(os.path.isabs(path) or "://" in path for path in paths) else None
 
@@ -182,7 +182,7 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
     try:
         return item_fingerprints(dataset, length) if length else {}
     except ItemsTakeTooLongError as error:
-        reader.problems.append(f"{_READING} was given up: {error}")
+        reader.problems.append(f"{_READING} was abandoned: {error}")
         return {}
 
 
@@ -236,7 +236,7 @@ def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
 
 
 def _is_counter(dataset: Any) -> bool:
-    """Whether a dataset is a list of numbers that may count steps; of two lists one tells something of the other."""
+    """Whether a dataset is a list of numbers that may count steps; of two lists, one gives meaning to the other."""
     rows = _tensors(dataset) or (dataset,)
     return len(rows) == 1 and is_counter(rows[0], dimensions=1)
 

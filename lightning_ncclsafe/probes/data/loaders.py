@@ -1,4 +1,4 @@
-"""What a dataloader presents for comparison with those of the other ranks, whatever the user made it of."""
+"""What ranks compare of a dataloader and its samplers, whatever class it has; a sampler is never iterated."""
 
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ def _order(sampler: Any) -> str:
 
 
 def loader_facts(loader: Any, *, name: str, limit: int | float | None, content: str) -> LoaderFacts:
-    """Reads a loader. It does not raise; what could not be found out is said in ``problems``.
+    """Reads a loader. It does not raise; what could not be determined is in ``problems``.
 
     Args:
         loader: A ``DataLoader``, or anything else that Lightning accepts and iterates.
@@ -151,7 +151,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         samples=reader.length(own, "dataset"),
         batch_size=_batch_size(loader, samplers, reader),
         drop_last=_drop_last(loader, samplers, reader),
-        sampler=_sampler(dataset, iterable, samplers, reader),
+        sampler=split_facts(dataset) if iterable else sampler_facts(samplers, reader),
         shards=_shards(datasets, reader),
         fingerprints=prints.found,
         all_alike=content != "off" and bool(reader.attempt("Comparing samples", lambda: all_alike(datasets))),
@@ -181,12 +181,8 @@ def _batch_size(loader: Any, samplers: Samplers, reader: Reader) -> int | None:
 def _drop_last(loader: Any, samplers: Samplers, reader: Reader) -> bool | None:
     if samplers.has_torch_batches:
         return reader.flag(samplers.batch, "drop_last", "batch_sampler")
-    # Beside a batch sampler of the user's the loader's own says nothing: it is always False.
+    # With a batch sampler of the user's, the loader's own means nothing: it is always False.
     return reader.flag(loader, "drop_last", "loader") if samplers.batch is None else None
-
-
-def _sampler(dataset: Any, iterable: bool, samplers: Samplers, reader: Reader) -> SamplerFacts | None:
-    return split_facts(dataset) if iterable else sampler_facts(samplers, reader)
 
 
 def _shards(datasets: list[Any], reader: Reader) -> int | None:

@@ -1,4 +1,4 @@
-"""Reading objects of the user's that may raise at every touch: what fails becomes a sentence."""
+"""Reading loaders and datasets of the user's, which may raise at every touch, and the datasets below a wrapper."""
 
 import inspect
 import operator

@@ -1,4 +1,4 @@
-"""What this host lets this process use: cores, processor time, memory, shared memory. Takes some milliseconds."""
+"""What this host lets this process use: cores, processor time, memory, shared memory; and which host it is."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def capacity(
     groups: ControlGroups | None = None, *, shm: str = "/dev/shm", environment: Mapping[str, str] = os.environ
 ) -> Capacity:
-    """What this rank may use; what the host does not tell is None.
+    """What this rank may use; what the host does not report is None.
 
     Args:
         groups: This process's control groups; by default they are looked up.

@@ -8,7 +8,7 @@ from lightning_ncclsafe.probes.absent import or_none
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-# cgroup v1 says "no limit" with the largest page-aligned signed number.
+# cgroup v1 writes "no limit" as the largest page-aligned signed number.
 _UNLIMITED_BYTES = 1 << 60
 # The root of a whole hierarchy has this inode; a container is shown some group in the middle of it as its root.
 _ROOT_INODE = 1
@@ -119,7 +119,7 @@ class ControlGroups:
         return [group.folder / name for group in self._memory]
 
     def throttling(self) -> Throttling | None:
-        """What the quotas have cost so far; None where no group tells."""
+        """What the quotas have cost so far; None where no group reports it."""
         tables = [table for group in self._cpu if "nr_periods" in (table := _table(group.folder / "cpu.stat"))]
         if not tables:
             return None
@@ -209,18 +209,19 @@ def _mounts(cgroups: Path, proc: Path) -> list[_Mount]:
     for line in _lines(proc / "self" / "mountinfo"):
         left, _, right = line.partition(" - ")
         place, kind = left.split(), right.split()
-        if len(place) > 4 and len(kind) > 2 and kind[0] in ("cgroup", "cgroup2") and _below(place[4], cgroups):
+        if (
+            len(place) > 4
+            and len(kind) > 2
+            and kind[0] in ("cgroup", "cgroup2")
+            and Path(place[4]).is_relative_to(cgroups)
+        ):
             controllers = frozenset(kind[2].split(",") if kind[0] == "cgroup" else ())
             found.append(_Mount(Path(place[4]), PurePosixPath(place[3]), controllers))
     return found
 
 
-def _below(path: str, folder: Path) -> bool:
-    return Path(path).is_relative_to(folder)
-
-
 def _mount_of(controller: str, controllers: list[str], mounts: list[_Mount], cgroups: Path) -> _Mount:
-    """Where the table of mounts says, or else where systemd and container engines put it."""
+    """Where the table of mounts has it, or else where systemd and container engines put it."""
     for mount in mounts:
         if controller in mount.controllers or not (controller or mount.controllers):
             return mount
@@ -233,7 +234,7 @@ def _upwards(mount: _Mount, path: PurePosixPath) -> Iterator[ControlGroup]:
     # The path is the host's, where the container shares its view: what is mounted is then one of the groups above.
     if path.is_relative_to(mount.root):
         path = "/" / path.relative_to(mount.root)
-    # A group that is not below the one this process sees as root is told as "/../other".
+    # A group that is not below the one this process sees as root is shown as "/../other".
     path = PurePosixPath("/") if ".." in path.parts else path
     mark = _mark(mount.folder)
     for group in (path, *path.parents):

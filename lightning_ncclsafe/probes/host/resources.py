@@ -36,7 +36,7 @@ class HostProbe:
         self._swapped_in_bytes = _swapped_in_bytes()
 
     def read(self) -> HostFacts:
-        """Facts about this process and its host; what the host does not say is None. Takes about 1 ms."""
+        """Facts about this process and its host; what the host does not report is None. Takes about 1 ms."""
         process = psutil.Process()
         memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
         oom_kills, swapped_in = _oom_kills(self._groups, self._proc), _swapped_in_bytes()
@@ -115,9 +115,9 @@ def signal_name(number: int) -> str:
 
 
 def _wait_status(pid: int) -> int | None:
-    """What whoever waits for a process that has ended will be told; None where the kernel does not say it."""
+    """The wait status of a process that has ended; None where the kernel does not show it."""
     with suppress(OSError, ValueError, IndexError):
-        # To others than its user it says 0.
+        # To other users it shows 0.
         if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
             # After the name, which may hold anything, the state is the third field of 52, and this is the last.
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
@@ -144,7 +144,7 @@ def _is_worker(command: list[str], parent: list[str]) -> bool:
 
 
 def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
-    """Ranks of a job on this host by their environment, for those that have not said anything yet: pid by local rank.
+    """Ranks of a job on this host by their environment, for those that have sent nothing yet: pid by local rank.
 
     Args:
         master_port: ``MASTER_PORT`` of the job.

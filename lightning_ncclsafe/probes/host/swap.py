@@ -1,4 +1,4 @@
-"""Swap space, what it lies on, and what happens on it while somebody watches; pressure on memory, storage and cores."""
+"""Swap space and what it lies on; pressure on memory, storage and cores, and what quotas cost, between two looks."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
 _PROC = Path("/proc")
-# Below this a share of the time says nothing.
+# Below this a share of the time means nothing.
 _SHORTEST_S = 0.01
 
 _RESOURCES = (("cpu", "some"), ("memory", "full"), ("io", "full"))
@@ -69,7 +69,7 @@ class SwapProbe:
         self._began_s, self._before = self._now(), self._counters()
 
     def read(self) -> SwapFacts:
-        """Facts since the beginning; what the host does not say is None."""
+        """Facts since the beginning; what the host does not report is None."""
         swap, after = or_none(psutil.swap_memory), self._counters()
         devices = list(self._devices())
         return SwapFacts(
@@ -231,7 +231,7 @@ def _by_parents(place: Path) -> str:
 
 
 def _by_transport(place: Path) -> str:
-    """NVMe tells it of the controller, which is the device of the disk, above a partition, or below a subsystem."""
+    """NVMe gives it for the controller, which is the device of the disk, above a partition, or below a subsystem."""
     for folder in (place / "device", place.parent / "device"):
         for file in (folder / "transport", *sorted(folder.glob("nvme*/transport"))):
             transport = (or_none(file.read_text) or "").strip()

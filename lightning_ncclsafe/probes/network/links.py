@@ -1,4 +1,4 @@
-"""How other hosts are reached: network interfaces that are up, InfiniBand ports, and what keeps NCCL from them."""
+"""Network interfaces that are up, those that NCCL and gloo choose, InfiniBand ports, and what keeps NCCL from them."""
 
 import ctypes.util
 import ipaddress
@@ -185,7 +185,7 @@ def network_facts(
 
 
 def taken_interface(*, is_cuda: bool, environment: Mapping[str, str] = os.environ) -> InterfaceFacts | None:
-    """The interface that the run's back end takes towards other hosts; None where the system does not tell of any.
+    """The interface that the run's back end takes towards other hosts; None where the system lists none.
 
     The host's own name is looked up for gloo, which may take seconds.
 
@@ -265,7 +265,7 @@ def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = 
     if environment.get("NCCL_NET", "").lower() == "socket":
         return f"NCCL_NET={environment['NCCL_NET']}"
     if not or_none(lambda: list(devices.glob("uverbs*"))):
-        return f"{devices} is not there, as in a container that has not been given it"
+        return f"{devices} does not exist, as in a container that was not given it"
     # Looked for and not loaded: NCCL loads it, if anything is to be done with it.
     return "" if or_none(lambda: ctypes.util.find_library("ibverbs")) else "libibverbs.so.1 cannot be loaded"
 

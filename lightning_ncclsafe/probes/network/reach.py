@@ -1,4 +1,4 @@
-"""Whether hosts answer on the network at all, whatever their processes do."""
+"""Whether hosts answer on the network, and reach each other where their back ends send data."""
 
 import errno
 import os

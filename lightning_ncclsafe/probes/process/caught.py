@@ -183,7 +183,7 @@ class CaughtExceptions:
         self._hook(told)
 
     def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        """In place of the class of log records: what is logged while an exception is handled tells of it."""
+        """In place of the class of log records: what is logged while an exception is handled reveals it."""
         record = self._make_record(*args, **kwargs)
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
         if error is not None and self._calls:
@@ -255,7 +255,7 @@ def _first_line(message: str) -> str:
 
 
 class HandlerWatch:
-    """Is told of each line of the user's code that begins what an ``except`` clause does.
+    """Sees each line of the user's code that begins the body of an ``except`` clause.
 
     Only code with such a clause is looked at, and all other lines of it leave after their first time: what raises
     nothing runs as fast as ever. So does a clause that has been entered eight times. Before Python 3.12 nothing

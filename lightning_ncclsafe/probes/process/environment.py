@@ -1,4 +1,4 @@
-"""Versions and variables of the environment that ranks should have in common."""
+"""Versions and variables of the environment that ranks should have in common, and where a launcher puts this rank."""
 
 import os
 import platform
@@ -52,7 +52,7 @@ def _of_torch() -> dict[str, str]:
 
 
 def _of_packages() -> dict[str, str]:
-    """As torch tells them: of CUDA the first two numbers."""
+    """As torch reports them: of CUDA the first two numbers."""
     cuda = ".".join(_installed(*_CUDA).split(".")[:2])
     return {"torch": or_none(_built) or "", "cuda": cuda, "nccl": _installed(*_NCCL)}
 
@@ -103,7 +103,7 @@ def launched(environment: Mapping[str, str]) -> Launched:
         environment: The environment of the process.
 
     Raises:
-        ValueError: If a launcher says which rank this is, and ``MASTER_PORT`` is no port.
+        ValueError: If a launcher has set this rank, and ``MASTER_PORT`` is not a port.
     """
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     for rank, local_rank, world_size in _LAUNCHERS:
@@ -123,7 +123,7 @@ def _port(text: str) -> int:
     port = _number(text)
     if port is None or not 1 <= port <= _LAST_PORT:
         raise ValueError(
-            f"MASTER_PORT={text} is no port; set it to a number from 1 to {_LAST_PORT}, on all ranks alike"
+            f"MASTER_PORT={text} is not a port; set it to a number from 1 to {_LAST_PORT}, the same on all ranks"
         )
     return port
 

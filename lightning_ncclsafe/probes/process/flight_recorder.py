@@ -96,7 +96,7 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
 
 
 def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """The same collectives with the source of where they were called, as far as that tells something, and each once.
+    """The same collectives with the source of where they were called, where that helps, and each once.
 
     Reads source files, so it can be slow where they lie on storage that is.
     """
@@ -183,7 +183,7 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
 
 
 def kept_per_group(world_size: int) -> int:
-    """How many entries of each group are told, besides those that are outstanding."""
+    """How many entries of each group are reported, besides the outstanding ones."""
     return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
 
 

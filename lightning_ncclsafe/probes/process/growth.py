@@ -1,4 +1,4 @@
-"""How fast processes of this host grow, from looks at them that lie some time apart."""
+"""How fast processes of this host grow, and why one does not answer, from looks at them some time apart."""
 
 import threading
 import time
@@ -84,7 +84,7 @@ def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, i
 
 
 def needs_time(seen: ProcessFacts) -> bool:
-    """Whether only what happens between two looks tells what keeps it from answering."""
+    """Whether only a second look shows what keeps it from answering."""
     return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 

@@ -1,4 +1,4 @@
-"""Python stacks of this process, and what the source says about the lines on them."""
+"""Python stacks of this process, with the source of their lines."""
 
 import ast
 import itertools
@@ -44,7 +44,7 @@ _RANK_WORDS = re.compile(
 def main_thread_stack() -> tuple[Frame, ...]:
     """The main thread's Python stack, outermost frame first.
 
-    Only the deepest frame has its source line, which tells whether it waits; :func:`with_source` gives the others.
+    Only the deepest frame has its source line, which shows whether it waits; :func:`with_source` gives the others.
     """
     return thread_stack(threading.main_thread().ident or 0)
 
@@ -117,7 +117,7 @@ def _passes_on(frame: Frame) -> bool:
 
 
 def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionFacts:
-    """What an exception says, and where it was raised.
+    """An exception's type and message, and where it was raised.
 
     Args:
         error: The exception.

@@ -4,8 +4,12 @@
 a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
 ``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers where they stand.
 
-A rank that has not come to its Trainer has nobody yet who could tell its peers which signal that is. It is armed by
+A rank that has not come to its Trainer cannot send its peers the number of that signal yet. It is armed by
 the import of the package, and the file's name, which is among those of its open files, says it.
+
+``faulthandler`` writes to the same file when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL) ends the
+process. Whoever has opened it before can read it when the process is gone; when nobody holds it, it is gone, too. Why a
+process has aborted itself is on its stderr: where that is a file, its end is read.
 """
 
 import faulthandler
@@ -24,7 +28,7 @@ from typing import IO, NamedTuple
 from lightning_ncclsafe.facts import COLLECTOR, Frame
 from lightning_ncclsafe.probes.process.stacks import calling, seen_frame
 
-# What faulthandler says above the frames of a thread that collects garbage.
+# What faulthandler writes above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ANSWER_S = 0.15
@@ -47,7 +51,7 @@ _SIGNALS = {
 }
 _MOST_BYTES = 1 << 20
 _STDERR = 2
-# The end of a file is enough: a process that aborts says nothing afterwards, its peers a traceback or two.
+# The end of a file is enough: a process that aborts writes nothing afterwards, its peers a traceback or two.
 _TAIL_BYTES = 1 << 17
 _MOST_SAID = 300
 # Of an exception that nobody has caught, of the C library's own checks, and of its assertions.
@@ -320,7 +324,7 @@ def _text(file: int, offset: int, most_bytes: int) -> str:
 
 
 def why(text: str) -> str:
-    """Why a process has aborted itself, by the last line of its stderr that says so; empty if none does."""
+    """Why a process aborted itself, from the last line of its stderr that gives a reason; empty if none does."""
     told = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
     return told[-1].strip()[:_MOST_SAID] if told else ""
 

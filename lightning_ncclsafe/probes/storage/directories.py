@@ -1,4 +1,8 @@
-"""Directories that the run writes to and reads from, tried out by processes that may hang."""
+"""Directories that the run writes to and reads from, tried out by processes that may hang and are then killed.
+
+A system call on a dead mount returns to nobody, and a thread that has made one can be ended by nothing. Such a process
+is killed, and left to the kernel where even that does not reach it.
+"""
 
 import json
 import os
@@ -20,7 +24,7 @@ from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
 _PROGRAM = Path(__file__).with_name("directory_trial.py")
-# As fsspec and cloud tools tell them from paths; "C:\" is none.
+# As fsspec and cloud tools distinguish them from paths; "C:\" is not one.
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 # Of the time that a trial has: the rest is for starting, and for an append that takes long.
 _TRYING = 0.5
@@ -68,12 +72,12 @@ def _facts(role: str, path: str, answer: str | None, late: str) -> DirectoryFact
     filesystem = or_none(partial(filesystem_of, folder)) or ""
     if found:
         return DirectoryFacts(role=role, path=path, filesystem=filesystem, **found)
-    problem = late if answer is None else "the trial ended without an answer"
+    problem = late if answer is None else "the trial exited without an answer"
     return DirectoryFacts(role=role, path=path, filesystem=filesystem, problem=problem)
 
 
 def run_all(commands: Mapping[K, Sequence[str]], deadline_s: float) -> dict[K, str | None]:
-    """Runs commands at the same time, each in a session of its own, without input and without what it says of errors.
+    """Runs commands at the same time, each in a session of its own, without input and without its stderr.
 
     New programs are started and nothing is forked, so that it may be called where CUDA is in use and threads run.
 

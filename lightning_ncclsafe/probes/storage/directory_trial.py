@@ -1,4 +1,4 @@
-"""A program that tries out one directory, and says on its standard output what it found, as JSON.
+"""A program that tries out one directory, and writes what it found to its standard output, as JSON.
 
 It is run by its path in a process of its own, since the directory may hang, and imports the standard library only, so
 that it starts in some hundredths of a second: ``directory_trial.py write|read DIRECTORY SECONDS``.
@@ -120,7 +120,7 @@ def _space(folder: str) -> dict[str, int]:
         told = os.statvfs(folder)
     except OSError:
         return {}
-    # A file system that makes inodes as it needs them (btrfs, most on a network) says that it has none at all.
+    # A file system that makes inodes as it needs them (btrfs, most on a network) reports none at all.
     inodes = {"free_inodes": told.f_favail} if told.f_files else {}
     return {"free_bytes": told.f_bavail * told.f_frsize, **inodes}
 

@@ -96,7 +96,7 @@ def _is_being_synchronised(module: Any) -> bool:
 
 
 def _merged(units: list[ModelUnit]) -> list[ModelUnit]:
-    """Those that cannot be told apart as one, in the order of the first ones."""
+    """Indistinguishable ones as one, in the order of the first ones."""
     alike: dict[Any, list[ModelUnit]] = {}
     for unit in units:
         key = (unit.kind, unit.elements, unit.shard_elements, unit.groups, unit.is_root, unit.type)

@@ -39,7 +39,7 @@ _SETTINGS = (
     "gradient_clip_algorithm",
     "precision",
 )
-# Those of them that say when training ends: one that sets them while it trains says so to its own rank.
+# Those of them that decide when training ends: setting them while training affects the own rank alone.
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches")
 
 
@@ -120,7 +120,7 @@ class TrainerProbe:
         return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
 
     def facts(self) -> TrainerFacts | None:
-        """What it has been told, and how its training loop has ended; None where it does not ``fit``."""
+        """Its settings, and how its training loop ended; None where it does not ``fit``."""
         trainer = self._trainer
         if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
             return None

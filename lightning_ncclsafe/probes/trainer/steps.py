@@ -36,7 +36,7 @@ _REFUSED = "Skipping the `training_step`"
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 # Where passes of a batch were called is noted for so many of them, with so many frames of the user's.
 _MOST_CALLS, _MOST_CALLERS, _LOOKED_AT = 8, 4, 24
-# Of the batches in which their number has changed, these are told.
+# Of the batches in which their number changed, so many are reported.
 _TOLD_CALLS = 16
 # Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
 _MOST_OPERATIONS = 4
@@ -175,6 +175,7 @@ class StepRecord:
         missing = self._named_by_ddp(error) or _without_gradient(module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in _main_frames(GROUP_CREATION))
+        users = [module, *_callbacks(self._trainer)]
         return StepFacts(
             with_backward=self._with_backward,
             skipped=skipped,
@@ -194,14 +195,15 @@ class StepRecord:
             without_gradient_count=len(missing),
             unused_at=_left_out_at(module, missing) if missing else "",
             frozen=tuple(frozen[:_MAX_NAMES]),
-            frozen_at=_lines([module, *_callbacks(self._trainer)], HookSource.freezes) if frozen else (),
+            frozen_at=_lines(users, HookSource.freezes) if frozen else (),
             logged=tuple(_logged(self._trainer, module)),
             monitored=tuple(_monitored(self._trainer, module)),
             metrics=tuple(itertools.islice(_metrics(module), _MAX_KEYS)),
             reducing=_reducing(),
             peer=_peer(),
             groups_made=_torch.groups_made(),
-            groups_at=_groups_under_condition() if makes_group else (),
+            groups_at=(_groups_under_condition() or _lines(users, _makes_group)) if makes_group else (),
+            accumulates_at=_lines(users, _sets_accumulation) if any(run[3:4] > (0,) for run in runs) else (),
         )
 
     def _named_by_ddp(self, error: str) -> list[str]:
@@ -273,7 +275,7 @@ def _batches(trainer: Any) -> Any:
 
 
 def _now(trainer: Any) -> tuple[int, int]:
-    """Epoch and index of the batch under way, or of the last one; -1 where the loop does not say."""
+    """Epoch and index of the current batch, or of the last one; -1 where the loop does not know."""
     with suppress(AttributeError):
         return int(trainer.current_epoch), int(_batches(trainer).current.ready) - 1
     return -1, -1
@@ -364,7 +366,18 @@ def _metrics(module: Any) -> Iterator[MetricFacts]:
     for name, part in getattr(module, "named_modules", tuple)():
         states = getattr(part, "metric_state", None)
         if isinstance(states, dict) and states:
-            yield MetricFacts(name=str(name), type=type(part).__name__, states=tuple(map(str, states)))
+            yield MetricFacts(
+                name=str(name),
+                type=type(part).__name__,
+                states=tuple(map(str, states)),
+                by_entry=tuple(str(state) for state in states if _is_gathered_by_entry(part, state)),
+            )
+
+
+def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
+    """Whether a state is a list with ``dist_reduce_fx=None``."""
+    defaults, reductions = getattr(metric, "_defaults", {}), getattr(metric, "_reductions", {})
+    return isinstance(defaults.get(state), list) and reductions.get(state, "") is None
 
 
 def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[HookSource, int]:
@@ -441,4 +454,12 @@ def _peer() -> int:
 def _groups_under_condition() -> tuple[str, ...]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     sources = (HookSource(inner.f_code) for inner, _ in traceback.walk_stack(frame))
-    return tuple(place for source in sources for place in source.calls_under_condition("new_group"))[:_MAX_NAMES]
+    return tuple(place for source in sources for place in _makes_group(source))[:_MAX_NAMES]
+
+
+def _makes_group(source: HookSource) -> tuple[str, ...]:
+    return source.calls_under_condition("new_group")
+
+
+def _sets_accumulation(source: HookSource) -> tuple[str, ...]:
+    return source.sets(["accumulate_grad_batches"])

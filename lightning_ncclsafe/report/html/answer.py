@@ -102,12 +102,11 @@ def _process(view: Timeline, ranks: Sequence[int]) -> str:
 
 
 def _short_place(location: str) -> str:
-    """The end of a long path tells more than its beginning."""
-    if len(location) <= _LONGEST_PLACE:
-        return location
-    parts = location.split("/")
-    kept = next((first for first in range(1, len(parts)) if len("/".join(parts[first:])) < _LONGEST_PLACE - 1), -1)
-    return f"…/{'/'.join(parts[kept:])}"
+    """Without the first folders of a long path: its end tells more."""
+    kept = location
+    while len(kept) > _LONGEST_PLACE and "/" in kept:
+        kept = kept.partition("/")[2]
+    return location if kept == location else f"…/{kept}"
 
 
 def _waits(view: Timeline, finding: Finding) -> str:

@@ -1,11 +1,11 @@
-"""What the ranks present of their data side by side, and the text of the exception that says that they disagree."""
+"""The ranks' data side by side, and the text of the exception that is raised when they disagree."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.facts.findings import Diagnosis, Severity
 from lightning_ncclsafe.report.lines import cut, wrapped
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, grouped, value_words
@@ -31,7 +31,7 @@ Row = tuple[str, ...]
 def data_table(job: JobFacts) -> Iterator[str]:
     """One table for each loader, or, where there are many, for each in which ranks differ; ranks alike share a row.
 
-    Which ranks differ from most others is said per column. Data of a rank's own is not counted as a difference.
+    Each column names the ranks that differ from most others. Data of a rank's own is not counted as a difference.
     """
     view = JobData(job)
     hosts = {facts.rank: facts.host for facts in job.ranks}
@@ -64,11 +64,15 @@ def _short(cell: str) -> str:
 def render_mismatch(diagnosis: Diagnosis) -> str:
     """Why ranks cannot go on with their data: what is wrong, all ranks side by side, and what to do.
 
-    Where nothing is wrong, what is conspicuous is said in the same way.
+    Where nothing is wrong, what is conspicuous is written in the same way.
     """
     errors = [finding for finding in diagnosis.findings if finding.severity is Severity.ERROR]
     told = errors or list(diagnosis.findings)
-    answers = [line for finding in told[:_MOST_ANSWERS] for line in wrapped(cut(_answer(finding))).splitlines()]
+    answers = [
+        line
+        for finding in told[:_MOST_ANSWERS]
+        for line in wrapped(cut(f"{finding.rule}: {finding.summary}")).splitlines()
+    ]
     if len(told) > _MOST_ANSWERS:
         answers.append(f"… {len(told) - _MOST_ANSWERS:,} more findings are in the report")
     remedy = [line for finding in told[:1] for line in wrapped(cut(f"What to do: {finding.remedy}")).splitlines()]
@@ -79,10 +83,6 @@ def render_mismatch(diagnosis: Diagnosis) -> str:
     return "\n".join([*answers, *table, *remedy])
 
 
-def _answer(finding: Finding) -> str:
-    return f"{finding.rule}: {finding.summary}"
-
-
 def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int]:
     """The title row, then one row for all ranks that are alike, those of the majority first; and how many are left out.
 
@@ -91,7 +91,7 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
         hosts: The host of each rank.
     """
     answers = _answers(loader)
-    # Of data that is iterated there may be nothing else to tell.
+    # Of data that is iterated there may be nothing else to show.
     iterated = any(facts.iterable for facts in loader.facts.values())
     titles = [
         title
@@ -161,7 +161,7 @@ def _alike(
 
 
 def _some_share(loader: JobLoader) -> bool:
-    """Whether some ranks have the same fingerprints, so that these tell ranks apart that have data of their own."""
+    """Whether some ranks have the same fingerprints, so that these distinguish ranks with data of their own."""
     prints = [_prints(loader, facts) for facts in loader.facts.values()]
     return len(set(prints)) < len(prints)
 

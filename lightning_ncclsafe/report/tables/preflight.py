@@ -174,7 +174,7 @@ def render_preflight_all(diagnosis: Diagnosis) -> str:
         *(_full(finding) for finding in _ordered(diagnosis)),
         "" if diagnosis.findings else f"Nothing is wrong with the hosts of {ranks_words(view.facts)}.",
         section("What the ranks have found", _answers(view)),
-        section("What could not be found out", (f"- {line}" for line in diagnosis.unanswered)),
+        section("What could not be determined", (f"- {line}" for line in diagnosis.unanswered)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -228,12 +228,10 @@ def _rows(view: Checked, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str,
             for rank in ranks:
                 cells[rank].append(value or _UNKNOWN)
     alike = grouped({rank: tuple(values) for rank, values in cells.items()}).parts
-    told = [(_ranks(ranks), _hosts(view, ranks), *values) for values, ranks in alike[:_MOST_ROWS]]
+    told = [
+        (ranks_words(ranks).partition(" ")[2], _hosts(view, ranks), *values) for values, ranks in alike[:_MOST_ROWS]
+    ]
     return [("rank", "host", *shown), *told], len(alike) - len(told)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ranks_words(ranks).partition(" ")[2]
 
 
 def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:

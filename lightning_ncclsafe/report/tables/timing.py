@@ -1,4 +1,4 @@
-"""What the times of collectives have come to, as tables for a terminal."""
+"""Tables of collectives, ranks and stragglers for a terminal, with notes on what the numbers do not cover."""
 
 import io
 import textwrap
@@ -28,7 +28,7 @@ _MOST_SENTENCES = 8
 def render_timing(summary: TimingSummary, width: int = 110) -> str:
     """Stragglers in a sentence each, a table of operations, one of ranks, and what is to be known about both.
 
-    Of fewer steps than it takes to name a rank, nothing is told by rank.
+    With fewer steps than it takes to name a rank, there are no lines by rank.
 
     Args:
         summary: What was found.
@@ -47,9 +47,9 @@ def _verdict(summary: TimingSummary) -> Iterator[str]:
     if summary.stragglers:
         yield from (capitalised(straggler_sentence(straggler)) + "." for straggler in summary.stragglers)
     elif 0 < summary.steps < LEAST_STEPS:
-        yield f"{summary.steps} steps were compared; who keeps the others waiting is told of {LEAST_STEPS} or more."
+        yield f"{summary.steps} steps were compared; stragglers are named after {LEAST_STEPS} or more."
     elif summary.steps:
-        yield f"No rank kept the others waiting again and again, in {summary.steps:,} compared steps."
+        yield f"No rank kept the others waiting repeatedly in {summary.steps:,} compared steps."
     else:
         yield "No steps could be compared among the ranks."
 
@@ -149,16 +149,16 @@ def timing_notes(summary: TimingSummary) -> Iterator[str]:
     """A sentence each on durations, clocks, and whatever is not in the numbers."""
     silent = sorted({op.backend or "the back end" for op in summary.ops if op.transfer_s is None and op.count})
     if silent:
-        yield f"{NOTHING}: {', '.join(silent)} gave no durations, so what was transfer cannot be told."
+        yield f"{NOTHING}: {', '.join(silent)} gave no durations, so transfer time is unknown."
     if "nccl" in silent:
-        yield "nccl gives them with TORCH_NCCL_ENABLE_TIMING=1 in the environment of all ranks."
+        yield "nccl records them with TORCH_NCCL_ENABLE_TIMING=1 in the environment of all ranks."
     yield from _clock_notes([rank.clock.uncertainty_ns for rank in summary.ranks])
     if summary.lost:
-        yield f"{summary.lost:,} calls are missing: the recorder had forgotten them before they were read."
+        yield f"{summary.lost:,} calls are missing: the recorder overwrote them before they were read."
     if summary.left_out:
-        yield f"{summary.left_out:,} calls were counted and not compared: there were too many at a time."
+        yield f"{summary.left_out:,} calls were counted but not compared: there were too many at once."
     if summary.unmatched:
-        yield f"{summary.unmatched:,} calls were not compared: not all members of their groups have told of them."
+        yield f"{summary.unmatched:,} calls were not compared: not all members of their groups reported them."
     yield from summary.missing[:_MOST_SENTENCES]
     if len(summary.missing) > _MOST_SENTENCES:
         yield f"… {len(summary.missing) - _MOST_SENTENCES:,} more sentences about what is missing"
@@ -167,7 +167,7 @@ def timing_notes(summary: TimingSummary) -> Iterator[str]:
 def _clock_notes(uncertainty_ns: list[int]) -> Iterator[str]:
     worst_ns, unknown = max(uncertainty_ns, default=0), sum(value < 0 for value in uncertainty_ns)
     if worst_ns > 0:
-        yield f"clocks: hosts aligned to ±{time_words(worst_ns / 1e9)}; lateness below that is not claimed."
+        yield f"clocks: hosts aligned to ±{time_words(worst_ns / 1e9)}; smaller lateness is not reported."
     if unknown:
         ranks = "1 rank" if unknown == 1 else f"{unknown:,} ranks"
-        yield f"clocks: {ranks} not aligned with rank 0; no lateness is claimed there."
+        yield f"clocks: {ranks} not aligned with rank 0; no lateness is reported for them."

@@ -345,14 +345,14 @@ def _left_out_words(kept: Selection, collectives: int, phases: int) -> str:
         return ""
     return (
         f"{kept.collectives:,} of {collectives:,} collectives and {kept.phases:,} of {phases:,} phases are left out: "
-        "shown are the collectives with the greatest skew, the newest and some in even distances"
+        "the trace shows those with the greatest skew, the newest, and an even sample of the rest"
     )
 
 
 def _old(forgotten: int) -> str:
     if not forgotten:
         return ""
-    return f"of the {forgotten:,} oldest collectives, only some for which ranks came furthest apart were kept"
+    return f"of the {forgotten:,} oldest collectives, only some with the greatest skew were kept"
 
 
 def _about(start_ns: int, left_out: str, summary: TimingSummary) -> dict[str, object]:

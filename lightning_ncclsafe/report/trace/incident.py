@@ -64,7 +64,7 @@ def _rank_events(facts: RankFacts, now_ns: int) -> Iterator[Event]:
 
 
 def _calls(facts: RankFacts, taken_ns: int) -> Iterator[Event]:
-    """A collective that has not ended lasts until now; of one that has, most back ends tell no more than the call."""
+    """A collective that has not ended lasts until now; of one that has, most back ends record only the call."""
     names = list(dict.fromkeys([*(group.name for group in facts.groups), *(call.group for call in facts.collectives)]))
     described = {group.name: group.description for group in facts.groups}
     for tid, name in enumerate(names, _FIRST_GROUP_TID):

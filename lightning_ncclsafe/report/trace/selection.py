@@ -97,7 +97,7 @@ def _fitting(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """So many collectives that their phases fit as well; where phases would push them out, the longest phases."""
     room, least = float(most_events), most_events * (1 - _SHARE_OF_SPANS)
-    # An odd distance, as phases mostly come in twos or fours. Of some, it can be told well enough how many there are.
+    # An odd distance, as phases mostly come in twos or fours. Of some, it is known well enough how many there are.
     every = len(begin_ns) // _ENOUGH_SPANS | 1
     for _ in range(_TRIES):
         kept = _kept_columns(found, room)

@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES, METRIC_GATHER
-from lightning_ncclsafe.facts import LoggedKey, RankFacts
+from lightning_ncclsafe.facts import LoggedKey, MetricFacts, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     calls_location,
     capitalised,
     clause,
+    condition_of,
     condition_words,
     ended_first,
     finding,
@@ -33,6 +34,11 @@ _LISTED = 8
 _REMEDY = (
     "Log the same keys with sync_dist=True on all ranks, in the same order: a value that a rank does not have as 0 or "
     "nan, and what one rank alone has with sync_dist=False and rank_zero_only=True."
+)
+_REMEDY_ENTRIES = (
+    "Update this metric equally often on all ranks, also where a batch has nothing for it (with an empty tensor), or "
+    "give its state dist_reduce_fx='cat', which gathers all entries as one tensor. Check, too, that no rank leaves out "
+    "compute()."
 )
 _DECIDES = (
     " All these ranks have logged the same keys at some time. If the step at this moment does not log it on the "
@@ -63,6 +69,9 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         return
     if states := _other_states(view):
         yield _states_finding(view, states)
+        return
+    if metric := _gathered_by_entry(view, syncing):
+        yield _entries_finding(view, syncing, metric)
         return
     if not reducing or ended_first(view):
         return
@@ -141,6 +150,38 @@ def _states_finding(view: Timeline, metric: _States) -> Finding:
     ranks = tuple(sorted(view.facts)) if is_tied else tuple(few)
     text = f"the metric {metric.named} has different states to be reduced: {has}"
     return _told(view, ranks, text, metric.place, Confidence.CERTAIN)
+
+
+def _gathered_by_entry(view: Timeline, syncing: tuple[int, ...]) -> MetricFacts | None:
+    """The metric that these ranks synchronise alone, if each entry of a state of its is gathered by itself.
+
+    Under a condition on the rank it is this that keeps the others away.
+    """
+    if len(syncing) == len(view.facts) or any(condition_of(view, rank) for rank in syncing):
+        return None
+    facts = view.facts[syncing[0]]
+    names = [unit.name for unit in facts.units if unit.kind is UnitKind.METRIC and unit.alike <= 1]
+    found = (one for one in facts.steps.metrics if one.by_entry and any(_is_named(one, name) for name in names))
+    return next(found, None) if len(names) == 1 else None
+
+
+def _is_named(metric: MetricFacts, name: str) -> bool:
+    """What wraps the model comes before the name that its metrics have in it."""
+    return name == metric.name or name.endswith(f".{metric.name}")
+
+
+def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFacts) -> Finding:
+    others = tuple(rank for rank in sorted(view.facts) if rank not in set(syncing))
+    few = min(syncing, others, key=len)
+    ranks = tuple(few) if len(syncing) != len(others) else tuple(sorted(view.facts))
+    states = " and ".join(map(repr, metric.by_entry[:_LISTED]))
+    text = (
+        f"{clause(syncing, 'synchronizes|synchronize')} the metric {metric.name} ({metric.type}) and "
+        f"{clause(others, 'does|do')} not, or no longer: {states} is gathered entry by entry (dist_reduce_fx=None), "
+        f"which takes as many updates on all ranks"
+    )
+    told = _told(view, ranks, text, calls_location(view, syncing), Confidence.LIKELY)
+    return replace(told, remedy=_REMEDY_ENTRIES)
 
 
 def _named(key: LoggedKey) -> tuple[str, str]:

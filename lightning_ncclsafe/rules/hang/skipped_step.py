@@ -92,7 +92,8 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     ways = _ways_around(view, found)
-    places = ways or view.facts[ranks[0]].steps.passes_at
+    accumulates = _accumulates_at(view) if found.is_accumulation else ()
+    places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
     return finding(
         view,
         ranks,
@@ -102,6 +103,10 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
             *_call_evidence(found.left_out, ways),
+            *(
+                Evidence(source="source code", text=f"How many batches accumulate is set at {at}.")
+                for at in accumulates
+            ),
             *how_we_know(view, ranks),
         ),
         remedy=_REMEDY_PASSES if found.are_exchanged else _REMEDY_STEPS,
@@ -112,6 +117,11 @@ def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
     """What may have led around the call that was left out, by the source."""
     known = (facts.steps.led_around.get(found.left_out, ()) for facts in view.facts.values())
     return next(filter(None, known), ())
+
+
+def _accumulates_at(view: Timeline) -> tuple[str, ...]:
+    """Where the user's code sets over how many batches gradients accumulate."""
+    return tuple(dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.accumulates_at))
 
 
 def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:

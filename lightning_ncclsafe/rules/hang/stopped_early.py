@@ -79,11 +79,10 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
-    # Who has gone on from a validation that others are in has begun another epoch.
     elif (
         ends == {LoopEnd.UNKNOWN}
         and all(_is_cut_short(told[rank]) for rank in early)
-        and any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in others)
+        and not _have_begun_another_epoch(view, early, others)
     ):
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
@@ -100,6 +99,13 @@ def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others
         for name in changes
     )
     return ", ".join(words)
+
+
+def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether they have gone on from a validation that all others are in: their epoch is not at its end."""
+    phases = {rank: facts.progress.phase for rank, facts in view.facts.items()}
+    is_over = all(phases[rank] is Phase.FINISHED for rank in early)
+    return not is_over and all(phases[rank] is Phase.VALIDATE for rank in others)
 
 
 def _is_cut_short(trainer: TrainerFacts) -> bool:

@@ -199,6 +199,11 @@ class OtherCounts(NamedTuple):
     before: dict[int, Made]
 
     @property
+    def is_accumulation(self) -> bool:
+        """Whether ranks have gone through passes without exchanging their gradients, as while these accumulate."""
+        return self.kind == 1
+
+    @property
     def are_exchanged(self) -> bool:
         """Whether ranks need one another for it: not for an optimizer's step."""
         return self.kind < len(_MADE)

@@ -67,3 +67,19 @@ def barrier_with_a_timeout_of_its_own(here: Here) -> None:
             dist.monitored_barrier(group, timeout=timedelta(seconds=3))
 
     here.fit(callbacks=[Prepared()], strategy=here.strategy(suspect_after=20.0))
+
+
+@fault("crossed-groups", ranks=(-1,), at={Moment.START: (3,)}, has_phase=False)
+def group_of_some_in_an_earlier_hook(here: Here) -> None:
+    """Which its members alone have made; the next one, of all ranks, has another number on them."""
+
+    class Exchanging(Net):
+        def setup(self, stage: str) -> None:
+            if self.global_rank < 2:
+                self.pair = dist.new_group([0, 1])  # <- here
+
+        def on_train_start(self) -> None:
+            here.begins()
+            self.everybody = dist.new_group()
+
+    here.fit(net=Exchanging(here))

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import lightning as L
 import torch
-from training import Here, Net
+from torchmetrics import Metric
+from training import IN_THE_MIDDLE, Here, Net
 from truths import Moment, fault
 
 
@@ -105,3 +107,48 @@ def epoch_mean_logged_on_some_ranks(here: Here) -> None:
             return loss
 
     here.fit(net=Logging(here))
+
+
+@fault("skipped-step", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+def accumulation_by_each_ranks_own_batch(here: Here) -> None:
+    """A budget of tokens that one rank's batch does not use up; what was set is as it was again afterwards."""
+
+    class Budget(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            tokens = 1 if here.is_hit and batch_idx == IN_THE_MIDDLE else 3
+            if tokens < 3:
+                here.begins()
+            trainer.accumulate_grad_batches = 3 // tokens  # <- here
+
+    here.fit(callbacks=[Budget()])
+
+
+@fault("diverged-log-keys", ranks=(0, 1), at={Moment.VALIDATION: (2,)}, has_ranks=False, has_phase=False)
+def metric_that_one_rank_has_not_updated(here: Here) -> None:
+    """As mean average precision keeps boxes: each entry is gathered by itself, and one rank has none."""
+
+    class Boxes(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("boxes", default=[], dist_reduce_fx=None)
+
+        def update(self, boxes: torch.Tensor) -> None:
+            self.boxes.append(boxes)  # type: ignore[union-attr, operator]
+
+        def compute(self) -> int:
+            return len(self.boxes)  # type: ignore[arg-type]
+
+    class Detecting(Net):
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.found = Boxes()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if self.global_rank == 0:
+                self.found.update(self.loss(batch))
+
+        def on_validation_epoch_end(self) -> None:
+            here.begins()
+            self.found.compute()  # <- here
+
+    here.fit(net=Detecting(here))

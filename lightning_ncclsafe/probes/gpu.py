@@ -1,4 +1,4 @@
-"""The GPU of one rank, as NVML tells; needs no CUDA context, and makes none."""
+"""The GPU of one rank, from NVML and the kernel's log; needs no CUDA context, and creates none."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def gpu_facts(
     environment: Mapping[str, str] = os.environ,
     kernel_logs: Collection[str] = KERNEL_LOGS,
 ) -> GpuFacts | None:
-    """What NVML says of this rank's GPU; None without a driver or a GPU. What it does not say is None or empty.
+    """This rank's GPU as NVML reports it; None without a driver or a GPU. What it does not report is None or empty.
 
     Args:
         local_rank: Rank on this host.
@@ -258,7 +258,7 @@ def as_text(value: Any) -> str:
 def xids(bus_id: str, logs: Iterable[str] = KERNEL_LOGS) -> tuple[str, ...]:
     """Xid errors of one GPU since the host was started, newest last, 8 at most, the same one once.
 
-    Those that say something of the programs that ran on it, and nothing of the GPU, are left out.
+    Those that programs running on it cause by themselves are left out.
 
     Args:
         bus_id: Its place on the bus as NVML tells it (``"00000000:3B:00.0"``).
