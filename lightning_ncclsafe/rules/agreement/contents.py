@@ -41,7 +41,7 @@ _CLASSES: Questions[LoaderFacts] = {
     ),
 )
 def different_datasets(view: JobData) -> Iterator[Finding]:
-    """The dataset, one of those below it, or the loader is of another class on some ranks.
+    """The dataset, one of those below it, or the loader has a different class on some ranks.
 
     Symptom:
         Ranks train on different data, have different numbers of batches, or fail where a batch has another shape.
@@ -53,7 +53,7 @@ def different_datasets(view: JobData) -> Iterator[Finding]:
         Make the dataset by the same code on all ranks.
 
     Cannot see:
-        Classes of one name that are defined twice.
+        Classes of the same name that are defined twice.
     """
     for loader in view.loaders:
         found = unlike(loader)
@@ -84,16 +84,16 @@ OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distribu
     ),
 )
 def unequal_samples(view: JobData) -> Iterator[Finding]:
-    """A sampler splits the data among ranks, and these do not hold the same number of samples.
+    """A sampler splits the data among ranks, but the number of samples differs between them.
 
     Symptom:
-        The run hangs at the end of an epoch, or samples are read twice, or by nobody, and nobody notices.
+        The run hangs at the end of an epoch, or samples are read twice, or by no rank, and nobody notices.
 
     Cause:
         Splits without a common seed, files that exist on some hosts only, a filter that depends on the rank.
 
     Remedy:
-        Make the whole dataset alike on all ranks, or switch the sampler off where each rank has its own shard.
+        Make the whole dataset identical on all ranks, or switch the sampler off if each rank has its own shard.
 
     Cannot see:
         Data without a length.
@@ -132,19 +132,19 @@ _AUGMENTATION = (
 
 @agreement_rule(after="unequal-samples")
 def different_data(view: JobData) -> Iterator[Finding]:
-    """A sampler splits the data among ranks, and these do not hold the same data although it has the same size.
+    """A sampler splits the data among ranks, but they hold different data of the same size.
 
     Symptom:
         Nothing hangs: training samples leak into validation, some are read by several ranks and others by none.
 
     Cause:
-        Every rank split its data by itself, without a common seed; or lists files in another order.
+        Every rank split its data by itself, without a common seed, or lists files in a different order.
 
     Remedy:
         Seed every split alike and sort lists of files.
 
     Cannot see:
-        Data of which no fingerprint could be had on all ranks.
+        Data that could not be fingerprinted on all ranks.
     """
     for loader in view.loaders:
         if loader.replicated and not loader.unequal_samples and not unlike(loader):
@@ -202,11 +202,11 @@ _OF_SPLIT = {"first batches"}
     ),
 )
 def different_peers(view: JobData) -> Iterator[Finding]:
-    """Tensor-parallel peers, or other ranks that are one data-parallel rank together, do not read the same data.
+    """Tensor-parallel peers, or other ranks that form one data-parallel rank, read different data.
 
     Symptom:
-        Nothing hangs: each peer computes its part of a layer for another batch, and the results are added up to
-        nonsense. With different numbers of batches the run hangs at the end of an epoch.
+        Nothing hangs: each peer computes its part of a layer for a different batch, and the sum of the results is
+        meaningless. With different numbers of batches the run hangs at the end of an epoch.
 
     Cause:
         A shard, a split or an order that is drawn or chosen by the global rank instead of the data-parallel rank.
@@ -215,7 +215,7 @@ def different_peers(view: JobData) -> Iterator[Finding]:
         Seed alike on all ranks; choose shards by the data-parallel rank.
 
     Cannot see:
-        Augmentation, and what an IterableDataset of known length gives.
+        Augmentation, and what an IterableDataset of known length yields.
     """
     for loader in view.loaders:
         found = peer_differences(view, loader)

@@ -59,7 +59,7 @@ def loader_count(view: JobData) -> Iterator[Finding]:
         Return the same loaders in the same order and mode on every rank.
 
     Cannot see:
-        Loaders that the user's own code makes and goes through by itself.
+        Loaders that the user's own code creates and iterates by itself.
     """
     found = differences(view.data, _QUESTIONS)
     if found:
@@ -92,7 +92,7 @@ def sized_and_unsized(view: JobData) -> Iterator[Finding]:
         Give the loader a length on all ranks or on none.
 
     Cannot see:
-        Whether a length that is given is right.
+        Whether a given length is correct.
     """
     for loader in view.loaders:
         asked = {rank: facts for rank, facts in loader.facts.items() if not _failed(facts)}
@@ -138,13 +138,14 @@ def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.
 
     Symptom:
-        The run hangs at the end of the epoch, or "when saving": the ranks that have more wait for those that are done.
+        The run hangs at the end of the epoch, or "when saving": the ranks that have more batches wait for those that
+        are done.
 
     Cause:
         Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset.
 
     Remedy:
-        Give every rank the same number of batches, or set a policy for what is uneven.
+        Give every rank the same number of batches, or set a policy for uneven data.
 
     Cannot see:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
@@ -224,7 +225,7 @@ _WAYS_TO_END = {
     )
 )
 def uneven_end(view: JobData) -> Iterator[Finding]:
-    """Data of unknown length has ended on some ranks before the others.
+    """Data of unknown length ended on some ranks before the others.
 
     Symptom:
         Without a vote on the next batch: the run hangs at the end of an epoch, or ranks drift apart by an epoch.
@@ -233,7 +234,7 @@ def uneven_end(view: JobData) -> Iterator[Finding]:
         Shards of unequal length, samples that are dropped while they are read, packing.
 
     Remedy:
-        Make shards alike, or set a policy for what is uneven.
+        Make the shards equally long, or set a policy for uneven data.
 
     Cannot see:
         How many batches the others still have.

@@ -43,7 +43,7 @@ def unpresented_loader(view: JobData) -> Iterator[Finding]:
         Look at the rank's own output; let all ranks call the same stages.
 
     Cannot see:
-        What the rank does instead; a report about the hang says that.
+        What the rank does instead; a report about the hang shows that.
     """
     if view.silent:
         others, silent = tuple(view.data), view.silent
@@ -71,7 +71,7 @@ _REMEDY_LENGTH = (
 
 @agreement_rule(after="same-shard")
 def unreadable_loader(view: JobData) -> Iterator[Finding]:
-    """Something about a loader could not be found out on some rank.
+    """Something about a loader could not be determined on some rank.
 
     Symptom:
         A loader's length, sampler or samples raise an error when they are asked for.
@@ -80,10 +80,10 @@ def unreadable_loader(view: JobData) -> Iterator[Finding]:
         A file that is missing on one host, a __len__ or __getitem__ that fails, an attribute that is a property.
 
     Remedy:
-        Mend what the finding quotes.
+        Fix what the finding quotes.
 
     Cannot see:
-        Whether what could not be compared is the same on all ranks.
+        Whether what could not be compared is identical on all ranks.
     """
     for name, by_length in _problems(view).items():
         for of_length in (True, False):

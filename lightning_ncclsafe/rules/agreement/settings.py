@@ -44,11 +44,11 @@ def loader_settings(view: JobData) -> Iterator[Finding]:
     """Batch size, drop_last or, for data that is iterated, the number of workers differs between ranks.
 
     Symptom:
-        The run hangs at the end of an epoch, as ranks have different numbers of batches; or gradients are weighted
+        The run hangs at the end of an epoch because ranks have different numbers of batches; or gradients are weighted
         wrongly.
 
     Cause:
-        Settings that are worked out on each rank, from memory or cores for instance.
+        Settings that each rank computes for itself, from memory or cores for instance.
 
     Remedy:
         Give the loader the same settings on all ranks.
@@ -108,10 +108,10 @@ _OF_GOING_ON: Questions[DataFacts] = {
     remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
 )
 def settings_disagreement(view: JobData) -> Iterator[Finding]:
-    """The settings of the comparison itself are not the same on all ranks.
+    """The settings of the comparison itself differ between ranks.
 
     Symptom:
-        One rank would raise or stop where another goes on, and the others would wait for it.
+        One rank would raise or stop where another continues, and the others would wait for it.
 
     Cause:
         A condition on the rank or an environment variable of one host around the settings.
@@ -145,7 +145,7 @@ def validation_step(view: JobData) -> Iterator[Finding]:
         In the middle of an epoch one rank validates while the others train, and all wait for each other.
 
     Cause:
-        A val_check_interval that is worked out on each rank, or a fraction of unequal numbers of batches.
+        A val_check_interval that each rank computes for itself, or a fraction of unequal numbers of batches.
 
     Remedy:
         Give every rank the same val_check_interval and the same number of training batches.

@@ -66,8 +66,8 @@ def same_shard(view: JobData) -> Iterator[Finding]:
         Nothing hangs: training on N ranks is no better than on one, as all compute the same gradients.
 
     Cause:
-        use_distributed_sampler=False without shards, a sampler made before the process group existed, or an
-        IterableDataset that gives all ranks the same, as nobody has told it which rank it is on.
+        use_distributed_sampler=False without shards, a sampler created before the process group existed, or an
+        IterableDataset that yields the same on all ranks because it does not know its rank.
 
     Remedy:
         Let a sampler split the data, or give each rank its own shard; of data that is iterated, in its __iter__, or by
@@ -209,16 +209,16 @@ class _Wrong(NamedTuple):
     ),
 )
 def sampler_disagreement(view: JobData) -> Iterator[Finding]:
-    """Ranks split the data by samplers of different settings, among another number of ranks, or take the same share.
+    """The samplers of ranks have different settings or numbers of replicas, or take the same share of the data.
 
     Symptom:
-        Samples are read by several ranks or by none; where the number of replicas differs, the run hangs.
+        Samples are read by several ranks or by none; if the number of replicas differs, the run hangs.
 
     Cause:
-        A sampler that is made by hand with a seed, rank or world size of this process or host.
+        A sampler created by hand with a seed, rank or world size of this process or host.
 
     Remedy:
-        Make the sampler alike on all ranks, or leave it to Lightning.
+        Use identical samplers on all ranks, or leave it to Lightning.
 
     Cannot see:
         How a sampler of the user's own class works.

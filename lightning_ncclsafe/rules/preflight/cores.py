@@ -17,17 +17,17 @@ _ROUNDING = 1e-6  # shares are sums of fractions
     ),
 )
 def too_many_workers(view: Checked) -> Iterator[Problem]:
-    """The workers and threads of all ranks on a host are more than the cores that they may run on.
+    """All ranks of a host together have more workers and threads than cores that they may run on.
 
     Symptom:
-        Steps of uneven length, collectives that wait for a rank without a core, in the end a timeout.
+        Steps of uneven length, collectives that wait for a rank without a core, and finally a timeout.
 
     Cause:
         num_workers was chosen for one process and is multiplied by the ranks of the host, or by several loaders; a
         quota or a mask leaves fewer cores than the machine has.
 
     Remedy:
-        Fewer workers, or more cores for each rank.
+        Use fewer workers, or give each rank more cores.
 
     Cannot see:
         Other jobs on the host, and workers that mostly wait for storage and need less than a core.
@@ -70,7 +70,7 @@ def cores_mismatch(view: Checked) -> Iterable[Problem]:
         Loaders are slow however many workers they have; NCCL's threads wait for the one core there is.
 
     Cause:
-        srun without --cpus-per-task, a launcher that binds each process to one core, binding by hand that overlaps.
+        srun without --cpus-per-task, a launcher that binds each process to one core, manual binding that overlaps.
 
     Remedy:
         Pass the number of cores to what starts the ranks.

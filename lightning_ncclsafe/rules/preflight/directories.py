@@ -19,7 +19,7 @@ _NOT_TRIED = "not tried"
     source="storage",
 )
 def unusable_directory(view: Checked) -> Iterable[Problem]:
-    """Trying out a directory for logs, checkpoints or data failed.
+    """A directory for logs, checkpoints or data failed the check.
 
     Symptom:
         A rank fails when it first logs, saves or reads, or is stuck in a system call that cannot be interrupted.
@@ -28,10 +28,10 @@ def unusable_directory(view: Checked) -> Iterable[Problem]:
         A mount that is missing or dead on one host, a read-only file system, another user in the container.
 
     Remedy:
-        Mend the mount or the permissions, or use another directory.
+        Fix the mount or the permissions, or use another directory.
 
     Cannot see:
-        Directories that are only chosen later.
+        Directories that are chosen only later.
     """
     problems = (
         _problem(rank, one)
@@ -72,7 +72,7 @@ def full_directory(view: Checked) -> Iterable[Problem]:
         A full disk, a quota, or too many small files.
 
     Remedy:
-        Make room, or write elsewhere.
+        Free space, or write elsewhere.
 
     Cannot see:
         How many checkpoints will be kept, the optimizer's part of them, and quotas that the file system hides.
@@ -117,13 +117,13 @@ def slow_directory(view: Checked) -> Iterable[Problem]:
     """Appending to or syncing a directory, or reading from one, takes longer than a training step should wait for it.
 
     Symptom:
-        Rank 0 is late in every step that logs, and the longer the more is in the file; or loaders cannot keep up.
+        Rank 0 is late in every step that logs, and more so the larger the file grows; or loaders cannot keep up.
 
     Cause:
         A network file system, object storage that is mounted as files, or a disk that others keep busy.
 
     Remedy:
-        Local disks, or writing in the background.
+        Use local disks, or write in the background.
 
     Cannot see:
         How it is under load, and caches that make the check's small files faster than the run's.

@@ -19,10 +19,10 @@ _OUTLIER = 0.1
     ),
 )
 def gpu_memory_short(view: Checked) -> Iterable[Problem]:
-    """What the model needs is not free on a GPU, or one GPU has much less free memory than its peers.
+    """The model does not fit into the free memory of a GPU, or one GPU has much less free memory than its peers.
 
     Symptom:
-        CUDA out of memory on one rank while DDP is built or in the first steps; the others wait for it.
+        "CUDA out of memory" on one rank while DDP is built or in the first steps; the others wait for it.
 
     Cause:
         Another process on the GPU, ranks that create tensors on device 0, a GPU of another size, a model too large.
@@ -69,7 +69,7 @@ _LISTED = 3
     ),
 )
 def gpu_unhealthy(view: Checked) -> Iterator[Problem]:
-    """The driver reports memory errors, a repair that is due, held-down clocks, Xid errors or a recovery action.
+    """The driver reports memory errors, a pending repair, throttled clocks, Xid errors or a recovery action.
 
     Symptom:
         One rank is slower than all others in every step, or its collectives start and never end.
@@ -78,10 +78,10 @@ def gpu_unhealthy(view: Checked) -> Iterator[Problem]:
         Failing memory or links, heat, a power limit, a driver that has lost the GPU before.
 
     Remedy:
-        Do without this host until its GPU is reset or replaced.
+        Leave this host out until its GPU is reset or replaced.
 
     Cannot see:
-        Errors that the driver does not count; Xid errors where the kernel's log cannot be read.
+        Errors that the driver does not count; Xid errors if the kernel's log cannot be read.
     """
     for rank, facts in view.facts.items():
         words = list(_words(facts.gpu)) if facts.gpu is not None else []
@@ -117,16 +117,16 @@ def _badness(gpu: GpuFacts) -> int:
     ),
 )
 def gpu_shared(view: Checked) -> Iterable[Problem]:
-    """Two ranks use one GPU, or processes that are no ranks of this job are on it.
+    """Two ranks use one GPU, or processes that are not ranks of this job use it.
 
     Symptom:
-        NCCL's "Duplicate GPU detected", CUDA out of memory on one rank, a rank that is always the last one.
+        "Duplicate GPU detected" (NCCL), "CUDA out of memory" on one rank, or a rank that is always the last one.
 
     Cause:
         Ranks that all take device 0, more ranks than GPUs, a process of an earlier run that never ended, another user.
 
     Remedy:
-        One GPU per rank, and nobody else on it.
+        Use one GPU per rank, and nothing else on it.
 
     Cannot see:
         Processes of other containers, where the driver hides them.

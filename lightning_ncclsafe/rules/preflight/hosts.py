@@ -100,8 +100,8 @@ def clocks_apart(view: Checked) -> Iterator[Problem]:
     """A host's clock is more than a second ahead of or behind rank 0's.
 
     Symptom:
-        Log files cannot be put in one order, certificates and tokens are refused, files on shared storage seem to be
-        from the future, as do checkpoints and caches that are compared by time.
+        Log files cannot be ordered, certificates and tokens are refused, files on shared storage seem to be from the
+        future, as do checkpoints and caches that are compared by time.
 
     Cause:
         No time service on that host, or one that cannot reach its server.

@@ -29,10 +29,10 @@ def shm_too_small(view: Checked) -> Iterable[Problem]:
         A container with Docker's default of 64 MB, or many workers with many large batches each.
 
     Remedy:
-        More shared memory for the container, or fewer batches in flight.
+        Give the container more shared memory, or keep fewer batches in flight.
 
     Cannot see:
-        Loaders whose workers share memory by files elsewhere.
+        Loaders whose workers share memory through files elsewhere.
     """
     problems = (problem for host in view.hosts for part in host.parts() for problem in _problems(part))
     return problems
@@ -79,17 +79,17 @@ _SCARCE = 0.05
     ),
 )
 def memory_short(view: Checked) -> Iterable[Problem]:
-    """The batches that workers hold ready, and a model on the CPU, need more memory than is left.
+    """The batches that workers prefetch, and a model on the CPU, need more memory than is left.
 
     Symptom:
         The kernel kills a worker or a rank, or the host starts to swap; the other ranks wait until they time out.
 
     Cause:
-        num_workers times prefetch_factor batches for each loader and rank; a dataset that each process loads in full;
-        a memory limit of the container that is below the host's memory.
+        num_workers times prefetch_factor batches for each loader and rank; a dataset that each process loads in full; a
+        memory limit of the container that is below the host's memory.
 
     Remedy:
-        Fewer batches in flight, or a higher limit.
+        Keep fewer batches in flight, or raise the limit.
 
     Cannot see:
         What the workers use for themselves, and what grows later.
@@ -161,7 +161,7 @@ def _replica(facts: PreflightFacts) -> int:
     ),
 )
 def swap_on_network(view: Checked) -> Iterator[Problem]:
-    """Swap space lies on a network file system or device.
+    """Swap space is on a network file system or device.
 
     Symptom:
         A rank that runs out of memory pauses for minutes, and the others time out, at start-up often with
@@ -237,10 +237,10 @@ _ABOVE = 0.1
     ),
 )
 def host_under_pressure(view: Checked) -> Iterator[Problem]:
-    """By the kernel's pressure figures (PSI), tasks of the host waited for more than a tenth of the check's time.
+    """By the kernel's pressure metrics (PSI), tasks of the host waited for more than a tenth of the check's time.
 
     Symptom:
-        All threads of a rank are slow, also those that do nothing but communicate.
+        All threads of a rank are slow, even those that only communicate.
 
     Cause:
         Other work on the host, memory that is short, a disk that is busy.
@@ -249,7 +249,7 @@ def host_under_pressure(view: Checked) -> Iterator[Problem]:
         Find out what else runs there.
 
     Cannot see:
-        Who waits for whom; hosts without /proc/pressure; cores that are short, as every start keeps them all busy.
+        Who waits for whom; hosts without /proc/pressure; a shortage of cores, because every start keeps them all busy.
     """
     for host in view.hosts:
         shares = {

@@ -23,7 +23,7 @@ _LOOPBACK = ("lo", "lo0")
     ),
 )
 def unreachable_interface(view: Checked) -> Iterable[Problem]:
-    """A named interface is not there; hosts have none, the same address, different networks or other speeds.
+    """A named interface does not exist; hosts have none, or the same address, different networks or different speeds.
 
     Symptom:
         The process group cannot be made ("Unable to find address for: eth9") or is never complete, or the first
@@ -35,7 +35,7 @@ def unreachable_interface(view: Checked) -> Iterable[Problem]:
         the host's own name the address 127.0.1.1, which gloo then takes.
 
     Remedy:
-        Name the interface to take.
+        Name the interface to use.
 
     Cannot see:
         Firewalls, and routes between different networks, over which hosts may well reach each other.
@@ -139,14 +139,14 @@ def socket_fallback(view: Checked) -> Iterable[Problem]:
     """Active InfiniBand ports are not used, or hosts have different numbers of them.
 
     Symptom:
-        Collectives are many times slower than they should be; or the first one hangs, as some ranks wait on
+        Collectives are many times slower than they should be; or the first one hangs because some ranks wait on
         InfiniBand and others on sockets.
 
     Cause:
         A container without the devices or libraries of InfiniBand, a port that is down, a host of another kind.
 
     Remedy:
-        The same working ports on all hosts.
+        Provide the same working ports on all hosts.
 
     Cannot see:
         Whether the ports reach each other; other fast networks than InfiniBand and RoCE.

@@ -40,7 +40,7 @@ def different_versions(view: Checked) -> Iterator[Problem]:
         An environment that was updated on some hosts only, a different image, hosts of different generations.
 
     Remedy:
-        The same environment everywhere.
+        Use the same environment everywhere.
 
     Cannot see:
         Different code of the user's own.
@@ -115,7 +115,7 @@ def different_settings(view: Checked) -> Iterator[Problem]:
         Variables that are set in a shell's start-up file of some hosts, or in Python under a condition on the rank.
 
     Remedy:
-        Set them for all ranks alike.
+        Set them identically on all ranks.
 
     Cannot see:
         /etc/nccl.conf, and what was changed after the check.
@@ -163,7 +163,7 @@ _LOOPBACK = {"lo", "=lo"}
     ),
 )
 def harmful_settings(view: Checked) -> Iterator[Problem]:
-    """Variables are set that switch off fast paths, write much, or check every call.
+    """Variables are set that disable fast paths, log a lot, or check every call.
 
     Symptom:
         Every step is slower than it could be, log files grow, or ranks on other hosts are never reached.
@@ -280,7 +280,7 @@ _IGNORED = {
 
 @check(after="harmful-settings", remedy="Remove the variable, or use what the sentence names instead.")
 def ignored_settings(view: Checked) -> Iterator[Problem]:
-    """A variable is set that has no effect, or is only read under an old name.
+    """A variable is set that has no effect, or is read only under an old name.
 
     Symptom:
         A timeout, an interface or a debug level that does not change, whatever is set.
@@ -292,7 +292,7 @@ def ignored_settings(view: Checked) -> Iterator[Problem]:
         Use the name that is read, or the argument that takes its place.
 
     Cannot see:
-        Misspellings nobody has thought of.
+        Misspellings that nobody thought of.
     """
     for rank, facts in view.facts.items():
         for name, value in facts.settings.items():

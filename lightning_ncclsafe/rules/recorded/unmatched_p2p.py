@@ -21,7 +21,7 @@ _LISTED = 6
     + LOOK_THERE,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
-    """Ranks wait in sends and receives of which the other side is not called, because it waits for them in turn.
+    """Ranks wait in sends and receives whose other side is not called, because it waits for them in turn.
 
     Symptom:
         "nccl:recv 1<-0" that has not completed on rank 1, without a send on rank 0, which waits as well.
@@ -33,7 +33,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Pair each send with a receive; see in which order neighbours call them.
 
     Cannot see:
-        Which side has called one too many. A rank that has nothing outstanding and that neighbours wait for is told as
+        Which side called one too many. A rank that has nothing outstanding and that neighbours wait for is reported as
         host-stuck.
     """
     if not gone(view):

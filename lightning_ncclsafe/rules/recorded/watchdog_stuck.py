@@ -25,13 +25,13 @@ from lightning_ncclsafe.rules.recorded.telling import quotes, recorded
     ),
 )
 def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
-    """NCCL's watchdog thread on a rank did not move, by PyTorch's heartbeat monitor.
+    """NCCL's watchdog thread on a rank made no progress, according to PyTorch's heartbeat monitor.
 
     Symptom:
         "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress".
 
     Cause:
-        Something holds the GIL on that rank, or a call of CUDA does not return: a lost GPU, a full queue of its driver.
+        Something holds the GIL on that rank, or a CUDA call does not return: a lost GPU, a full queue of its driver.
 
     Remedy:
         Look with py-spy --native at that process, and at the kernel's log for Xid errors.
