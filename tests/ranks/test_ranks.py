@@ -59,7 +59,7 @@ def test_a_call_that_one_rank_made_long_before_it_waits_is_named_with_its_line(t
     finding = diagnosis.findings[0]
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,)), finding
     assert f"{HERE}:{line_of('one too many')} in body" in finding.location
-    assert "which ranks 1-2 have not: since then they are one call apart" in finding.summary
+    assert "which ranks 1-2 did not: since then they are one call apart" in finding.summary
 
 
 def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Path) -> None:
