@@ -122,11 +122,13 @@ def _plain(value: Any) -> Any:
 
 def _as_range(numbers: tuple[int, ...]) -> tuple[int, ...] | dict[str, list[int]]:
     """``{"range": [0, 1024, 1]}``, start, stop and step, for ranks that would fill pages; short lists as they are."""
-    if len(numbers) < _LEAST_RANGE or (step := numbers[1] - numbers[0]) == 0:
+    if not _LEAST_RANGE <= len(numbers) <= _LONGEST_RANGE or (step := numbers[1] - numbers[0]) == 0:
+        return numbers
+    # First by the last one: a range that an odd number ends could be without end.
+    if numbers[-1] != numbers[0] + step * (len(numbers) - 1):
         return numbers
     stop = numbers[-1] + (1 if step > 0 else -1)
-    alike = range(numbers[0], stop, step)
-    return {"range": [numbers[0], stop, step]} if numbers == tuple(alike) else numbers
+    return {"range": [numbers[0], stop, step]} if numbers == tuple(range(numbers[0], stop, step)) else numbers
 
 
 @cache
@@ -269,7 +271,8 @@ def _read_ranks(value: Any) -> tuple[int, ...]:
     if type(value) is not dict:
         return _reader(tuple[int, ...])(value)  # type: ignore[no-any-return]
     match value.get("range"):
-        case [int() as start, int() as stop, int() as step] if step and len(range(start, stop, step)) <= _LONGEST_RANGE:
+        # Not by the length of the range, which Python counts up to a machine word only.
+        case [int() as start, int() as stop, int() as step] if step and (stop - start) // step <= _LONGEST_RANGE:
             return _numbers(int(start), int(stop), int(step))
     raise _Unfit(f"found {_shown(value)}, expected list.")
 

@@ -638,8 +638,9 @@ def test_types_written_in_either_way_are_read() -> None:
         (tuple(range(63)), [*range(63)]),
         ((*range(63), 99), [*range(63), 99]),
         ((7,) * 64, [7] * 64),
+        ((*range(64), 2**62), [*range(64), 2**62]),
     ],
-    ids=["all", "every eighth", "downwards", "few", "uneven", "equal"],
+    ids=["all", "every eighth", "downwards", "few", "uneven", "equal", "an odd last one"],
 )
 def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
     group = Group(name="0", ranks=ranks)
@@ -649,8 +650,17 @@ def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, .
 
 @pytest.mark.parametrize(
     "ranks",
-    [{}, {"range": [0, 5]}, {"range": [0, 5, 0]}, {"range": [0, 1 << 40, 1]}, {"range": ["0", 5, 1]}, {"range": 5}],
-    ids=["empty", "no step", "step of 0", "too long", "no number", "no list"],
+    [
+        {},
+        {"range": [0, 5]},
+        {"range": [0, 5, 0]},
+        {"range": [0, 1 << 40, 1]},
+        {"range": [0, 10**30, 1]},
+        {"range": [0, -(10**30), -1]},
+        {"range": ["0", 5, 1]},
+        {"range": 5},
+    ],
+    ids=["empty", "no step", "step of 0", "too long", "longer", "downwards", "no number", "no list"],
 )
 def test_a_range_that_is_none_is_refused(ranks: object) -> None:
     with pytest.raises(DecodeError, match=r"^Group\.ranks: found .*, expected list\.$"):

@@ -117,6 +117,15 @@ def check(kind: type, data: bytes) -> None:
         assert encode(decode(kind, written)) == written
 
 
+NUMBERS = st.integers(-3, 70) | st.sampled_from([2**20, 2**62, 2**63, 10**30, -(10**30)])
+
+
+@QUICK
+@given(found=st.lists(NUMBERS | JSON, min_size=2, max_size=4))
+def test_any_range_of_members_is_read_or_refused(found: list[Any]) -> None:
+    check(Group, json.dumps({"name": "0", "ranks": {"range": found}}).encode())
+
+
 @settings(QUICK, max_examples=150)
 @given(place=st.sampled_from(PLACES), wrong=JSON)
 def test_a_wrong_value_at_any_place_is_read_or_refused(place: tuple[Any, ...], wrong: Any) -> None:
