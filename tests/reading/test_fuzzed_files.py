@@ -20,7 +20,7 @@ from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 LOGS = Path(__file__).with_name("logs")
 QUICK = settings(
-    derandomize=True, database=None, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, database=None, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 TEXT = st.text('aZ09 .,:[]()<>-"\\\n\x00\x1b\u2028ü', max_size=12)
 WRONG = st.recursive(
@@ -93,7 +93,7 @@ DUMP = st.fixed_dictionaries(
 )
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=80)
 @given(dump=DUMP)
 def test_a_dump_may_hold_anything(dump: dict[Any, Any]) -> None:
     beside_others(dump)
@@ -126,7 +126,7 @@ def read(data: bytes) -> Dump | None:
 
 
 @pytest.mark.parametrize("data", [PICKLED, WRITTEN], ids=["pickle", "JSON"])
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=100)
 @given(draw=st.data())
 def test_damaged_dumps_are_read_or_refused(data: bytes, draw: st.DataObject) -> None:
     read(draw.draw(edits(data)))
