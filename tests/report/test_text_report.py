@@ -61,7 +61,7 @@ def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
     base = replace(diagnosis(), findings=tuple(map(on_rank, range(4, 100))))
     text = render_text(base)
     assert text.count("is stopped by a signal") == 2  # as the answer, and with its evidence
-    assert "   The same is found of ranks 5-99; report.json has each.\n" in text
+    assert "   The same was found for ranks 5-99; report.json lists each.\n" in text
     assert "  likewise: ranks 5-99" in render_short(base).splitlines()
     assert "also possible" not in render_short(base)
 
