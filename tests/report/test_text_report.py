@@ -79,14 +79,14 @@ def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
 def test_what_is_not_quite_the_same_is_told_too(second: Finding) -> None:
     first = on_rank(4, "Rank {}: the logs at /a cannot be used.")
     text = render_text(replace(diagnosis(), findings=(first, second)))
-    assert f"   {second.summary}\n" in text and "The same is found" not in text
+    assert f"   {second.summary}\n" in text and "The same was found" not in text
 
 
 def test_what_is_said_of_one_rank_twice_is_told_twice() -> None:
     first = on_rank(4, "Rank {} has called 61 of group 1.")
     second = replace(first, summary="Rank 4 has called 62 of group 2.")
     text = render_text(replace(diagnosis(), findings=(first, second)))
-    assert first.summary in text and second.summary in text and "The same is found" not in text
+    assert first.summary in text and second.summary in text and "The same was found" not in text
 
 
 AT_LIMIT = replace(

@@ -78,7 +78,7 @@ def collective_in_another_thread(here: Here) -> None:
     here.fit(begin)
 
 
-@fault("diverged-collectives", ranks=(0,), at={Moment.VALIDATION: (2,)}, has_ranks=False)
+@fault("diverged-collectives", ranks=(), at={Moment.VALIDATION: (2,)}, has_ranks=False)
 def searched_for_longer_in_each_batch(here: Here) -> None:
     """A search that takes rank 0 twice as many collectives: rank 1 has validated, and trains on."""
 
