@@ -219,5 +219,5 @@ def test_a_rank_of_a_split_model_that_raises_and_then_saves(outcome: Outcome) ->
 @pytest.mark.program("cluster", "nothing", "--devices", "2", "--tensor-parallel", "2", "--data", "stream", "--refuse")
 def test_tensor_parallel_peers_that_read_different_data_do_not_train(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("different-peers", [0, 1])
-    assert outcome.output.count("DatasetMismatchError: different-peers: Ranks that are one data-parallel rank") == 2
+    assert outcome.output.count("DatasetMismatchError: different-peers: Ranks that form one data-parallel rank") == 2
     assert outcome.output.count("has made 0 steps") == 2
