@@ -236,9 +236,12 @@ def test_a_pool_that_a_hook_has_forked_can_be_ended() -> None:
     made = StopSignal(trainer, Agreement(), Stopped)
     made.attach()
     before = signal.signal(signal.SIGTERM, trainer._signal_connector._sigterm_notifier_fn)
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
     try:
-        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(60.0,))
+        child = fork.Process(target=lambda: runs.set() or threading.Event().wait(60.0))
         child.start()
+        assert runs.wait(20.0)  # a signal that comes before is lost: Python clears what is pending in a forked process
         child.terminate()
         child.join(20.0)
         code = child.exitcode
