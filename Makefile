@@ -45,7 +45,9 @@ hangs: $(INSTALLED)
 		$(BIN)/python examples/hangs/$$hang.py --strategy $(STRATEGY) --root-dir runs/hangs/$$hang/$$run || true; \
 	done; done
 
-test: lint suite
+# Both at the same time: for as long as the suite collects its tests, it needs one core only.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: $(INSTALLED)
 	$(BIN)/python tests/suite.py $(TESTS)
@@ -85,6 +87,7 @@ clients: $(INSTALLED)
 
 # UPSTREAM takes options: make upstream UPSTREAM="--only strategies trainer/test_trainer.py --checkout ../pytorch-lightning"
 upstream: $(INSTALLED)
+	$(BIN)/python -m pytest --quiet tests/programs/upstream/check_in_place.py
 	$(BIN)/python tests/programs/upstream/compare.py $(UPSTREAM)
 
 # See tests/programs/gpu/README.md. Without a GPU the tests are skipped, and nothing is recorded or measured.

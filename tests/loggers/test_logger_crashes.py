@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from warm import Warm, environment
 
 # The first test waits for all programs.
 pytestmark = pytest.mark.timeout(220)  # for two such programs, one after the other, on a busy machine
@@ -58,15 +59,21 @@ class Case:
 Cases = dict[str, Case]
 
 
-def run(folder: Path, *names: str, prefix: tuple[str, ...] = ()) -> Cases:
-    command = [*prefix, sys.executable, str(SCENARIO), str(folder), *names]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+def run(warm: Warm, folder: Path, *names: str) -> Cases:
+    """Runs cases, and waits for their ends."""
+    codes, output = warm.run([str(SCENARIO), str(folder), *names], folder, timeout_s=100)
+    assert codes == [0], output
+    return cases_in(folder, output)
+
+
+def run_after(prefix: tuple[str, ...], folder: Path, *names: str) -> Cases:
+    """The same by a command that starts another one in surroundings of its own, which a warm process cannot have."""
     process = subprocess.Popen(
-        command,
+        [*prefix, sys.executable, str(SCENARIO), str(folder), *names],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=environment(),
         cwd=folder,
         start_new_session=True,
     )
@@ -77,6 +84,10 @@ def run(folder: Path, *names: str, prefix: tuple[str, ...] = ()) -> Cases:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert process.returncode == 0, output
+    return cases_in(folder, output)
+
+
+def cases_in(folder: Path, output: str) -> Cases:
     return {name: case_in(folder / name, **end) for name, end in json.loads(output.splitlines()[-1]).items()}
 
 
@@ -122,7 +133,7 @@ class Programs:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+def programs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     crashed, ended, small_disks, launched = map(
         tmp_path_factory.mktemp, ("crashed", "ended", "small_disks", "launched")
     )
@@ -130,27 +141,27 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     more_names = ("no-staging-any-more", "child", "nested", "twice", "fit-test", "requeue")
     with ThreadPoolExecutor() as pool:
         yield Programs(
-            crashed=pool.submit(crash, crashed),
-            ended=pool.submit(run, ended, *names, *more_names),
+            crashed=pool.submit(crash, warm, crashed),
+            ended=pool.submit(run, warm, ended, *names, *more_names),
             on_small_disks=pool.submit(run_on_small_disks, small_disks),
-            launched=pool.submit(run, launched, "spawn", "fork", "popen", "guard"),
+            launched=pool.submit(run, warm, launched, "spawn", "fork", "popen", "guard"),
         )
 
 
-def crash(folder: Path) -> Crashed:
+def crash(warm: Warm, folder: Path) -> Crashed:
     names = ("kill", "abort", "os-exit", "kill-stalled", "end-stalled")
-    first = run(folder, *names)
+    first = run(warm, folder, *names)
     before = {(name, logger): first[name].steps(logger) for name in names for logger in LOGGERS}
     for name in ("kill-stalled", "end-stalled"):
         (folder / name / "stall").unlink()
-    return Crashed(first, before, run(folder, *names, "--again"))
+    return Crashed(first, before, run(warm, folder, *names, "--again"))
 
 
 def run_on_small_disks(folder: Path) -> Cases | None:
     for prefix in NAMESPACES:
         with suppress(OSError):
             if not subprocess.run([*prefix, *TMPFS], capture_output=True, timeout=10).returncode:
-                return run(folder, "full-disk", "full-staging", "no-staging", prefix=prefix)
+                return run_after(prefix, folder, "full-disk", "full-staging", "no-staging")
     return None
 
 
