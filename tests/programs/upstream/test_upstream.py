@@ -1,4 +1,4 @@
-"""What `make upstream` counts as different; that ours are in place it checks itself, as that trains in new processes."""
+"""What `make upstream` counts as different; that ours are in place it asks itself, as that needs new processes."""
 
 import sys
 from pathlib import Path
