@@ -1,9 +1,10 @@
 """The same program with loggers as they are and offloaded: what it can read from them is the same at every moment."""
 
 import csv as csv_files
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -302,6 +303,15 @@ def test_a_logger_of_any_class_that_has_proved_slow_holds_up_nobody_and_has_its_
     check_given_back(tmp_path, logger)
 
 
+@pytest.fixture
+def sigterm_handler() -> Iterator[None]:
+    """Put back: a Trainer without a teardown leaves its own, and the processes of later tests would inherit it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm_handler")
 def test_a_run_after_one_that_ended_without_a_teardown_has_everything_once(tmp_path: Path) -> None:
     class Broken(L.Callback):
         def on_exception(self, *_: Any) -> None:
