@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import reprlib
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,9 @@ Reader = Callable[[Any], Any]
 _RANGES = "ranges"
 # Shorter lists stay as they are, for people who read them.
 _LEAST_RANGE = 64
-_LONGEST_RANGE = 1 << 20
+_LONGEST_RANGE = 1 << 17
+# Of ranges that are read at once, all members together: a few bytes could ask for any number of them.
+_MOST_MEMBERS = 1 << 23
 # Names, paths, shapes and frames are the same on most ranks; so many different ones are kept, each a short text or
 # tuple.
 _SHARED = 4096
@@ -80,6 +83,7 @@ def decode(cls: type[T], data: bytes) -> T:
 
 def from_plain(cls: type[T], plain: Any) -> T:
     """Builds a dataclass from plain data; see :func:`decode`."""
+    _left.members = _MOST_MEMBERS
     try:
         read: Reader = _reader(typing.cast(Any, cls))
         return typing.cast(T, read(plain))
@@ -267,6 +271,15 @@ def _read_float(value: Any) -> float:
     raise _Unfit(f"found {_shown(value)}, expected a finite float.")
 
 
+class _MembersLeft(threading.local):
+    """How many members of ranges may still be read, on this thread."""
+
+    members = _MOST_MEMBERS
+
+
+_left = _MembersLeft()
+
+
 def _read_ranks(value: Any) -> tuple[int, ...]:
     if type(value) is not dict:
         return _reader(tuple[int, ...])(value)  # type: ignore[no-any-return]
@@ -280,7 +293,11 @@ def _read_ranks(value: Any) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _numbers(start: int, stop: int, step: int) -> tuple[int, ...]:
     """Each rank of a group of a thousand lists its members; in memory these are one tuple."""
-    return tuple(range(start, stop, step))
+    numbers = range(start, stop, step)
+    _left.members -= len(numbers)
+    if _left.members < 0:
+        raise _Unfit(f"found ranges of more than {_MOST_MEMBERS:,} members in all, expected fewer.")
+    return tuple(numbers)
 
 
 def _expect(kind: type, value: Any) -> Any:

@@ -60,6 +60,7 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
     UnitKind,
     UnrecordedGroup,
+    codec,
 )
 from lightning_ncclsafe.facts.codec import DecodeError, decode, encode
 
@@ -665,6 +666,20 @@ def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, .
 def test_a_range_that_is_none_is_refused(ranks: object) -> None:
     with pytest.raises(DecodeError, match=r"^Group\.ranks: found .*, expected list\.$"):
         decode(Group, json.dumps({"name": "0", "ranks": ranks}).encode())
+
+
+def test_ranges_may_not_have_any_number_of_members_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 20 bytes stand for a hundred thousand numbers, and a file may have millions of them."""
+    monkeypatch.setattr(codec, "_MOST_MEMBERS", 1000)
+    plain = json.loads(encode(RANK))
+
+    def read(first: int, count: int) -> RankFacts:
+        groups = [{"name": "dp", "ranks": {"range": [n, n + 100, 1]}} for n in range(first, first + count)]
+        return decode(RankFacts, json.dumps(plain | {"groups": groups}).encode())
+
+    assert len(read(7_000_000, 10).groups) == 10
+    with pytest.raises(DecodeError, match=r"ranks: found ranges of more than 1,000 members in all"):
+        read(8_000_000, 11)
 
 
 def test_only_members_of_groups_may_be_a_range() -> None:
