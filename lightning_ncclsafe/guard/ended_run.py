@@ -65,13 +65,16 @@ class EndedRun:
     def end(self) -> None:
         """Ends this process; unless its main thread is on its way out already, and the limit is not reached."""
         state = self._state
-        if state.main_thread_left.is_set() and not state.limit_is_reported:
+        if self._leaves_by_itself():
             return
         if state.verdict is not None and state.verdict.incident.opened_ns < state.began_ns:
             # The ranks that waited have reported why, perhaps on other hosts; this one would end without a line.
             self._say(f"rank {self._place.rank} started too late; the other ranks gave up: {state.verdict.answer}")
         self._ending.close(state.error)
         self._let_the_failed_leave()
+        # As the failed rank leaves, the collective in which the main thread waits may break.
+        if self._leaves_by_itself():
+            return
         end_run(
             ending=self._ending,
             make_error=state.error,
@@ -84,6 +87,9 @@ class EndedRun:
             before_exit=self._before_exit,
             may_others_come=self._may_others_come,
         )
+
+    def _leaves_by_itself(self) -> bool:
+        return self._state.main_thread_left.is_set() and not self._state.limit_is_reported
 
     def _let_the_failed_leave(self) -> None:
         """Launchers take the first rank that ends for the cause: that has to be one that prints its own traceback."""

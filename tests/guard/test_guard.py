@@ -11,7 +11,7 @@ from standing import seen
 from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange
+from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, wait_for
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import ended_run, leaving
 from lightning_ncclsafe.guard.guard import Guard, Place
@@ -534,6 +534,23 @@ def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
     assert 0 not in job.ended
     has_left.set()
     job.wait_for(lambda: 0 in job.ended)
+
+
+def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job: Callable[..., Job]) -> None:
+    job = make_job(world_size=2)
+    job.start()
+    job.guards[1].failed(ValueError("the batch is broken"))
+    state = job.guards[0]._state
+    assert wait_for(lambda: state.verdict, deadline_s=20.0)
+
+    def look_at_peer(card: Card) -> ProcessFacts:
+        state.main_thread_left.set()
+        return ProcessFacts(pid=card.pid, rank=card.rank, state="zombie")
+
+    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.guards[0]._ended_run.end()
+    assert state.main_thread_left.is_set()
+    assert 0 not in job.ended
 
 
 def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Callable[..., Job]) -> None:
