@@ -109,6 +109,24 @@ class GuardedStrategy(_ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.take_guard(
+            suspect_after=suspect_after,
+            on_timeout=on_timeout,
+            report_dir=report_dir,
+            phase_timeouts=phase_timeouts,
+            sigterm_broadcast=sigterm_broadcast,
+        )
+
+    def take_guard(
+        self,
+        *,
+        suspect_after: float | timedelta | None = None,
+        on_timeout: OnTimeout = "abort",
+        report_dir: str | Path | None = None,
+        phase_timeouts: PhaseTimeouts | None = None,
+        sigterm_broadcast: bool = False,
+    ) -> None:
+        """Sets up the guard in a strategy that Lightning has made, and may have configured; arguments as above."""
         phases_s = phase_timeouts.as_seconds() if phase_timeouts is not None else {}
         self._limits = check_limits(suspect_after, self._timeout, on_timeout, phases_s)
         self._report_dir = report_dir

@@ -1,0 +1,106 @@
+"""Waits for Lightning to be imported, and looks at each Trainer from then on; a program without Lightning is untouched.
+
+Run as Python starts, in every process that has NCCLSAFE set: needs the standard library alone, and little of that.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning_ncclsafe.code.patching import ReplacedMethod
+
+
+
+# Imported when there is something to look at: they know Lightning.
+def _trainer_was_made(trainer: Any) -> None:
+    from lightning_ncclsafe.running.standing_in import stand_in
+
+    stand_in(trainer)
+
+
+def _fabric_was_made(_: Any) -> None:
+    from lightning_ncclsafe.running.standing_in import say_of_fabric
+
+    say_of_fabric()
+
+
+# Classes of Lightning by their modules, and what looks at each object of theirs.
+_LOOKED_AT: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "lightning.pytorch.trainer.trainer": ("Trainer", _trainer_was_made),
+    "pytorch_lightning.trainer.trainer": ("Trainer", _trainer_was_made),
+    "lightning.fabric.fabric": ("Fabric", _fabric_was_made),
+    "lightning_fabric.fabric": ("Fabric", _fabric_was_made),
+}
+
+
+def begin() -> None:
+    """From now on, what Lightning is asked to train with is looked at; once is enough."""
+    if any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Waiting())
+    for name in _LOOKED_AT:
+        # Something else that Python runs as it starts may have imported it.
+        if name in sys.modules:
+            _look_at(sys.modules[name])
+
+
+class _Waiting:
+    """Among Python's finders of modules: finds nothing itself, and sees when Lightning's modules are found."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """None, but for Lightning's: what the other finders say of them."""
+        if name not in _LOOKED_AT:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                _LookAtLoaded(spec.loader)
+                return spec
+        return None
+
+
+class _LookAtLoaded:
+    """Has the next module that a loader loads looked at; loaders are made for one module each."""
+
+    def __init__(self, loader: Any) -> None:
+        self._exec_module = ReplacedMethod(loader, "exec_module", self._load)
+
+    def _load(self, module: ModuleType) -> None:
+        self._exec_module.remove()
+        try:
+            self._exec_module.original(module)
+        except BaseException as error:
+            _leave_out_this_frame(error)
+            raise
+        _look_at(module)
+
+
+def _look_at(module: ModuleType) -> None:
+    name, look_at = _LOOKED_AT[module.__name__]
+    kind = getattr(module, name)
+    original = kind.__init__
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except BaseException as error:
+            _leave_out_this_frame(error)
+            raise
+        look_at(self)
+
+    kind.__init__ = __init__
+    # As the import of this package does in a program that knows of it.
+    from lightning_ncclsafe.probes.process.traceback_signal import arm_early
+
+    arm_early()
+
+
+def _leave_out_this_frame(error: BaseException) -> None:
+    """What has been raised shows the frames that it would have without us; Python 3.10 puts the one of the caller back."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
