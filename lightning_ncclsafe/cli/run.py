@@ -58,7 +58,7 @@ def run(config: Namespace) -> int:
             f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip; to have it on"
             " PYTHONPATH is not enough."
         )
-    program = [*(["-m"] if config.is_module else []), config.program, *config.arguments]
+    program = [*(["-m"] if config.is_module else []), config.program, *(config.arguments or [])]
     os.execve(sys.executable, [sys.executable, *_interpreter_options(sys.orig_argv, sys.argv), *program], environment)
 
 

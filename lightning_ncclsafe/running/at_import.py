@@ -10,9 +10,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_ncclsafe.code.patching import ReplacedMethod
-
-
 
 # Imported when there is something to look at: they know Lightning.
 def _trainer_was_made(trainer: Any) -> None:
@@ -58,25 +55,25 @@ class _Waiting:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find is not None and finder is not self else None
             if spec is not None:
-                _LookAtLoaded(spec.loader)
+                _look_at_what_loads(spec.loader)
                 return spec
         return None
 
 
-class _LookAtLoaded:
+def _look_at_what_loads(loader: Any) -> None:
     """Has the next module that a loader loads looked at; loaders are made for one module each."""
+    original = loader.exec_module
 
-    def __init__(self, loader: Any) -> None:
-        self._exec_module = ReplacedMethod(loader, "exec_module", self._load)
-
-    def _load(self, module: ModuleType) -> None:
-        self._exec_module.remove()
+    def exec_module(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)
         try:
-            self._exec_module.original(module)
+            original(module)
         except BaseException as error:
             _leave_out_this_frame(error)
             raise
         _look_at(module)
+
+    loader.exec_module = exec_module
 
 
 def _look_at(module: ModuleType) -> None:
@@ -101,6 +98,6 @@ def _look_at(module: ModuleType) -> None:
 
 
 def _leave_out_this_frame(error: BaseException) -> None:
-    """What has been raised shows the frames that it would have without us; Python 3.10 puts the one of the caller back."""
+    """What has been raised has the frames that it would have without us; Python 3.10 puts the caller's back."""
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next

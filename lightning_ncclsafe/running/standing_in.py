@@ -100,7 +100,7 @@ def guarded_class(kind: type) -> type:
         able = " and ".join(_GUARDABLE).replace(" and ", ", ", 1)
         raise Unguarded(f"{kind.__name__} cannot have it, only {able} can, and what is derived from them")
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body = {**named, "forward_communicates": _GUARDABLE[base], "kind": kind}
+    body = {**named, "forward_communicates": _GUARDABLE[base], "_stands_in_for": kind}
     return new_class(kind.__name__, (_StandIn, kind), exec_body=lambda space: space.update(body))
 
 
@@ -108,17 +108,17 @@ class _StandIn(GuardedStrategy):
     """A guarded strategy that goes by the name of the class that it was made from.
 
     Attributes:
-        kind: That class.
+        _stands_in_for: That class.
     """
 
-    kind: ClassVar[type]
+    _stands_in_for: ClassVar[type]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # Spawned ranks, and copies, know the class by that from which they can make it.
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str) or reduced[1][:1] != (type(self),):
             return reduced
-        return _empty, (self.kind,), *reduced[2:]
+        return _empty, (self._stands_in_for,), *reduced[2:]
 
 
 def _empty(kind: type) -> Any:

@@ -102,10 +102,9 @@ def shown(text: str) -> str:
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
+        return seconds("it", float(text))
     except ValueError:
-        raise ValueError("it must be a number of seconds.") from None
-    return seconds("it", value)
+        raise ValueError("it must be a number of seconds, more than 0 and at most 1e9.") from None
 
 
 def _on_timeout(text: str) -> str:

@@ -1,7 +1,6 @@
 """``ncclsafe run``: the program takes its place, with all that Python and the program were given."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def test_options_become_variables(executed: list[Any], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--timeout", "soon"], "--timeout 'soon': it must be a number of seconds."),
+        (["--timeout", "soon"], "--timeout 'soon': it must be a number of seconds, more than 0 and at most 1e9."),
         (["--on-timeout", "\x1b[31m"], "--on-timeout '\\x1b[31m': it must be abort or report."),
         (["--callbacks", "Tuner"], "--callbacks 'Tuner': 'Tuner' is no callback"),
         (["--suspect-after", "9", "--timeout", "8"], "suspect_after=9.0 is 9 s, but it must be less than"),

@@ -15,10 +15,16 @@ class OwnDDP(DDPStrategy):
 
 
 class Net(BoringModel):
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if sys.argv[-1] == "hang" and batch_idx == 3:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        if self.global_rank == 0:
+            time.sleep(60)
+
     def on_train_end(self) -> None:
         print(f"rank {self.global_rank} is guarded: {hasattr(self.trainer.strategy, 'watch')}", flush=True)
-        if sys.argv[-1] == "hang" and self.global_rank == 0:
-            time.sleep(60)
 
 
 def main() -> None:

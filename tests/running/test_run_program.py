@@ -1,6 +1,5 @@
 """Programs that know nothing of this package: they are run as Python runs them, and train the same, guarded."""
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,9 +10,10 @@ from warm import Warm, environment
 PROGRAM = Path(__file__).with_name("stock_fit.py")
 LIMIT_S = 100
 ABOUT_ITSELF = """
-import json, os, signal, sys
-print(json.dumps([sys.argv, __file__, __name__, __spec__ and __spec__.name, sys.path, sys.flags.optimize, sys.stdin.isatty(),
-    sorted(vars(sys.modules["__main__"])), {k: v for k, v in os.environ.items() if not k.startswith("NCCLSAFE")}]))
+import os, signal, sys
+print(sys.argv, __file__, __name__, __spec__ and __spec__.name, sys.path, sys.flags, sys.stdin.isatty())
+print(sorted(vars(sys.modules["__main__"])))
+print({name: value for name, value in os.environ.items() if not name.startswith("NCCLSAFE")})
 class End(Exception): pass
 def end():
     match sys.argv[1]:
@@ -26,8 +26,13 @@ end()
 """
 
 
-@pytest.mark.parametrize("end", ["raise", "exit", "words", "signal", "interrupt"])
-@pytest.mark.parametrize("program", [["about_itself.py"], ["-m", "package.about_itself"]], ids=["file", "module"])
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        *((["about_itself.py"], end) for end in ("raise", "exit", "words", "signal", "interrupt")),
+        (["-m", "package.about_itself"], "raise"),
+    ],
+)
 def test_a_program_is_as_python_runs_it(program: list[str], end: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     for folder in (tmp_path, tmp_path / "package"):
@@ -76,7 +81,7 @@ def test_all_ranks_train_the_same_and_are_guarded(
 ) -> None:
     code, output = run_program(warm, tmp_path, installed, start, NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="77")
     assert code == 0 and weights(output) == stock, output
-    assert output.count("[ncclsafe] watching 2 ranks: a look after 77 s") == output.count("[ncclsafe]") == 1, output
+    assert output.count("[ncclsafe] watching 2 ranks: asks why after 77 s") == output.count("[ncclsafe]") == 1, output
     assert sorted(re.findall(r"^rank \d is guarded: \w+$", output, re.MULTILINE)) == [
         f"rank {rank} is guarded: True" for rank in range(2)
     ], output

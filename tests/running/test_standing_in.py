@@ -224,7 +224,7 @@ def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPat
         stand_in(trainer)
         assert type(trainer.strategy) is DDPStrategy
     (line,) = said()
-    assert line.endswith("the guard: NCCLSAFE='banana\\\\n' in the environment is unknown; it must be 1 or 0.")
+    assert line.endswith("the guard: NCCLSAFE='banana\\n' in the environment is unknown; it must be 1 or 0.")
     monkeypatch.setattr(standing_in, "_said", set())
     monkeypatch.setattr(standing_in.rank_zero_only, "rank", 1)
     stand_in(trainers[0])
