@@ -5,6 +5,7 @@ Run as Python starts, in every process that has NCCLSAFE set: needs the standard
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -55,7 +56,8 @@ class _Waiting:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find is not None and finder is not self else None
             if spec is not None:
-                _look_at_what_loads(spec.loader)
+                with suppress(AttributeError):  # of a loader that is like no other
+                    _look_at_what_loads(spec.loader)
                 return spec
         return None
 
@@ -78,7 +80,9 @@ def _look_at_what_loads(loader: Any) -> None:
 
 def _look_at(module: ModuleType) -> None:
     name, look_at = _LOOKED_AT[module.__name__]
-    kind = getattr(module, name)
+    kind = getattr(module, name, None)
+    if kind is None:
+        return
     original = kind.__init__
 
     @wraps(original)
@@ -88,7 +92,11 @@ def _look_at(module: ModuleType) -> None:
         except BaseException as error:
             _leave_out_this_frame(error)
             raise
-        look_at(self)
+        try:
+            look_at(self)
+        except Exception as error:  # of an installation that is broken; training goes on
+            with suppress(Exception):
+                sys.stderr.write(f"[ncclsafe] the guard has failed and is off, training goes on: {error!r}\n")
 
     kind.__init__ = __init__
     # As the import of this package does in a program that knows of it.

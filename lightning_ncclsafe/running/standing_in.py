@@ -112,6 +112,8 @@ class _StandIn(GuardedStrategy):
     """
 
     _stands_in_for: ClassVar[type]
+    # The environment of a rank may have been forgotten.
+    is_on_all_ranks = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # Spawned ranks, and copies, know the class by that from which they can make it.

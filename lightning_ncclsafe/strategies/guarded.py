@@ -88,6 +88,7 @@ class GuardedStrategy(_ParallelStrategy):
     Attributes:
         forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them:
             then all have to predict, too, the same number of batches.
+        is_on_all_ranks: Whether the program itself has chosen the guard, so that no rank is without.
 
     Raises:
         ValueError: If ``suspect_after`` is not longer than 0, or not shorter than ``timeout``, or if ``on_timeout``
@@ -95,6 +96,7 @@ class GuardedStrategy(_ParallelStrategy):
     """
 
     forward_communicates: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = True
     _timeout: timedelta | None
     _watched: GuardedCall | None = None
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from warm import Warm, environment
+from warm import Warm, environment, ranks_of
 
 PROGRAM = Path(__file__).with_name("stock_fit.py")
 LIMIT_S = 100
@@ -92,6 +92,17 @@ def test_with_recommended_callbacks_too(stock: list[str], warm: Warm, installed:
     code, output = run_program(warm, tmp_path, installed, "fork", NCCLSAFE="1", NCCLSAFE_CALLBACKS="recommended")
     assert code == 0 and weights(output) == stock, output
     assert "callbacks HostPreflight DatasetAgreement LoaderTuner LoggerOffload CollectiveTimer" in output
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_where_a_rank_is_without_all_are(stock: list[str], warm: Warm, installed: Path, tmp_path: Path) -> None:
+    """And train as ever: the guard would leave out what the other calls."""
+    first, second = (rank | {"PYTHON": str(installed)} for rank in ranks_of(2))
+    envs = [first | {"NCCLSAFE": "1"}, second]
+    codes, output = warm.run([str(PROGRAM), "popen"], tmp_path, timeout_s=LIMIT_S, envs=envs)
+    assert codes == [0, 0] and weights(output) == stock, output
+    (_, line) = (line for line in output.splitlines() if "[ncclsafe]" in line)
+    assert line.startswith("[ncclsafe] not all ranks have the guard, so it is off on all of them"), output
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
