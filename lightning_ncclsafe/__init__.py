@@ -68,8 +68,8 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal. With
-# NCCLSAFE set, Python itself imports this package, in programs that may never import Lightning: there that does it.
+# A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal.
+# With NCCLSAFE set, Python itself imports this package, in programs that may never import Lightning: only that does it.
 if ("LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ) and os.environ.get("NCCLSAFE", "") in ("", "0"):
     from lightning_ncclsafe.probes.process.traceback_signal import arm_early
 

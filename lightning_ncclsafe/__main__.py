@@ -1,4 +1,4 @@
-"""``python -m lightning_ncclsafe train.py``: the same as ``ncclsafe run train.py``, for launchers that start modules."""
+"""``python -m lightning_ncclsafe train.py``: as ``ncclsafe run train.py``, for launchers that start modules."""
 
 import sys
 

@@ -16,9 +16,9 @@ from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wan
 
 _RUN = "a program with the guard in each of its Trainers, without a change to its code"
 _DESCRIPTION = (
-    "Runs a program as 'python PROGRAM' does. Each Trainer of it whose strategy is DDP, FSDP or ModelParallelStrategy, by"
-    " whatever name, gets the guard; in the ranks that a launcher starts, too. What cannot be guarded runs as ever,"
-    " and a line says so. Options of this command come before PROGRAM; each has an environment variable"
+    "Runs a program as 'python PROGRAM' does. Each of its Trainers gets the guard if the strategy is DDP, FSDP or"
+    " ModelParallelStrategy, by whatever name, also in the ranks that a launcher starts. What cannot be guarded runs as"
+    " ever, and a line says so. Options of this command come before PROGRAM; each has an environment variable"
     " (NCCLSAFE_TIMEOUT for --timeout), and with NCCLSAFE=1 in the environment 'python PROGRAM' does the same. Exit"
     " code: that of the program, or 2 if this command cannot be understood or done."
 )
@@ -55,7 +55,7 @@ def run(config: Namespace) -> int:
     if not any((folder / _AT_START).is_file() for folder in folders):
         return _failed(
             f"{sys.executable} loads no guard as it starts: {_AT_START} is in none of its folders of packages"
-            f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip; to have it on"
+            f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip;"
             " PYTHONPATH is not enough."
         )
     program = [*(["-m"] if config.is_module else []), config.program, *(config.arguments or [])]

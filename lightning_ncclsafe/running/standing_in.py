@@ -1,11 +1,12 @@
-"""Gives the guard to the strategy of a Trainer that was made without it; what cannot have it runs as ever, which is said.
+"""Gives the guard to the strategy of a Trainer that was made without it; what cannot have it runs as ever, and a line
+says so.
 
 The strategy stays the object it is, with all that is in it, and gets a class of the same name, derived from its own:
 whoever keeps it, asks for its class or has overridden its methods finds what there would be without the guard.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -127,10 +128,10 @@ def _empty(kind: type) -> Any:
     return object.__new__(guarded_class(kind))
 
 
-def _made(asked: Iterable[WantedCallback], package: str) -> list[Any]:
+def _made(asked: Sequence[WantedCallback], package: str) -> list[Any]:
     """The callbacks that are asked for, of one of Lightning's packages."""
     named = [_callback(one, package) for one in asked if one.name != RECOMMENDED]
-    if len(named) == len([*asked]):
+    if len(named) == len(asked):
         return named
     made: list[Any] = import_module(module_for(package)).safe_callbacks(*named)
     return made

@@ -1,4 +1,4 @@
-"""Nothing is done until Lightning is imported; from then on each Trainer is looked at, and nothing else is different."""
+"""Nothing is done until Lightning is imported; from then on each Trainer is looked at, and all else is as ever."""
 
 import importlib.util
 import inspect
