@@ -3,8 +3,8 @@
     python tests/programs/package.py [--torch "torch==2.13.0"] [--out dist]
 
 The environment has torch and what the wheel asks for, and nothing else: there every module is imported, and a hang on
-two ranks is told, also of a program that ``ncclsafe run`` guards. The demo, which comes out of the sdist, then runs with the extra that it needs. Nothing of
-the checkout is on the path of either.
+two ranks is told, also of a program that ``ncclsafe run`` guards. The demo, which comes out of the sdist, then runs
+with the extra that it needs. Nothing of the checkout is on the path of either.
 """
 
 import argparse

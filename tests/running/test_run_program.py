@@ -53,7 +53,7 @@ def test_a_program_is_as_python_runs_it(program: list[str], end: str, installed:
     assert (ours.stderr, ours.returncode) == (plain.stderr, plain.returncode) and plain.returncode != 0
 
 
-def run_program(warm: Warm, folder: Path, installed: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+def trained(warm: Warm, folder: Path, installed: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """The exit code of a training, and what it has said."""
     # Whoever is started from it starts as an installed Python does.
     env = {"PYTHON": str(installed), **variables}
@@ -68,8 +68,8 @@ def weights(output: str) -> list[str]:
 @pytest.fixture(scope="module")
 def stock(warm: Warm, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The weights that come of it without us."""
-    code, output = run_program(warm, tmp_path_factory.mktemp("stock"), installed, "fork")
-    assert code == 0 and "ncclsafe" not in output, output
+    code, output = trained(warm, tmp_path_factory.mktemp("stock"), installed, "fork")
+    assert code == 0 and "[ncclsafe]" not in output, output
     assert len(weights(output)) == 1
     return weights(output)
 
@@ -79,7 +79,7 @@ def stock(warm: Warm, installed: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_all_ranks_train_the_same_and_are_guarded(
     start: str, stock: list[str], warm: Warm, installed: Path, tmp_path: Path
 ) -> None:
-    code, output = run_program(warm, tmp_path, installed, start, NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="77")
+    code, output = trained(warm, tmp_path, installed, start, NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="77")
     assert code == 0 and weights(output) == stock, output
     assert output.count("[ncclsafe] watching 2 ranks: asks why after 77 s") == output.count("[ncclsafe]") == 1, output
     assert sorted(re.findall(r"^rank \d is guarded: \w+$", output, re.MULTILINE)) == [
@@ -89,7 +89,7 @@ def test_all_ranks_train_the_same_and_are_guarded(
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_with_recommended_callbacks_too(stock: list[str], warm: Warm, installed: Path, tmp_path: Path) -> None:
-    code, output = run_program(warm, tmp_path, installed, "fork", NCCLSAFE="1", NCCLSAFE_CALLBACKS="recommended")
+    code, output = trained(warm, tmp_path, installed, "fork", NCCLSAFE="1", NCCLSAFE_CALLBACKS="recommended")
     assert code == 0 and weights(output) == stock, output
     assert "callbacks HostPreflight DatasetAgreement LoaderTuner LoggerOffload CollectiveTimer" in output
 
@@ -107,7 +107,7 @@ def test_where_a_rank_is_without_all_are(stock: list[str], warm: Warm, installed
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_hang_is_told(warm: Warm, installed: Path, tmp_path: Path) -> None:
-    code, output = run_program(
+    code, output = trained(
         warm, tmp_path, installed, "fork", "hang", NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="1.5", NCCLSAFE_TIMEOUT="4"
     )
     assert code != 0
