@@ -6,6 +6,7 @@ whoever keeps it, asks for its class or has overridden its methods finds what th
 """
 
 import os
+from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
@@ -69,7 +70,7 @@ def _guard(strategy: Any, *, timeout: float | None = None, **arguments: Any) -> 
         Unguarded: It cannot have it.
         ValueError: The arguments are not ones for this strategy.
     """
-    kind = type(strategy)
+    kind: type = type(strategy)
     guarded_kind = guarded_class(kind)
     if not is_lightnings(strategy.launcher):
         raise Unguarded(f"the ranks of {kind.__name__} are started by {type(strategy.launcher).__name__}")
@@ -102,7 +103,16 @@ def guarded_class(kind: type) -> type:
         raise Unguarded(f"{kind.__name__} cannot have it, only {able} can, and what is derived from them")
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = {**named, "forward_communicates": _GUARDABLE[base], "_stands_in_for": kind}
-    return new_class(kind.__name__, (_StandIn, kind), exec_body=lambda space: space.update(body))
+    return new_class(kind.__name__, (kind, _StandIn), {"metaclass": _GuardFirst}, lambda space: space.update(body))
+
+
+class _GuardFirst(ABCMeta):
+    """Of classes whose objects were made by their first base, which they have to be laid out as: asks ours before it."""
+
+    def mro(cls) -> list[type]:
+        own, *others = super().mro()
+        ours = [kind for kind in others if issubclass(kind, GuardedStrategy)]
+        return [own, *ours, *(kind for kind in others if kind not in ours)]
 
 
 class _StandIn(GuardedStrategy):

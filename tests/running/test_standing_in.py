@@ -133,9 +133,9 @@ def test_a_class_of_the_users_own_does_what_it_did() -> None:
     assert strategy.answer == 42
 
 
-@pytest.mark.parametrize("make", [lambda: DDPStrategy(start_method="spawn"), lambda: OwnDDP(41, start_method="spawn")])
-def test_spawned_ranks_and_copies_have_it_too(make: Callable[[], Any]) -> None:
-    strategy = make()
+@pytest.mark.parametrize(("kind", "arguments"), [(DDPStrategy, ()), (OwnDDP, (41,))])
+def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, ...]) -> None:
+    strategy = kind(*arguments, start_method="spawn")
     stand_in(trainer_with(strategy))
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
         file = io.BytesIO()
@@ -272,9 +272,7 @@ def test_what_the_program_has_already_is_not_added(monkeypatch: pytest.MonkeyPat
 def test_callbacks_have_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '[{"class_path": "CollectiveTimer", "init_args": {"trace": false, "every_n_steps": 7}}, "recommended",'
     path = "lightning.pytorch.callbacks.EarlyStopping"
-    monkeypatch.setenv(
-        "NCCLSAFE_CALLBACKS", f'{text} {{"class_path": "{path}", "init_args": {{"monitor": "loss"}}}}]'
-    )
+    monkeypatch.setenv("NCCLSAFE_CALLBACKS", f'{text} {{"class_path": "{path}", "init_args": {{"monitor": "loss"}}}}]')
     trainer = trainer_with()
     assert added(trainer) == [*(type(each).__name__ for each in safe_callbacks()), "EarlyStopping"]
     settings = next(each for each in trainer.callbacks if isinstance(each, CollectiveTimer)).settings

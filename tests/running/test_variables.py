@@ -58,7 +58,7 @@ def test_callbacks(text: str, found: tuple[WantedCallback, ...]) -> None:
 
 
 def test_the_names_of_ours_are_those_that_are_recommended() -> None:
-    assert CALLBACKS == tuple(type(each).__name__ for each in safe_callbacks())
+    assert [type(each).__name__ for each in safe_callbacks()] == [*CALLBACKS]
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_whatever_the_value_is_the_error_is_one_harmless_line(text: str) -> None
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="suspect_after=60.0 is 60 s, but it must be less than timeout=30.0"):
+    with pytest.raises(ValueError, match=r"suspect_after=60\.0 is 60 s, but it must be less than timeout=30\.0"):
         wanted({**ON, "NCCLSAFE_SUSPECT_AFTER": "60", "NCCLSAFE_TIMEOUT": "30"})

@@ -88,12 +88,13 @@ def test_the_interval_of_a_median_is_what_the_binomial_distribution_says() -> No
 
 
 def test_the_table_says_what_was_not_equal_and_what_could_not_be_tried() -> None:
+    equal: dict[str, list[str]] = {strategy: [] for strategy in OURS}
     told = Told(
         "chemprop",
         compared=[
-            Compared("chemprop", "plain", differences=dict.fromkeys(OURS, []) | {"safe_callbacks": ["logged points"]}),
+            Compared("chemprop", "plain", differences=equal | {"safe_callbacks": ["logged points"]}),
             Compared("chemprop", "resume", why_not="has no way to resume"),
-            Compared("chemprop", "spawn", differences=dict.fromkeys(OURS, [])),
+            Compared("chemprop", "spawn", differences=equal),
         ],
     )
     _, _, row, other = table([told, Told("darts", why_not="cannot be installed")]).splitlines()
