@@ -107,7 +107,7 @@ def guarded_class(kind: type) -> type:
 
 
 class _GuardFirst(ABCMeta):
-    """Of classes whose objects were made by their first base, which they have to be laid out as: asks ours before it."""
+    """Of classes that have their objects laid out by their first base, whose objects they were: asks ours before it."""
 
     def mro(cls) -> list[type]:
         own, *others = super().mro()
