@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("report",),
     ("collectives", "guard", "loaders", "loggers", "preflight", "reading", "sigterm"),
-    ("strategies",),
+    ("inspecting", "strategies"),
     ("callbacks", "cli"),
     ("lightning", "pytorch_lightning"),
     (PACKAGE,),
