@@ -57,7 +57,7 @@ from lightning_ncclsafe.probes.machine_state import GpuWatch, main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.stacks import calling, is_user_code, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.rules.kit.wording import location_of
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
 
 LOOKS = 5
 """How often each rank is looked at, if nothing else is said."""
@@ -379,20 +379,22 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
     over_s = max((_span_s(one.looks) for one in seen), default=0.0)
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
+    ended = sorted(one.process.rank for one in seen if _has_just_ended(one))
     return JobFacts(
         incident=Incident(
             number=1,
             kind=IncidentKind.INSPECTED,
             opened_by=min(known),
             opened_ns=taken_ns,
-            idle_s=over_s if stands else 0.0,
+            # What ends before our eyes may be the end of the job.
+            idle_s=over_s if stands and not ended else 0.0,
         ),
         world_size=world_size,
         ranks=tuple(sorted(facts, key=lambda one: one.rank)),
         witnessed=tuple(witnessed),
         elsewhere=tuple(rank for rank in range(world_size) if rank not in known),
         launch=seen[0].process.job,
-        missing=(NOT_SEEN,),
+        missing=(*([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []), NOT_SEEN),
     )
 
 
@@ -504,6 +506,12 @@ def _is_silent(seen: SeenRank) -> bool:
     """Whether its process is such that a guard could not have answered: it is stopped, gone, or keeps Python's lock."""
     last = seen.looks[-1].process
     return last is None or last.state in (*_STOPPED, *_ENDED) or _keeps_lock(seen)
+
+
+def _has_just_ended(seen: SeenRank) -> bool:
+    """Whether its process was there at the first look, and is not any more."""
+    first, last = seen.looks[0].process, seen.looks[-1].process
+    return bool(first and last) and first.state not in _ENDED and last.state in _ENDED
 
 
 def _keeps_lock(seen: SeenRank) -> bool:

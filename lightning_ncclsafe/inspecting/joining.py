@@ -12,10 +12,9 @@ from lightning_ncclsafe.rules.judging import judge
 
 def diagnosis_of(job: JobFacts) -> Diagnosis:
     """What facts of an inspection come to: of a job that moves nothing is to be explained, nor without any stack."""
-    if job.ranks and not job.witnessed and all(facts.inspection and not facts.inspection.looks for facts in job.ranks):
-        return judge(job, ())
-    moves = bool(job.ranks) and all(facts.inspection and facts.inspection.moved for facts in job.ranks)
-    return judge(job, () if moves and not job.silent else HANG_RULES)
+    is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
+    stands = job.incident.idle_s > 0 and bool(job.ranks)
+    return judge(job, HANG_RULES if stands and is_read else ())
 
 
 def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:

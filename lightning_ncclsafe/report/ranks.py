@@ -125,6 +125,9 @@ def inspected_answer(job: JobFacts) -> str:
     """The answer where no rule has found anything."""
     unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
     standing = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    if not job.ranks or job.witnessed:
+        seen = [process.rank for process in job.witnessed]
+        return f"Nothing found: {clause(seen, 'has|have')} ended, so that nothing is left to be looked at."
     if unread:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."

@@ -115,6 +115,19 @@ def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() ->
     assert job_facts([waiting(1, of=2)], are_all=False).witnessed == ()
 
 
+def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
+    """So does a job that comes to its end."""
+    ended = [rank(number, *(look(at, state="gone") for at in (0, 1))) for number in (0, 1)]
+    assert judged(*ended).findings == ()
+    assert "have ended" in render_text(judged(*ended)).splitlines()[0]
+    ends = rank(0, look(0, user(40)), look(1, state="gone"))
+    diagnosis = judged(ends, waiting(1))
+    assert diagnosis.findings == () and "Rank 0 ended meanwhile: inspect again." in diagnosis.unanswered
+    # One that was gone before is what the other waits for.
+    gone = rank(0, *(look(at, state="gone") for at in (0, 1)))
+    assert judged(gone, waiting(1)).findings[0].rule == "dead-rank"
+
+
 def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
     held = rank(0, *(look(at, user(30), state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
     first = judged(held, waiting(1)).findings[0]

@@ -97,7 +97,8 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 def _is_known(view: Timeline, rank: int) -> bool:
     """Whether anything is known of its batches."""
     facts = view.facts[rank]
-    return facts.progress.batch_idx >= 0 or facts.trainer is not None or rank in _lengths(view)
+    is_placed = facts.progress.batch_idx >= 0 and facts.progress.epoch >= 0
+    return is_placed or facts.trainer is not None or rank in _lengths(view)
 
 
 def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:

@@ -78,6 +78,8 @@ class Inspector:
                 due_s = float("inf")
             if time.time() >= due_s:
                 found = self._inspect(places)
+                if not found["job"]["ranks"]:
+                    break
                 if not case.is_healthy:
                     return (found, time.time() - min(began)), tuple(codes)
                 if found["findings"]:
@@ -87,7 +89,7 @@ class Inspector:
                 with suppress(TimeoutError):
                     codes.append(one.wait(_POLL_S))
                     running.remove(one)
-        self.ended = not running
+        self.ended = not running or time.monotonic() < deadline_s
         return (None, None), tuple(codes)
 
     def _inspect(self, places: dict[int, Running]) -> dict[str, Any]:
