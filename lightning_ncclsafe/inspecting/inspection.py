@@ -511,7 +511,7 @@ def _is_silent(seen: SeenRank) -> bool:
 def _has_just_ended(seen: SeenRank) -> bool:
     """Whether its process was there at the first look, and is not any more."""
     first, last = seen.looks[0].process, seen.looks[-1].process
-    return bool(first and last) and first.state not in _ENDED and last.state in _ENDED
+    return first is not None and last is not None and first.state not in _ENDED and last.state in _ENDED
 
 
 def _keeps_lock(seen: SeenRank) -> bool:

@@ -108,7 +108,7 @@ def _hook(stack: Sequence[SeenFrame], depth: int) -> Iterator[str]:
         named = _WORD.search(frame.values.get("hook_name", ""))
         hook = named[0] if named else below[0].function if below else ""
         held = _class_of(frame.values.get(variable, ""))
-        of_frame = next((_class_of(one.values.get("self", "")) for one in below if one.function == hook), "")
+        of_frame = next(filter(None, (_class_of(one.values.get("self", "")) for one in below)), "")
         if hook:
             yield f"[{owner}]{held or of_frame or owner}.{hook}"
 
