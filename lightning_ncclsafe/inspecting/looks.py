@@ -210,7 +210,8 @@ def _frame(plain: Mapping[str, Any]) -> SeenFrame:
     return SeenFrame(
         file=str(plain["filename"]),
         line=int(plain["line"]),
-        function=str(plain["name"]),
+        # Of Python 3.11 and newer with the names of what it is defined in: "Trainer._run".
+        function=str(plain["name"]).rpartition(".")[2],
         values=values,
         digest=hashlib.blake2b(told.encode(), digest_size=6).hexdigest(),
     )

@@ -1,5 +1,6 @@
 """What looks at ranks come to: recorded ones, and ones that are made up."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 from lightning_ncclsafe.inspecting.inspection import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
-from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words
+from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.report.text import render_text
@@ -150,6 +151,22 @@ def test_a_rank_past_the_call_of_the_trainer_has_finished_and_one_before_it_has_
     before = rank(2, *(look(at, user(35)) for at in (0, 1)), of=3)
     phases = [facts.progress.phase for facts in job_facts([inside, after, before]).ranks]
     assert phases == [Phase.INIT, Phase.FINISHED, Phase.INIT]
+
+
+def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data() -> None:
+    variables = [{"name": "batch_idx", "addr": 1, "repr": "7"}, {"name": "password", "addr": 2, "repr": "'secret'"}]
+    frames = [
+        {"name": "Trainer._run", "filename": "trainer.py", "line": 9, "locals": variables},
+        {"name": "<module>", "filename": "train.py", "line": 3, "locals": None},
+    ]
+    plain = {"os_thread_id": 7, "thread_name": None, "owns_gil": True, "frames": frames}
+    (thread,) = threads_in(json.dumps([plain]).encode(), 7)
+    assert thread.is_main and thread.holds_gil
+    assert [(one.function, one.line) for one in thread.frames] == [("<module>", 3), ("_run", 9)]
+    assert thread.frames[1].values == {"batch_idx": "7"} and "secret" not in repr(thread)
+    variables[1]["repr"] = "'other'"
+    (again,) = threads_in(json.dumps([plain]).encode(), 7)
+    assert again.frames[1].digest != thread.frames[1].digest
 
 
 @pytest.mark.parametrize(
