@@ -5,16 +5,26 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
-from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
+
+_ENDED = ("gone", "zombie")
 
 
 def diagnosis_of(job: JobFacts) -> Diagnosis:
     """What facts of an inspection come to: of a job that moves nothing is to be explained, nor without any stack."""
     is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
     stands = job.incident.idle_s > 0 and bool(job.ranks)
-    return judge(job, HANG_RULES if stands and is_read else ())
+    diagnosis = judge(job, HANG_RULES if stands and is_read else ())
+    return replace(diagnosis, findings=tuple(_unless_finished(finding, job) for finding in diagnosis.findings))
+
+
+def _unless_finished(finding: Finding, job: JobFacts) -> Finding:
+    """What is gone may have come to its end in good order: nobody has seen how it ended."""
+    unknown = {one.rank for one in job.witnessed if one.state in _ENDED and not one.ended_by and not one.exit_code}
+    is_doubtful = finding.confidence is Confidence.CERTAIN and not unknown.isdisjoint(finding.ranks)
+    return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
 
 
 def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:

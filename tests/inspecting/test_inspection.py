@@ -126,7 +126,8 @@ def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
     assert diagnosis.findings == () and "Rank 0 ended meanwhile: inspect again." in diagnosis.unanswered
     # One that was gone before is what the other waits for.
     gone = rank(0, *(look(at, state="gone") for at in (0, 1)))
-    assert judged(gone, waiting(1)).findings[0].rule == "dead-rank"
+    first = judged(gone, waiting(1)).findings[0]
+    assert (first.rule, first.confidence) == ("dead-rank", Confidence.LIKELY)
 
 
 def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
