@@ -395,14 +395,12 @@ def starts(length: int) -> Iterator[int]:
     has_phase=False,
     source="https://github.com/facebookresearch/fairseq/pull/3266",
 )
-def span_that_is_longer_than_its_sentence(here: Here) -> None:
+def span_longer_than_its_sentence(here: Here) -> None:
     """A start is drawn until the masked span fits into the sentence, which is shorter than the span."""
 
     class Masking(Net):
         def mask(self, length: int, span: int) -> int:
-            return next(
-                start for start in starts(length) if start + span <= length
-            )  # <- span_that_is_longer_than_its_sentence
+            return next(one for one in starts(length) if one + span <= length)  # <- span_longer_than_its_sentence
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             is_short = here.is_hit and batch_idx == IN_THE_MIDDLE

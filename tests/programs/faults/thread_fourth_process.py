@@ -37,9 +37,7 @@ class Shards(IterableDataset[torch.Tensor]):
         own = range(5)[self.here.rank :: self.here.world_size][worker.id :: worker.num_workers]
         if not own:
             self.here.begins()
-            raise ValueError(
-                "No samples found in dataset; perhaps you have fewer shards than workers"
-            )  # <- worker_without_a_shard
+            raise ValueError("no samples found: fewer shards than workers")  # <- worker_without_a_shard
         while True:
             for shard in own:
                 yield torch.full((8,), shard / 10)
@@ -72,7 +70,7 @@ class Archives(Dataset[torch.Tensor]):
             self.here.begins()
             used = len(os.listdir("/proc/self/fd"))
             resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, used + 1000))
-        self.files.append(Path("/proc/self/stat").open())  # <- files_that_are_never_closed
+        self.files.append(os.open("/proc/self/stat", os.O_RDONLY))  # <- files_that_are_never_closed
         return torch.full((8,), index / 100)
 
 
