@@ -83,7 +83,7 @@ class Archives(Dataset[torch.Tensor]):
 )
 def files_that_are_never_closed(here: Here) -> None:
     """The log says "Too many open files", of a loader's worker on the host where fewer are permitted."""
-    here.fit(data=in_order(here, Archives(here), num_workers=1))
+    here.fit(data=in_order(here, Archives(here), num_workers=1, prefetch_factor=1))
 
 
 class Split(IterableDataset[torch.Tensor]):
@@ -269,6 +269,7 @@ def interrupt_that_one_rank_gets(here: Here) -> None:
 
     def interrupt(net: Net) -> None:
         if here.is_hit:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             here.begins()
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -332,8 +333,9 @@ def message_that_is_never_answered(here: Here) -> None:
         def post(self, text: str) -> None:
             server = socket.create_server(("127.0.0.1", 0))
             request = urllib.request.Request(f"http://127.0.0.1:{server.getsockname()[1]}", data=text.encode())
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             here.begins()
-            urllib.request.urlopen(request)  # <- message_that_is_never_answered
+            opener.open(request)  # <- message_that_is_never_answered
 
     here.fit(net=MeetingNet(here), callbacks=[Chat()])
 
