@@ -35,7 +35,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for sends and receives that match no other rank's, and nobody does anything else.
 
     Symptom:
-        Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it.
+        Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it. Or a rank is in
+        send() or recv(), and its peer waits in a collective.
 
     Cause:
         Sends and receives with different tags, peers or numbers than those of the other side; stages of a pipeline that
@@ -96,7 +97,7 @@ def _left(view: Timeline, alone: dict[int, int]) -> Finding:
         tuple(sorted({*alone, *alone.values()})),
         f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
-        evidence=(*stack_evidence(view, (*alone,)),),
+        evidence=tuple(stack_evidence(view, (*alone,))),
     )
 
 
