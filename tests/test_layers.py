@@ -55,6 +55,7 @@ ASKS_ABOUT_LIGHTNING = {
     "callbacks.loader_tuner",
     "callbacks.logger_offload",
     "callbacks.recommended",
+    "checkpoints.ledger",
     "loggers.starting",
     "strategies.guarded",
     "strategies.launchers",
