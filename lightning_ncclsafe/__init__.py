@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.lightning import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.lightning import DatasetAgreement as DatasetAgreement
     from lightning_ncclsafe.lightning import HostPreflight as HostPreflight
+    from lightning_ncclsafe.lightning import JustInTimeCheckpoint as JustInTimeCheckpoint
     from lightning_ncclsafe.lightning import LoaderTuner as LoaderTuner
     from lightning_ncclsafe.lightning import LoggerOffload as LoggerOffload
     from lightning_ncclsafe.lightning import SafeDDP as SafeDDP
@@ -30,6 +31,7 @@ __all__ = [
     "DatasetMismatchError",
     "HostPreflight",
     "HostPreflightError",
+    "JustInTimeCheckpoint",
     "LoaderTuner",
     "LoggerOffload",
     "PhaseTimeouts",

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimerHooks
 from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreementHooks
 from lightning_ncclsafe.callbacks.host_preflight import HostPreflightHooks
+from lightning_ncclsafe.callbacks.just_in_time_checkpoint import JustInTimeCheckpointHooks
 from lightning_ncclsafe.callbacks.loader_tuner import LoaderTunerHooks
 from lightning_ncclsafe.callbacks.logger_offload import LoggerOffloadHooks
 from lightning_ncclsafe.callbacks.recommended import recommended
@@ -82,6 +83,10 @@ class LoggerOffload(LoggerOffloadHooks, Callback):
 
 class CollectiveTimer(CollectiveTimerHooks, Callback):
     __doc__ = CollectiveTimerHooks.__doc__
+
+
+class JustInTimeCheckpoint(JustInTimeCheckpointHooks, Callback):
+    __doc__ = JustInTimeCheckpointHooks.__doc__
 
 
 _RECOMMENDED: tuple[type[Callback], ...] = (
