@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange
@@ -30,6 +31,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.rules.kit.data import TRAIN
 from lightning_ncclsafe.settings import (
     AgreementSettings,
+    CheckpointSettings,
     Limits,
     PreflightSettings,
     TimerSettings,
@@ -87,6 +89,7 @@ class Features:
         self._preflight: Preflight | None = None
         self._collector: LoaderCollector | None = None
         self._tuner: Tuner | None = None
+        self._resuming: Resuming | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
 
@@ -103,6 +106,7 @@ class Features:
             HostPreflightError: On all ranks, if the user wants that.
         """
         self._compare_hosts(lambda preflight: preflight.compare(exchange))
+        self._resuming = self._make_resuming(place, exchange)
         self._tuner = self._make_tuner(place, exchange)
         if place.world_size > 1 or self._tuner is not None or self._preflight is not None:
             self._collector = self._make_collector(strategy, place, exchange)
@@ -145,9 +149,10 @@ class Features:
             unharmed: Makes each step, and keeps what it raises from the others.
         """
         collector, self._collector = self._collector, None
+        resuming, self._resuming = self._resuming, None
         stop_signal, self._stop_signal = self._stop_signal, None
         tuner, self._tuner = self._tuner, None
-        for attached in (collector, stop_signal):
+        for attached in (collector, stop_signal, resuming):
             if attached is not None:
                 unharmed(attached.detach)
         if tuner is not None:
@@ -252,7 +257,19 @@ class Features:
             say=say_on_stderr,
         )
 
-    # SIGTERM, and timing.
+    # Checkpoints, SIGTERM, and timing.
+
+    def _make_resuming(self, place: Place, exchange: Exchange) -> Resuming | None:
+        settings = settings_of(self._trainer, CheckpointSettings)
+        if settings is None:
+            return None
+        resuming = Resuming(self._trainer, settings, exchange, rank=place.rank, world_size=place.world_size)
+        try:
+            resuming.attach()
+        except Exception as error:  # the run goes on as if it were the first
+            say_own_failure(error, what="what goes on from a checkpoint")
+            return None
+        return resuming
 
     def _stop_together(self, strategy: Any, place: Place, exchange: Exchange) -> None:
         """On SIGTERM; a rank that has no others stops as Lightning has it."""

@@ -19,7 +19,7 @@ from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import incident_before
+from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -221,6 +221,7 @@ class GuardedCall:
             return
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
+        heed_plan(exchange, place, self._report_dir)
         self._features.connect(strategy, place, exchange)
         if place.rank == 0:
             self._say_watch(place.world_size)
