@@ -74,7 +74,8 @@ def __dir__() -> list[str]:
 
 
 # A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal.
-if "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ:
+# With NCCLSAFE set, Python itself imports this package, in programs that may never import Lightning: only that does it.
+if ("LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ) and os.environ.get("NCCLSAFE", "") in ("", "0"):
     from lightning_ncclsafe.probes.process.traceback_signal import arm_early
 
     arm_early()

@@ -27,9 +27,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("checkpoints", "collectives", "guard", "loaders", "loggers", "preflight", "reading", "sigterm"),
     ("strategies",),
-    ("callbacks", "cli"),
+    ("callbacks", "running"),
+    ("cli",),
     ("lightning", "pytorch_lightning"),
     (PACKAGE,),
+    ("__main__",),
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
@@ -59,6 +61,7 @@ ASKS_ABOUT_LIGHTNING = {
     "callbacks.logger_offload",
     "callbacks.recommended",
     "loggers.starting",
+    "running.standing_in",
     "strategies.guarded",
     "strategies.launchers",
     PACKAGE,

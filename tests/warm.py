@@ -33,7 +33,6 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "rich.console",
     "rich.text",
-    "sklearn.datasets",
 )
 # Until a program is there: includes all imports, on a machine that is busy.
 START_S = 50
@@ -212,6 +211,10 @@ def become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     first, *arguments = order["argv"]
+    from lightning_ncclsafe import running
+
+    # As an installed Python does when it starts.
+    exec((Path(running.__path__[0]) / "lightning_ncclsafe.pth").read_text())
     if rank := os.environ.get("LOCAL_RANK"):
         from lightning_utilities.core.rank_zero import rank_zero_only
 

@@ -13,8 +13,8 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
-from lightning_ncclsafe.exchange import Exchange
-from lightning_ncclsafe.exchange.meeting import Meeting
+from lightning_ncclsafe.exchange import Exchange, comes_first
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.loaders.agreement import Agreement
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 # How long ranks wait for one another's loaders after the guard has looked at what holds them up.
 _PRESENT_S = 30.0
+# How long they wait for one another where all are there already.
+_MEET_S = 10.0
 
 
 class Features:
@@ -112,8 +114,32 @@ class Features:
             self._collector = self._make_collector(strategy, place, exchange)
             self._collector.attach()
         if place.world_size > 1:
-            self._stop_together(strategy, place, exchange)
+            if strategy.is_on_all_ranks:
+                self._stop_together(strategy, place, exchange)
             self.timer = self._make_timer(place, exchange)
+
+    def meet(self, strategy: Any, place: Place, exchange: Exchange) -> bool:
+        """Finds out whether the guard is on all ranks, and only then has them stop together; all find the same.
+
+        Called where Lightning has just let all ranks wait for one another.
+        """
+        meeting = Meeting(
+            exchange=exchange,
+            rank=place.rank,
+            world_size=place.world_size,
+            deadline_s=_MEET_S,
+            say=say_on_stderr,
+            name="guards",
+        )
+        agreed = meeting.meet(_identity(place), lambda ranks: Agreed(complete=len(ranks) == place.world_size))
+        if agreed.complete:
+            self._stop_together(strategy, place, exchange)
+        elif comes_first(exchange, "guards/off", place.rank):
+            say_on_stderr(
+                "not all ranks have the guard, so it is off on all of them: start every rank with ncclsafe run, or with"
+                " NCCLSAFE=1 in its environment, and install the same lightning-ncclsafe on every host"
+            )
+        return agreed.complete
 
     def prepared(self, loader: Any) -> Any:
         """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.

@@ -88,6 +88,7 @@ class GuardedStrategy(_ParallelStrategy):
     Attributes:
         forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them:
             then all have to predict, too, the same number of batches.
+        is_on_all_ranks: Whether the program itself has chosen the guard, so that no rank is without.
 
     Raises:
         ValueError: If ``suspect_after`` is not longer than 0, or not shorter than ``timeout``, or if ``on_timeout``
@@ -95,6 +96,7 @@ class GuardedStrategy(_ParallelStrategy):
     """
 
     forward_communicates: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = True
     _timeout: timedelta | None
     _watched: GuardedCall | None = None
 
@@ -109,6 +111,24 @@ class GuardedStrategy(_ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.take_guard(
+            suspect_after=suspect_after,
+            on_timeout=on_timeout,
+            report_dir=report_dir,
+            phase_timeouts=phase_timeouts,
+            sigterm_broadcast=sigterm_broadcast,
+        )
+
+    def take_guard(
+        self,
+        *,
+        suspect_after: float | timedelta | None = None,
+        on_timeout: OnTimeout = "abort",
+        report_dir: str | Path | None = None,
+        phase_timeouts: PhaseTimeouts | None = None,
+        sigterm_broadcast: bool = False,
+    ) -> None:
+        """Sets up the guard in a strategy that Lightning has made, and may have configured; arguments as above."""
         phases_s = phase_timeouts.as_seconds() if phase_timeouts is not None else {}
         self._limits = check_limits(suspect_after, self._timeout, on_timeout, phases_s)
         self._report_dir = report_dir

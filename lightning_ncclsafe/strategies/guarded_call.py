@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,6 +96,7 @@ class GuardedCall:
         self._guard: Guard | None = None
         self._place: Place | None = None
         self._listens = False
+        self._meet: Callable[[], bool] | None = None
 
     @property
     def timer(self) -> AttachedTimer | None:
@@ -122,6 +124,7 @@ class GuardedCall:
 
     def set_up(self) -> None:
         """Lightning has set everything up, and has made the last of its process groups."""
+        self._unharmed(self._meet_others)
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
         self._group_timeouts.start()
@@ -223,8 +226,20 @@ class GuardedCall:
         self._guard.connect(exchange)
         heed_plan(exchange, place, self._report_dir)
         self._features.connect(strategy, place, exchange)
+        if place.world_size > 1 and not strategy.is_on_all_ranks:
+            self._meet = partial(self._features.meet, strategy, place, exchange)
         if place.rank == 0:
             self._say_watch(place.world_size)
+
+    def _meet_others(self) -> None:
+        """A guard that some ranks are without would wait for them, and leave out a broadcast that they make."""
+        meet, self._meet = self._meet, None
+        if meet is None or self._guard is None or meet():
+            return
+        guard, self._guard = self._guard, None
+        self._features.detach(self._unharmed)
+        self._unharmed(self._features.detach_timer)
+        guard.close()
 
     def _say_watch(self, world_size: int) -> None:
         """Announces the watch once, and again if it has changed; the first time with how the previous start ended."""

@@ -34,9 +34,14 @@ def guarded(launcher: Any) -> Any:
     """
     if launcher is None:
         return _GuardedCallLauncher()
-    if type(launcher) in known("_SubprocessScriptLauncher", "_MultiProcessingLauncher"):
+    if is_lightnings(launcher):
         vars(launcher)["launch"] = partial(_launch, launcher)
     return launcher
+
+
+def is_lightnings(launcher: Any) -> bool:
+    """Whether calls of a strategy with this launcher can be watched."""
+    return launcher is None or type(launcher) in known("_SubprocessScriptLauncher", "_MultiProcessingLauncher")
 
 
 def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

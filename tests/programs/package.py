@@ -3,13 +3,14 @@
     python tests/programs/package.py [--torch "torch==2.13.0"] [--out dist]
 
 The environment has torch and what the wheel asks for, and nothing else: there every module is imported, and a hang on
-two ranks is told. The demo, which comes out of the sdist, then runs with the extra that it needs. Nothing of
-the checkout is on the path of either.
+two ranks is told, also of a program that ``ncclsafe run`` guards. The demo, which comes out of the sdist, then runs
+with the extra that it needs. Nothing of the checkout is on the path of either.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -54,6 +55,11 @@ if __name__ == "__main__":
     guarded = SafeDDP(start_method="fork", suspect_after=2, timeout=timedelta(seconds=5), report_dir="reports")
     L.Trainer(accelerator="cpu", devices=2, strategy=guarded, max_epochs=1, logger=False).fit(Net())
 """
+
+# The same program where nobody has thought of a guard.
+UNGUARDED = re.sub(r"SafeDDP\(.*\)", 'DDPStrategy(start_method="fork")', HANG).replace(
+    "from lightning_ncclsafe import SafeDDP", "from lightning.pytorch.strategies import DDPStrategy"
+)
 
 
 def run(*command: object, cwd: Path, may_fail: bool = False) -> int:
@@ -110,6 +116,10 @@ def main() -> None:
         (folder / "hang.py").write_text(HANG)
         run(empty / "python", "hang.py", cwd=folder, may_fail=True)
         told(folder / "reports", "rank-zero-only-work", "hang.py")
+        (folder / "unguarded.py").write_text(UNGUARDED)
+        limits = ("--suspect-after", "2", "--timeout", "5", "--report-dir", "told")
+        run(empty / "ncclsafe", "run", *limits, "unguarded.py", cwd=folder, may_fail=True)
+        told(folder / "told", "rank-zero-only-work", "unguarded.py")
 
         run(empty / "python", "-m", "pip", "install", "--quiet", f"{wheel}[examples]", cwd=folder)
         with tarfile.open(sdist) as archive:

@@ -5,7 +5,7 @@ import pandas as pd
 from pytorch_tabular import TabularModel
 from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig
-from train import SEED, Run
+from train import OF_LIGHTNING, SEED, Run
 
 REQUIREMENTS = ["pytorch-tabular"]
 LIGHTNING = "pytorch_lightning"
@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     callbacks = kwargs.pop("callbacks")
     root_dir = kwargs.pop("default_root_dir")
     # Its config takes the names of strategies only.
-    strategy = "ddp" if run.strategy == "stock" else "ddp_ncclsafe"
+    strategy = "ddp" if run.strategy in OF_LIGHTNING else "ddp_ncclsafe"
     model = TabularModel(
         data_config=DataConfig(target=["size"], continuous_cols=["width", "height"], categorical_cols=["colour"]),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="16-8"),

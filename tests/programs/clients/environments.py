@@ -4,12 +4,15 @@ What that one has, torch above all, is there for all; what a client needs in ano
 lie in a folder that git ignores.
 """
 
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+
+from lightning_ncclsafe import running
 
 FOLDER = Path(__file__).parents[3] / ".clients"
 LIMIT_S = 3600
@@ -21,11 +24,15 @@ def installed(client: str, requirements: Sequence[str]) -> Path | str:
         return Path(sys.executable)
     environment = FOLDER / client
     python, ready, wanted = environment / "bin" / "python", environment / "ready", "\n".join(requirements)
-    if ready.exists() and ready.read_text() == wanted:
-        return python
-    venv.create(environment, with_pip=False)
     packages = environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    is_ready = ready.exists() and ready.read_text() == wanted
+    if not is_ready:
+        venv.create(environment, with_pip=False)
+        (packages / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    # What is below has it for its own interpreter only.
+    shutil.copy(Path(running.__path__[0]) / "lightning_ncclsafe.pth", packages)
+    if is_ready:
+        return python
     try:
         subprocess.run(
             [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *requirements],

@@ -30,7 +30,7 @@ RUNS = FOLDER.parents[2] / "runs" / "clients"
 CLIENTS = sorted(path.stem.removeprefix("client_") for path in FOLDER.glob("client_*.py"))
 LIMIT_S = 240
 # What is noted, but not compared.
-TIMES = ("steps_s", "fit_s")
+NOTED = ("steps_s", "fit_s", "guarded")
 # What CollectiveTimer logs beside the metrics of the client.
 OWN_METRICS = ("collectives/", "straggler/")
 # Variants in which one process is started, which starts the others.
@@ -118,6 +118,8 @@ def _trained(warm: Warm, client: str, strategy: str, variant: str, attempt: int)
     argv = [str(FOLDER / "train.py"), client, strategy, variant, str(same)]
     ranks = 1 if variant == "one_device" else 2
     envs = [{}] if variant in LAUNCHED else ranks_of(ranks)
+    if strategy == "run":
+        envs = [env | {"NCCLSAFE": "1"} for env in envs]
     output = folder / "output.txt"
     with output.open("wb") as file:
         running = [warm.start(argv, output=file.fileno(), cwd=folder, env=environment() | env) for env in envs]
@@ -168,6 +170,8 @@ def differences(stock: Outcome, ours: Outcome, variant: str) -> list[str]:
         return told
     for rank, (its, our) in enumerate(zip(stock.found, ours.found, strict=True)):
         told += [f"{what} rank {rank}" for what in _unequal(its or {}, our or {})]
+        if not all(fit["guarded"] for fit in (our or {}).get("fits", [])):
+            told.append(f"no guard on rank {rank}")
     if stock.logged != ours.logged:
         told.append("logged points")
     if stock.checkpoints != ours.checkpoints:
@@ -188,7 +192,7 @@ def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
         yield f"{len(fits[1])} fits came to their end, not {len(fits[0])}:"
         return
     for its, our in zip(*fits, strict=True):
-        unequal = sorted(name for name in its if its[name] != our[name] and name not in TIMES)
+        unequal = sorted(name for name in its if its[name] != our[name] and name not in NOTED)
         if unequal:
             yield f"{', '.join(unequal)} of {its['part'] + ' of' if its.get('part') else ''}".strip()
 
@@ -291,11 +295,12 @@ def sentence(one: Compared) -> str:
 
 def table(told: Iterable[Told]) -> str:
     """As it stands in the documentation."""
-    rows = ["| | equal: `SafeDDP()` | `safe_callbacks()` | lines | step of stock | `SafeDDP()` | `safe_callbacks()` |"]
-    rows.append("|---|---|---|---|---|---|---|")
+    names = "`SafeDDP()` | `safe_callbacks()` | `ncclsafe run`"
+    rows = [f"| | equal: {names} | lines | step of stock | {names} |"]
+    rows.append("|---|---|---|---|---|---|---|---|---|")
     for one in told:
         if one.why_not:
-            rows.append(f"| {one.client} | {one.why_not} | | | | | |")
+            rows.append(f"| {one.client} | {one.why_not} | | | | | | | |")
             continue
         equal = [_of(one.compared, strategy) for strategy in OURS]
         lines = next((", ".join(map(str, other.lines.values())) for other in one.compared if other.lines), "")

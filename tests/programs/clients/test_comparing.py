@@ -11,6 +11,7 @@ sys.path.insert(0, str(FOLDER))
 
 from run import (  # noqa: E402
     CLIENTS,
+    OURS,
     Compared,
     Outcome,
     Told,
@@ -23,7 +24,7 @@ from run import (  # noqa: E402
     table,
 )
 
-FIT = {"losses": ["0x1p+0"], "weights": "abc", "steps_s": [0.1], "fit_s": 1.0}
+FIT = {"losses": ["0x1p+0"], "weights": "abc", "guarded": True, "steps_s": [0.1], "fit_s": 1.0}
 
 
 def outcome(**changed: object) -> Outcome:
@@ -52,6 +53,7 @@ def outcome(**changed: object) -> Outcome:
         ({"checkpoints": {"one.ckpt": ["4 124"]}}, ["what is in checkpoints"]),
         ({"checkpoints": {}}, ["checkpoints [], not ['one.ckpt']"]),
         ({"incidents": ["incident-1"]}, ["reported incident-1"]),
+        ({"found": [{"fits": [FIT | {"guarded": False}]}, {"fits": [FIT]}]}, ["no guard on rank 0"]),
     ],
 )
 def test_whatever_a_run_leaves_counts_except_time_and_lines(changed: dict[str, object], told: list[str]) -> None:
@@ -86,16 +88,17 @@ def test_the_interval_of_a_median_is_what_the_binomial_distribution_says() -> No
 
 
 def test_the_table_says_what_was_not_equal_and_what_could_not_be_tried() -> None:
+    equal: dict[str, list[str]] = {strategy: [] for strategy in OURS}
     told = Told(
         "chemprop",
         compared=[
-            Compared("chemprop", "plain", differences={"SafeDDP": [], "safe_callbacks": ["logged points"]}),
+            Compared("chemprop", "plain", differences=equal | {"safe_callbacks": ["logged points"]}),
             Compared("chemprop", "resume", why_not="has no way to resume"),
-            Compared("chemprop", "spawn", differences={"SafeDDP": [], "safe_callbacks": []}),
+            Compared("chemprop", "spawn", differences=equal),
         ],
     )
     _, _, row, other = table([told, Told("darts", why_not="cannot be installed")]).splitlines()
-    assert row.startswith("| chemprop | 2 of 2 | 1 of 2 (not plain) |")
+    assert row.startswith("| chemprop | 2 of 2 | 1 of 2 (not plain) | 2 of 2 |")
     assert other.startswith("| darts | cannot be installed |")
     assert sentence(told.compared[1]).startswith("chemprop, resume: has no way to resume")
 

@@ -23,7 +23,9 @@ AT_BATCH = 5
 # That a metric never improves by.
 TOO_MUCH = 1e9
 
-STRATEGIES = ("stock", "SafeDDP", "safe_callbacks")
+STRATEGIES = ("stock", "SafeDDP", "safe_callbacks", "run")
+# Those that train with a strategy of Lightning's own. The last is started with NCCLSAFE=1 in its environment.
+OF_LIGHTNING = ("stock", "run")
 # One more, for the time of its steps.
 TIMED = "timed"
 VARIANTS = {
@@ -108,7 +110,7 @@ class Run:
         given = dict(getattr(self.client, "STRATEGY", {}))
         if self.variant == "spawn":
             given["start_method"] = "spawn"
-        if self.strategy == "stock":
+        if self.strategy in OF_LIGHTNING:
             return self.lightning.strategies.DDPStrategy(**given)
         return self.ours.SafeDDP(**given)
 
@@ -163,6 +165,7 @@ class Recorder:
             "weights": digest(*map(as_bytes, filter(is_tensor, module.state_dict().values()))),
             "steps": trainer.global_step,
             "metrics": {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())},
+            "guarded": hasattr(trainer.strategy, "watch"),
             "steps_s": self.steps_s,
             "fit_s": time.perf_counter() - self.fit_began_s,
         }

@@ -101,10 +101,12 @@ def name_server_that_does_not_answer(here: Here) -> None:
 
     def ask(*_: object) -> None:
         if here.is_hit:
+            # An address of this process alone: other cases, and the host's own resolver, listen on theirs.
+            address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
             server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            server.bind(("127.0.0.53", 53))
+            server.bind((address, 53))
             resolv_conf = Path(tempfile.mkdtemp(dir=".")) / "resolv.conf"
-            resolv_conf.write_text("nameserver 127.0.0.53\n")
+            resolv_conf.write_text(f"nameserver {address}\n")
             mount(str(resolv_conf), "/etc/resolv.conf", "", BIND)
             os.environ["RES_OPTIONS"] = "timeout:30 attempts:1"
             here.begins()

@@ -1,0 +1,91 @@
+"""``ncclsafe run``: a program as Python runs it, with the guard in each of its Trainers."""
+
+import os
+import re
+import site
+import sys
+from argparse import REMAINDER
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
+
+_RUN = "a program with the guard in each of its Trainers, without a change to its code"
+_DESCRIPTION = (
+    "Runs a program as 'python PROGRAM' does. Each of its Trainers gets the guard if the strategy is DDP, FSDP or"
+    " ModelParallelStrategy, by whatever name, also in the ranks that a launcher starts. What cannot be guarded runs as"
+    " ever, and a line says so. Options of this command come before PROGRAM; each has an environment variable"
+    " (NCCLSAFE_TIMEOUT for --timeout), and with NCCLSAFE=1 in the environment 'python PROGRAM' does the same. Exit"
+    " code: that of the program, or 2 if this command cannot be understood or done."
+)
+_AT_START = "lightning_ncclsafe.pth"
+# Options of Python that take no argument, and the one that takes the name of a module.
+_MODULE = re.compile("-([bBdEiIOPqsSuvx]*)m")
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("run", parser, help=_RUN)
+    for option in OPTIONS:
+        parser.add_argument(option.flag, type=str, default=None, metavar=option.metavar, help=option.help)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument("program", metavar="PROGRAM", type=str, help="a file, or with -m a module")
+    parser.add_argument("arguments", metavar="...", nargs=REMAINDER, help="its arguments")
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe run``: starts the program in the place of this one, or returns the exit code."""
+    asked = {option: text for option in OPTIONS if (text := config[option.name]) is not None}
+    for option, text in asked.items():
+        try:
+            option.read(text)
+        except ValueError as error:
+            return _failed(f"{option.flag} {shown(text)}: {error}")
+    environment = {**os.environ, SWITCH: ON, **{option.variable: text for option, text in asked.items()}}
+    try:
+        wanted(environment)
+    except ValueError as error:
+        return _failed(str(error))
+    folders = _site_folders()
+    if not any((folder / _AT_START).is_file() for folder in folders):
+        return _failed(
+            f"{sys.executable} loads no guard as it starts: {_AT_START} is in none of its folders of packages"
+            f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip;"
+            " PYTHONPATH is not enough."
+        )
+    program = [*(["-m"] if config.is_module else []), config.program, *(config.arguments or [])]
+    os.execve(sys.executable, [sys.executable, *_interpreter_options(sys.orig_argv, sys.argv), *program], environment)
+
+
+def _site_folders() -> list[Path]:
+    """Where Python looks for files that it loads as it starts."""
+    if sys.flags.no_site:
+        return []
+    own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [Path(name) for name in (*own, *site.getsitepackages())]
+
+
+def _interpreter_options(words: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Options of Python itself: torchrun gives it ``-u``.
+
+    Args:
+        words: All that this program was started with.
+        argv: What of it came to the program, after its own name.
+    """
+    *options, program = words[1 : len(words) - len(argv) + 1]
+    if options and _MODULE.fullmatch(options[-1]):
+        program = options.pop()
+    # "-m", which may have other letters before it, and the name after it; else the path of a script.
+    if (found := _MODULE.match(program)) and found[1]:
+        options.append(f"-{found[1]}")
+    return options
+
+
+def _failed(text: str) -> int:
+    print(f"error: {safe(text)}", file=sys.stderr)
+    return 2

@@ -1,0 +1,162 @@
+"""Gives the guard to the strategy of a Trainer that was made without it; what cannot have it runs as ever, and a line
+says so.
+
+The strategy stays the object it is, with all that is in it, and gets a class of the same name, derived from its own:
+whoever keeps it, asks for its class or has overridden its methods finds what there would be without the guard.
+"""
+
+import os
+from abc import ABCMeta
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from types import new_class
+from typing import Any, ClassVar, SupportsIndex
+
+from lightning_ncclsafe._lightning import NAMES, module_for, package_of, rank_zero_only
+from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
+from lightning_ncclsafe.running.variables import RECOMMENDED, WantedCallback, shown, wanted
+from lightning_ncclsafe.strategies.guarded import GuardedStrategy, guards
+from lightning_ncclsafe.strategies.launchers import guarded, is_lightnings
+
+# Those of Lightning's strategies that can be guarded; whether ranks need one another for a forward pass with each.
+_GUARDABLE = {"DDPStrategy": False, "FSDPStrategy": True, "ModelParallelStrategy": True}
+
+_LIGHTNINGS = tuple(f"{name}.strategies." for name in NAMES)
+# A program may make any number of Trainers.
+_said: set[str] = set()
+
+
+class Unguarded(Exception):
+    """Why a strategy runs as ever."""
+
+
+def stand_in(trainer: Any) -> None:
+    """Gives the guard to the strategy of a Trainer, and the Trainer the callbacks that the environment asks for."""
+    try:
+        asked = wanted(os.environ)
+        if not guards(trainer.strategy):
+            _guard(trainer.strategy, **asked.guard)
+    except (Unguarded, ValueError) as why_not:
+        _say_once(f"this Trainer runs as ever, without the guard: {why_not}")
+        return
+    except Exception as error:  # training goes on
+        say_own_failure(error)
+        return
+    try:
+        added = [*_missing(trainer, _made(asked.callbacks, package_of(type(trainer), "trainer.")))]
+    except Exception as error:  # of arguments that the class does not take, for instance
+        _say_once(f"no callback is added to those of the Trainer: {error}")
+    else:
+        trainer.callbacks = [*added, *trainer.callbacks]
+
+
+def say_of_fabric() -> None:
+    """Fabric has no Trainer that could be watched."""
+    _say_once("Fabric runs as ever, without the guard, which watches Trainers")
+
+
+def _say_once(text: str) -> None:
+    if text not in _said and not getattr(rank_zero_only, "rank", 0):
+        say_on_stderr(text)
+    _said.add(text)
+
+
+def _guard(strategy: Any, *, timeout: float | None = None, **arguments: Any) -> None:
+    """Gives a strategy the guard, or leaves it as it was.
+
+    Raises:
+        Unguarded: It cannot have it.
+        ValueError: The arguments are not ones for this strategy.
+    """
+    kind: type = type(strategy)
+    guarded_kind = guarded_class(kind)
+    if not is_lightnings(strategy.launcher):
+        raise Unguarded(f"the ranks of {kind.__name__} are started by {type(strategy.launcher).__name__}")
+    before = dict(vars(strategy))
+    try:
+        if timeout is not None:
+            strategy._timeout = timedelta(seconds=timeout)
+        strategy.__class__ = guarded_kind
+        strategy.take_guard(**arguments)
+        strategy._launcher = guarded(strategy._launcher)
+    except BaseException:
+        strategy.__class__ = kind
+        vars(strategy).clear()
+        vars(strategy).update(before)
+        raise
+
+
+@cache
+def guarded_class(kind: type) -> type:
+    """The class of a strategy, with the guard in it; the same for the same class.
+
+    Raises:
+        Unguarded: It is none of those that can be guarded, nor derived from one.
+    """
+    base = next((one.__name__ for one in kind.__mro__ if one.__module__.startswith(_LIGHTNINGS)), "")
+    if base.startswith("SingleDevice"):
+        raise Unguarded("it trains on one device, so that no rank waits for another")
+    if base not in _GUARDABLE:
+        able = " and ".join(_GUARDABLE).replace(" and ", ", ", 1)
+        raise Unguarded(f"{kind.__name__} cannot have it, only {able} can, and what is derived from them")
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body = {**named, "forward_communicates": _GUARDABLE[base], "_stands_in_for": kind}
+    return new_class(kind.__name__, (kind, _StandIn), {"metaclass": _GuardFirst}, lambda space: space.update(body))
+
+
+class _GuardFirst(ABCMeta):
+    """Of classes that have their objects laid out by their first base, whose objects they were: asks ours before it."""
+
+    def mro(cls) -> list[type]:
+        own, *others = super().mro()
+        ours = [kind for kind in others if issubclass(kind, GuardedStrategy)]
+        return [own, *ours, *(kind for kind in others if kind not in ours)]
+
+
+class _StandIn(GuardedStrategy):
+    """A guarded strategy that goes by the name of the class that it was made from.
+
+    Attributes:
+        _stands_in_for: That class.
+    """
+
+    _stands_in_for: ClassVar[type]
+    # The environment of a rank may have been forgotten.
+    is_on_all_ranks = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # Spawned ranks, and copies, know the class by that from which they can make it.
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str) or reduced[1][:1] != (type(self),):
+            return reduced
+        return _empty, (self._stands_in_for,), *reduced[2:]
+
+
+def _empty(kind: type) -> Any:
+    return object.__new__(guarded_class(kind))
+
+
+def _made(asked: Sequence[WantedCallback], package: str) -> list[Any]:
+    """The callbacks that are asked for, of one of Lightning's packages."""
+    named = [_callback(one, package) for one in asked if one.name != RECOMMENDED]
+    if len(named) == len(asked):
+        return named
+    made: list[Any] = import_module(module_for(package)).safe_callbacks(*named)
+    return made
+
+
+def _callback(asked: WantedCallback, package: str) -> Any:
+    module, _, name = asked.name.rpartition(".")
+    kind = getattr(import_module(module or module_for(package)), name, None)
+    if not isinstance(kind, type) or not issubclass(kind, import_module(package).Callback):
+        raise TypeError(f"{shown(asked.name)} is no Callback of {package}")
+    return kind(**asked.arguments)
+
+
+def _missing(trainer: Any, callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Without those in whose place the program has its own."""
+    for callback in callbacks:
+        if not any(isinstance(there, type(callback)) for there in trainer.callbacks):
+            yield callback
