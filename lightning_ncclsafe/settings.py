@@ -182,6 +182,7 @@ class CheckpointSettings:
         resume: Whether a call of ``fit`` without ``ckpt_path`` goes on from the newest whole checkpoint.
         keep: Most checkpoints of ours in the folder.
         grace_s: What the scheduler leaves between its signal and the end of the processes, seconds.
+        run: A name that no other run has; where training goes on from a checkpoint, that of the run before.
 
     Raises:
         ValueError: Naming the argument, the value and what is allowed.
@@ -191,6 +192,7 @@ class CheckpointSettings:
     resume: bool = False
     keep: int = 2
     grace_s: float = 30.0
+    run: str = ""
 
     def __post_init__(self) -> None:
         given: object = self.keep

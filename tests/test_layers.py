@@ -60,6 +60,7 @@ ASKS_ABOUT_LIGHTNING = {
     "callbacks.loader_tuner",
     "callbacks.logger_offload",
     "callbacks.recommended",
+    "checkpoints.ledger",
     "loggers.starting",
     "running.standing_in",
     "strategies.guarded",

@@ -110,6 +110,11 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_bucket_config": said_in("torch.nn.parallel.distributed", "_bucket_config")
     if Version("2.14") <= TORCH
     else no_check,
+    # Tensors and modules
+    "_version": has(lambda: torch.Tensor, "_version"),
+    "_foreach_copy_": lambda: torch._foreach_copy_([torch.ones(1)], [torch.ones(1)]),
+    "_buffers": said_in("torch.nn.modules.module", "_buffers"),
+    "_non_persistent_buffers_set": said_in("torch.nn.modules.module", "_non_persistent_buffers_set"),
     # FSDP and FSDP2
     "_handle": said_in(f"{FSDP}.fully_sharded_data_parallel", "_handle"),
     "_inter_node_pg": said_in(f"{FSDP}._init_utils", "_inter_node_pg"),
@@ -167,6 +172,20 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
     if "_val_check_time_interval" in inspect.getsource(importlib.import_module(f"{CHOSEN}.loops.fit_loop"))
     else no_check,  # of newer releases
     "_active_loop": said_in(f"{CHOSEN}.trainer.trainer", "_active_loop"),
+    "_data_fetcher": said_in(f"{CHOSEN}.loops.fit_loop", "_data_fetcher"),
+    "_state_dicts": said_in(f"{CHOSEN}.utilities.combined_loader", "_state_dicts"),
+    "_after_closure": takes(f"{CHOSEN}.plugins.precision", "Precision._after_closure", None, None, None),
+    "_optimizer": said_in(f"{CHOSEN}.core.optimizer", "_optimizer"),
+    **{
+        name: said_in(f"{CHOSEN}.loops.training_epoch_loop", name)
+        for name in (
+            "_batches_that_stepped",
+            "_num_ready_batches_reached",
+            "_should_accumulate",
+            "_should_check_val_fx",
+            "_skip_next_val",
+        )
+    },
     "_results": said_in(f"{CHOSEN}.loops.fit_loop", "_results"),
     "_IndexBatchSamplerWrapper": has(
         lambda: importlib.import_module(f"{CHOSEN}.overrides.distributed"), "_IndexBatchSamplerWrapper"

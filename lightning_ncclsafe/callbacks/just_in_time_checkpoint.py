@@ -1,10 +1,14 @@
 """The callback that saves a run at the moment at which it is ended."""
 
 import os
+import uuid
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import CheckpointSettings, seconds
 from lightning_ncclsafe.strategies.guarded import guards
 
@@ -55,8 +59,13 @@ class JustInTimeCheckpointHooks:
         self.dirpath = Path(dirpath).absolute()
         self.resume = resume
         self.settings = CheckpointSettings(
-            dirpath=self.dirpath, resume=resume, keep=keep, grace_s=seconds("grace", grace)
+            dirpath=self.dirpath, resume=resume, keep=keep, grace_s=seconds("grace", grace), run=uuid.uuid4().hex
         )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Goes on as the run whose checkpoint it is, so that this one is among those that are kept."""
+        run = checkpoint.get(KEY, {}).get("run")
+        self.settings = replace(self.settings, run=run or self.settings.run)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy is one that ends runs, and that this callback is the only one of its class."""

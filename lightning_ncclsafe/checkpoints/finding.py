@@ -20,9 +20,6 @@ from lightning_ncclsafe.facts import codec
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
-OURS = "lightning_ncclsafe"
-"""What is ours in a checkpoint is under this key."""
-
 _SUFFIX = ".ckpt"
 # A sharded checkpoint is a folder: its parts are in torch's distributed format, the rest in a file of Lightning's.
 _SHARDED = (".metadata", "meta.pt")
@@ -36,7 +33,7 @@ class NoCommonCheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class SeenCheckpoint:
     """A checkpoint as one rank sees it.
 
     Attributes:
@@ -74,7 +71,7 @@ class CheckpointList:
         lines: What is said of those that are not.
     """
 
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[SeenCheckpoint, ...] = ()
     lines: tuple[str, ...] = ()
 
 
@@ -135,7 +132,7 @@ def agree_on_newest(
 
 def found_in(folders: Iterable[Path]) -> CheckpointList:
     """The checkpoints of these folders, the newest first; a folder that is not there has none."""
-    candidates, lines = list[Candidate](), list[str]()
+    candidates, lines = list[SeenCheckpoint](), list[str]()
     for folder in dict.fromkeys(folders):
         try:
             paths = [path for path in folder.iterdir() if path.name.endswith(_SUFFIX) and not path.name.startswith(".")]
@@ -148,7 +145,7 @@ def found_in(folders: Iterable[Path]) -> CheckpointList:
             with suppress(OSError):
                 candidates.append(_candidate(path))
     candidates.sort(key=lambda one: (one.modified_ns, one.path), reverse=True)
-    whole: list[Candidate] = []
+    whole: list[SeenCheckpoint] = []
     for one in candidates[:_MOST]:
         if problem := why_not_whole(Path(one.path)):
             lines.append(f"{one.path} is passed over: {problem}")
@@ -157,14 +154,14 @@ def found_in(folders: Iterable[Path]) -> CheckpointList:
     return CheckpointList(candidates=tuple(whole), lines=tuple(lines))
 
 
-def _candidate(path: Path) -> Candidate:
+def _candidate(path: Path) -> SeenCheckpoint:
     status = path.stat()
     size, modified_ns = status.st_size, status.st_mtime_ns
     if stat.S_ISDIR(status.st_mode):
         parts = [part.stat() for part in path.iterdir()]
         size = sum(part.st_size for part in parts)
         modified_ns = max((part.st_mtime_ns for part in parts), default=modified_ns)
-    return Candidate(path=os.path.abspath(path), size_bytes=size, modified_ns=modified_ns)
+    return SeenCheckpoint(path=os.path.abspath(path), size_bytes=size, modified_ns=modified_ns)
 
 
 def why_not_whole(path: Path) -> str:

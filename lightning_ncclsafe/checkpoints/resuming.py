@@ -1,12 +1,13 @@
 """One call of ``fit`` that goes on from a checkpoint: the path reaches Lightning, and the position each rank's data."""
 
-import json
-import socket
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.checkpoints.finding import OURS, agree_on_newest, why_of_another
+from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_of_another
+from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
 from lightning_ncclsafe.code.patching import ReplacedMethod
@@ -17,27 +18,6 @@ from lightning_ncclsafe.settings import CheckpointSettings
 
 # Ranks come within a moment of each other, but a folder on a slow storage takes its time.
 _AGREE_S = 60.0
-
-
-def positions_left_behind(exchange: Exchange, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
-    """Where ranks of this host stood that cannot say it any more, as far as that was after this optimizer step.
-
-    Args:
-        exchange: What the ranks share.
-        ranks: Those that did not answer.
-        step: Lightning's ``global_step``.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
-    keys = {_file_key(rank): rank for rank in ranks}
-    found: dict[int, dict[str, Any]] = {}
-    for key, told in exchange.get_many(keys).items():
-        host, path = json.loads(told)
-        position = read_left_behind(Path(path)) if host == socket.gethostname() else None
-        if position is not None and position.pop("step", None) == step:
-            found[keys[key]] = position
-    return found
 
 
 def _file_key(rank: int) -> str:
@@ -55,17 +35,27 @@ class Resuming:
         exchange: What the ranks share.
         rank: Global rank.
         world_size: Number of ranks.
+        local_ranks: The ranks of this host.
     """
 
     def __init__(
-        self, trainer: Any, settings: CheckpointSettings, exchange: Exchange, *, rank: int, world_size: int
+        self,
+        trainer: Any,
+        settings: CheckpointSettings,
+        exchange: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        local_ranks: Iterable[int] = (),
     ) -> None:
         self._trainer = trainer
         self._settings = settings
         self._exchange = exchange
         self._rank = rank
         self._world_size = world_size
+        self._local_ranks = tuple(local_ranks)
         self._left_behind = self._leave_behind()
+        self._files: dict[int, Path] = {}
         self._position = DataPosition(trainer, left_behind=self._left_behind)
         self._start: ReplacedMethod | None = None
 
@@ -75,10 +65,20 @@ class Resuming:
             return None
         try:
             left = LeftBehind(self._rank)
-            self._exchange.set(_file_key(self._rank), json.dumps([socket.gethostname(), str(left.path)]).encode())
+            self._exchange.set(_file_key(self._rank), str(left.path).encode())
         except (OSError, ExchangeError):
             return None
         return left
+
+    def positions_left_behind(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
+        """Where ranks of this host stood that cannot say it any more, as far as that was after this optimizer step.
+
+        Args:
+            ranks: Those that did not answer.
+            step: Lightning's ``global_step``.
+        """
+        found = {rank: read_left_behind(self._files[rank]) for rank in ranks if rank in self._files}
+        return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 
     def attach(self) -> None:
         """Stands between Lightning and its checkpoint until :meth:`detach`; only for ``fit``."""
@@ -96,13 +96,17 @@ class Resuming:
 
     def _resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         assert self._start is not None
+        # By now all ranks are there; the store may be gone when this is needed.
+        keys = {_file_key(rank): rank for rank in self._local_ranks if rank != self._rank}
+        with suppress(ExchangeError):
+            self._files = {keys[key]: Path(os.fsdecode(path)) for key, path in self._exchange.get_many(keys).items()}
         connector = self._trainer._checkpoint_connector
         finds = self._settings.resume and (not checkpoint_path or checkpoint_path == connector._hpc_resume_path)
         if finds:
             checkpoint_path = self._find(checkpoint_path) or None
         self._start.original(checkpoint_path, *args, **kwargs)
         loaded = connector._loaded_checkpoint
-        if loaded and (finds or OURS in loaded):
+        if loaded and (finds or KEY in loaded):
             positions = self._positions_in(loaded)
             knows_all = all(one is not None and one.get("loaders") for one in positions)
             self._position.resume(positions[self._rank], knows_all=knows_all)
@@ -140,7 +144,7 @@ class Resuming:
 
     def _positions_in(self, loaded: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
         """Those of all ranks; None of each where there are none, or the ranks share the data out in another way now."""
-        ours = loaded.get(OURS)
+        ours = loaded.get(KEY)
         ours = ours if isinstance(ours, Mapping) else {}
         positions = ours.get("positions")
         if not isinstance(positions, Mapping) or ours.get("world_size") != self._world_size:

@@ -95,6 +95,8 @@ class Leaving:
             self._wake_watchdog()
             state.exception_is_reported.wait(2 * report_deadline_s(self._place.world_size))
         state.main_thread_left.set()
+        if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
+            self._ended_run.save(raised=not is_consequence and not _is_orderly(error))
         if not self._is_explained(is_consequence):
             if _is_success(error):
                 self._leave_with_success(error)

@@ -6,13 +6,14 @@ once more in the handler of the signal, wherever that strikes. In earlier versio
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 _BATCH, _EPOCH_END = "advance", "on_advance_end"
-_BROADCAST, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+_BROADCAST, _HANDLER, _SLURMS = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class StopSignal:
@@ -27,9 +28,16 @@ class StopSignal:
         trainer: The ``Trainer``.
         agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
+        takes_slurms: Whether SLURM's signal before a requeue, at which Lightning saves wherever it strikes, stops as
+            SIGTERM does.
+
+    Attributes:
+        is_to_requeue: Whether SLURM is to queue the job again.
     """
 
-    def __init__(self, trainer: Any, agreement: StopAgreement, error: type[BaseException]) -> None:
+    def __init__(
+        self, trainer: Any, agreement: StopAgreement, error: type[BaseException], *, takes_slurms: bool = False
+    ) -> None:
         self._trainer = trainer
         self._agreement = agreement
         self._error = error
@@ -37,6 +45,8 @@ class StopSignal:
         self._evaluation = 0
         self._methods: list[ReplacedMethod] = []
         self._pid = os.getpid()
+        self._takes_slurms = takes_slurms
+        self.is_to_requeue = False
 
     def attach(self) -> None:
         """Replaces Lightning's methods; what a version of Lightning lacks is left out."""
@@ -45,7 +55,13 @@ class StopSignal:
         batch = ReplacedMethod(loop, _BATCH, lambda *args: self._train(batch, *args))
         epoch_end = ReplacedMethod(epochs, _EPOCH_END, lambda: self._end_epoch(epoch_end))
         self._methods += [batch, epoch_end]
-        for owner, name, call in ((loop, _BROADCAST, lambda: None), (connector, _HANDLER, self._handle)):
+        found: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, _BROADCAST, lambda: None),
+            (connector, _HANDLER, self._handle),
+        ]
+        if self._takes_slurms:
+            found.append((connector, _SLURMS, self._handle_slurms))
+        for owner, name, call in found:
             if hasattr(owner, name):
                 self._methods.append(ReplacedMethod(owner, name, call))
 
@@ -90,5 +106,14 @@ class StopSignal:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
+        self._receive(signum)
+
+    def _handle_slurms(self, signum: int, frame: Any) -> None:
+        """Some time before the job's limit; SLURM's own SIGTERM may follow, and changes nothing."""
+        if os.getpid() == self._pid:
+            self.is_to_requeue = True
+            self._receive(signum)
+
+    def _receive(self, signum: int) -> None:
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe import JustInTimeCheckpoint, SafeDDP
-from lightning_ncclsafe.checkpoints.finding import OURS
+from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.position import capture
 
 ROWS = torch.randn(44, 8, generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ class StopAt(L.Callback):
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         positions = dict(enumerate(self.positions))
-        checkpoint[OURS] = {"version": 1, "world_size": trainer.world_size, "positions": positions}
+        checkpoint[KEY] = {"version": 1, "world_size": trainer.world_size, "positions": positions}
 
 
 def fit(folder: Path, data: Dataset[Any], *callbacks: Any, goes_on: bool = False) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints.finding import (
-    Candidate,
     CheckpointList,
     NoCommonCheckpointError,
+    SeenCheckpoint,
     agree_on_newest,
     chosen,
     found_in,
@@ -120,7 +120,7 @@ def test_what_is_looked_at_is_not_run(tmp_path: Path) -> None:
 
 def seen(*names: str, size: int = 1) -> CheckpointList:
     return CheckpointList(
-        candidates=tuple(Candidate(path=name, size_bytes=size, modified_ns=ord(name[0])) for name in names)
+        candidates=tuple(SeenCheckpoint(path=name, size_bytes=size, modified_ns=ord(name[0])) for name in names)
     )
 
 

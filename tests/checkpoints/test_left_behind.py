@@ -3,11 +3,11 @@
 import json
 import os
 import signal
-import socket
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ import torch
 
 from lightning_ncclsafe.checkpoints import left_behind
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, packed, read_left_behind, unpacked
-from lightning_ncclsafe.checkpoints.resuming import positions_left_behind
+from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.probes.data.random_state import saved_states
+from lightning_ncclsafe.settings import CheckpointSettings
 
 
 @pytest.fixture
@@ -110,15 +111,20 @@ def test_whatever_else_lies_there_says_nothing(tmp_path: Path) -> None:
         assert read_left_behind(path) is None, json.dumps(str(body))
 
 
-def test_it_counts_where_it_is_of_the_same_step_and_host(kept: LeftBehind) -> None:
-    exchange = MemoryExchange()
-    here = json.dumps([socket.gethostname(), str(kept.path)]).encode()
-    exchange.set("position/3", here)
-    exchange.set("position/4", json.dumps(["elsewhere", str(kept.path)]).encode())
+def test_it_counts_where_it_is_of_the_same_step(kept: LeftBehind) -> None:
+    def start(rank: int) -> Resuming:
+        trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), _checkpoint_connector=None)
+        settings = CheckpointSettings(dirpath=kept.path.parent)
+        return Resuming(trainer, settings, MemoryExchange(), rank=rank, world_size=2, local_ranks=range(2))
+
+    one = start(0)
+    one._files = {1: kept.path}
     kept.write(position(6) | {"step": 2})
-    found = positions_left_behind(exchange, [3, 4, 5], 2)
-    assert [*found] == [3] and found[3]["batches"] == 6 and "step" not in found[3]
-    assert positions_left_behind(exchange, [3], 3) == {}
+    found = one.positions_left_behind([1, 5], 2)
+    assert [*found] == [1] and found[1]["batches"] == 6 and "step" not in found[1]
+    assert one.positions_left_behind([1], 3) == {}
+    assert one._left_behind is not None
+    one._left_behind.close()
 
 
 def test_what_was_left_long_ago_is_removed(kept: LeftBehind, tmp_path: Path) -> None:

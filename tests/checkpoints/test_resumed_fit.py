@@ -1,6 +1,7 @@
 """A training on two ranks that goes on from a checkpoint comes to the same weights, bit for bit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,4 @@ def test_what_is_iterated_begins_its_epoch_again(told: tuple[dict[str, Any], str
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_the_first_start_says_nothing_and_the_next_what_it_goes_on_from(told: tuple[dict[str, Any], str]) -> None:
     lines = [line for line in told[1].splitlines() if "going on from" in line]
-    assert [line.rpartition("/")[2] for line in lines] == ["step=2.ckpt", "step=6.ckpt", "step=2.ckpt"]
+    assert [re.findall(r"step=(\d+)", line) for line in lines] == [["2"], ["6"], ["2"]]
