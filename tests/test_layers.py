@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("report",),
     ("checkpoints", "collectives", "guard", "loaders", "loggers", "preflight", "reading", "sigterm"),
-    ("strategies",),
+    ("inspecting", "strategies"),
     ("callbacks", "running"),
     ("cli",),
     ("lightning", "pytorch_lightning"),

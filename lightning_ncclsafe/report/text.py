@@ -7,7 +7,15 @@ from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
 from lightning_ncclsafe.report.plan import plan_words
-from lightning_ncclsafe.report.ranks import is_recorded, rank_table, recorded_table, stack_sections, told_once
+from lightning_ncclsafe.report.ranks import (
+    is_inspected,
+    is_recorded,
+    rank_table,
+    recorded_table,
+    stack_sections,
+    told_once,
+    whereabouts_table,
+)
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
@@ -40,6 +48,8 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
         yield section("All ranks", table(diagnosis.job), width=width)
+    if is_inspected(diagnosis.job):
+        yield section("Where they were at each look", whereabouts_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)

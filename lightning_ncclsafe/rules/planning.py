@@ -8,6 +8,8 @@ SAME_MOST = 3
 """So many starts in a row may end by the same cause at the same step; the next one is not worth its time."""
 
 _COMPARES = (IncidentKind.DATA, IncidentKind.PREFLIGHT)
+# What the guard itself ends a run for.
+_OF_GUARD = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT)
 
 
 def cannot_go_on(diagnosis: Diagnosis) -> bool:
@@ -17,15 +19,15 @@ def cannot_go_on(diagnosis: Diagnosis) -> bool:
 
 
 def next_start(diagnosis: Diagnosis, *, is_refused: bool = False) -> NextStart | None:
-    """What the next start is to do; None where nothing was found that ends the run, or it has ended long ago.
+    """What the next start is to do; None where nothing was found that ends the run, or no guard is in it.
 
     Args:
         diagnosis: What was found.
         is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
     """
     job = diagnosis.job
-    ends_run = is_refused if job.incident.kind in _COMPARES else cannot_go_on(diagnosis)
-    if job.incident.kind is IncidentKind.RECORDED or not ends_run:
+    kind = job.incident.kind
+    if not (is_refused if kind in _COMPARES else kind in _OF_GUARD and cannot_go_on(diagnosis)):
         return None
     finding = _deciding(diagnosis)
     plan, hosts = (Plan.UNKNOWN, ()) if finding is None else _planned(diagnosis, finding)
