@@ -29,7 +29,15 @@ from warm import Warm, ranks_of  # type: ignore[import-not-found]  # noqa: E402
 
 FIT = HERE / "checkpoints" / "saved_fit.py"
 GRACE_S = 30.0
-OPTIONS = ("nothing", "--accumulate=3", "--pace=0.02", "--epochs=4", "--sanity", "--validate-every=3", "--save-every=2")
+OPTIONS = (
+    "nothing",
+    "--accumulate=3",
+    "--pace=0.02",
+    "--epochs=400",
+    "--sanity",
+    "--validate-every=3",
+    "--save-every=2",
+)
 
 
 def run_once(warm: Warm, folder: Path, instants: random.Random) -> str:
