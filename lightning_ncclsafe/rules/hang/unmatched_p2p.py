@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Timeline,
     batch_words,
     capitalised,
@@ -30,6 +31,7 @@ from lightning_ncclsafe.rules.kit import (
         "a microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive "
         "in dist.batch_isend_irecv."
     ),
+    plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for sends and receives that match no other rank's, and nobody does anything else.
