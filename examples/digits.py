@@ -1,4 +1,4 @@
-"""Train a small CNN on scikit-learn's handwritten digits, on two ranks, with SafeDDP on guard.
+"""Train a small CNN on noisy digits of 8 x 8 pixels, on two ranks, with SafeDDP on guard.
 
 python examples/digits.py
 python examples/digits.py --strategy ddp     # the same training with Lightning's own DDPStrategy
@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -27,18 +26,37 @@ from lightning_ncclsafe import SafeDDP
 
 Batch = list[Tensor]  # images of 1 x 8 x 8 pixels, labels
 
+FONT = (
+    "### .#. ### ### #.# ### ### ### ### ###",
+    "#.# ##. ..# ..# #.# #.. #.. ..# #.# #.#",
+    "#.# .#. ### .## ### ### ### .#. ### ###",
+    "#.# .#. #.. ..# ..# ..# #.# .#. #.# ..#",
+    "### ### ### ### ..# ### ### .#. ### ###",
+)
+
+
+def draw_digits(count: int) -> TensorDataset:
+    """Images of digits at random places, under noise, and their labels; the same for every call."""
+    rows = [row.split() for row in FONT]
+    glyphs = torch.tensor([[[pixel == "#" for pixel in row[digit]] for row in rows] for digit in range(10)])
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (count,), generator=generator)
+    images = 0.3 * torch.randn(count, 1, 8, 8, generator=generator)
+    for image, label in zip(images, labels, strict=True):
+        top, left = torch.randint(1, 3, (2,), generator=generator)
+        image[0, top : top + 5, left : left + 3] += glyphs[label]
+    return TensorDataset(images, labels)
+
 
 class DigitsData(L.LightningDataModule):
-    """1,797 handwritten digits: 1,438 to train on, 359 to validate on, the same split on every rank."""
+    """1,797 digits: 1,438 to train on, 359 to validate on, the same split on every rank."""
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
         super().__init__()
         self.batch_size, self.num_workers = batch_size, num_workers
 
     def setup(self, stage: str) -> None:
-        digits = load_digits()
-        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-        self.digits = TensorDataset(images, torch.tensor(digits.target))
+        self.digits = draw_digits(1797)
         self.train: Dataset[Any]
         self.train, self.val = random_split(self.digits, [0.8, 0.2], torch.Generator().manual_seed(42))
 

@@ -33,7 +33,6 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "rich.console",
     "rich.text",
-    "sklearn.datasets",
 )
 # Until a program is there: includes all imports, on a machine that is busy.
 START_S = 50
