@@ -13,7 +13,14 @@ from lightning_ncclsafe.settings import OnTimeout, check_limits, seconds
 SWITCH = "NCCLSAFE"
 ON = "1"
 RECOMMENDED = "recommended"
-CALLBACKS = ("HostPreflight", "DatasetAgreement", "LoaderTuner", "LoggerOffload", "CollectiveTimer")
+CALLBACKS = (
+    "HostPreflight",
+    "DatasetAgreement",
+    "LoaderTuner",
+    "LoggerOffload",
+    "CollectiveTimer",
+    "JustInTimeCheckpoint",
+)
 """Ours, which are known without their module."""
 
 _CLASS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
-from lightning_ncclsafe import PhaseTimeouts, safe_callbacks
+import lightning_ncclsafe
+from lightning_ncclsafe import PhaseTimeouts
 from lightning_ncclsafe.running.variables import CALLBACKS, OPTIONS, WantedCallback, wanted
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
@@ -57,8 +59,9 @@ def test_callbacks(text: str, found: tuple[WantedCallback, ...]) -> None:
     assert wanted({**ON, "NCCLSAFE_CALLBACKS": text}).callbacks == found
 
 
-def test_the_names_of_ours_are_those_that_are_recommended() -> None:
-    assert [type(each).__name__ for each in safe_callbacks()] == [*CALLBACKS]
+def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
+    public = {name: getattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__}
+    assert {*CALLBACKS} == {name for name, it in public.items() if isinstance(it, type) and issubclass(it, Callback)}
 
 
 @pytest.mark.parametrize(
