@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
+    from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
     from lightning_ncclsafe.guard.pause import pause as pause
     from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
@@ -35,6 +36,7 @@ __all__ = [
     "LoaderTuner",
     "LoggerOffload",
     "PhaseTimeouts",
+    "PlannedStopError",
     "SafeDDP",
     "SafeFSDP",
     "SafeModelParallel",
@@ -49,6 +51,7 @@ _HOMES = {
     "DatasetMismatchError": "lightning_ncclsafe.errors",
     "HostPreflightError": "lightning_ncclsafe.errors",
     "PhaseTimeouts": "lightning_ncclsafe.guard.phase_timeouts",
+    "PlannedStopError": "lightning_ncclsafe.errors",
     "UnevenDataError": "lightning_ncclsafe.errors",
     "pause": "lightning_ncclsafe.guard.pause",
 }

@@ -18,6 +18,7 @@ from lightning_ncclsafe.callbacks.recommended import recommended
 from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
 from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
+from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
 from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
 from lightning_ncclsafe.guard.pause import pause as pause
 from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("report",),
     ("checkpoints", "collectives", "guard", "loaders", "loggers", "preflight", "reading", "sigterm"),
-    ("strategies",),
+    ("inspecting", "strategies"),
     ("callbacks", "running"),
     ("cli",),
     ("lightning", "pytorch_lightning"),
@@ -36,6 +36,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
     "_torch",
+    "checkpoints.finding",
+    "checkpoints.left_behind",
+    "checkpoints.position",
     "collectives.scalars",
     "loggers.capture",
     "loggers.csv_backend",

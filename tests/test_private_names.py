@@ -148,6 +148,7 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
     ),
     "_checkpoint_io": said_in(f"{CHOSEN}.strategies.strategy", "_checkpoint_io"),
     "_signal_connector": said_in(f"{CHOSEN}.trainer.trainer", "_signal_connector"),
+    "_original_handlers": said_in(f"{CHOSEN}.trainer.connectors.signal_connector", "_original_handlers"),
     "_registered_strategies": said_in(f"{CHOSEN}.trainer.connectors.accelerator_connector", "_registered_strategies"),
     "_configure_launcher": takes(f"{CHOSEN}.strategies", "ParallelStrategy._configure_launcher", None),
     "_terminate_all": said_in(
@@ -161,13 +162,17 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
         lambda: importlib.import_module(f"{CHOSEN}.utilities.exceptions"), "_TunerExitException"
     ),
     "_combined_loader": said_in(f"{CHOSEN}.loops.fit_loop", "_combined_loader"),
+    "_checkpoint_connector": said_in(f"{CHOSEN}.trainer.trainer", "_checkpoint_connector"),
+    "_hpc_resume_path": said_in(f"{CHOSEN}.trainer.connectors.checkpoint_connector", "_hpc_resume_path"),
+    "_loaded_checkpoint": said_in(f"{CHOSEN}.trainer.connectors.checkpoint_connector", "_loaded_checkpoint"),
+    "_combined_loader_states_to_load": said_in(f"{CHOSEN}.loops.fit_loop", "_combined_loader_states_to_load"),
+    "_load_combined_loader_states": takes(f"{CHOSEN}.loops", "_FitLoop._load_combined_loader_states", None),
     "_data_source": said_in(f"{CHOSEN}.loops.fit_loop", "_data_source"),
     "_mode": said_in(f"{CHOSEN}.utilities.combined_loader", "_mode"),
     "_val_check_time_interval": said_in(f"{CHOSEN}.loops.fit_loop", "_val_check_time_interval")
     if "_val_check_time_interval" in inspect.getsource(importlib.import_module(f"{CHOSEN}.loops.fit_loop"))
     else no_check,  # of newer releases
     "_active_loop": said_in(f"{CHOSEN}.trainer.trainer", "_active_loop"),
-    "_checkpoint_connector": said_in(f"{CHOSEN}.trainer.trainer", "_checkpoint_connector"),
     "_data_fetcher": said_in(f"{CHOSEN}.loops.fit_loop", "_data_fetcher"),
     "_state_dicts": said_in(f"{CHOSEN}.utilities.combined_loader", "_state_dicts"),
     "_after_closure": takes(f"{CHOSEN}.plugins.precision", "Precision._after_closure", None, None, None),

@@ -119,6 +119,7 @@ class Saver:
         is_split: Whether a rank has but a part of the model.
         last_save_s: How long the last checkpoint took to save, seconds; 0 where that is unknown.
         last_path: The last checkpoint that somebody else has saved; empty if there was none.
+        left_behind: Positions of ranks that do not answer, after this step, as far as they are known.
         say: Prints a line to the user.
     """
 
@@ -135,9 +136,11 @@ class Saver:
         is_split: bool = False,
         last_save_s: Callable[[], float] = lambda: 0.0,
         last_path: Callable[[], str] = lambda: "",
+        left_behind: Callable[[Iterable[int], int], Mapping[int, Any]] = lambda ranks, step: {},
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._trainer = trainer
+        self._left_behind = left_behind
         self._settings = settings
         self._ledger = ledger
         self._weights = weights
@@ -321,6 +324,9 @@ class Saver:
             for key, packed in exchange.get_many(same).items():
                 with suppress(Exception):
                     positions[same[key]] = _torch.load_plain(io.BytesIO(packed))
+        # Those of this host that were killed, or cannot answer.
+        silent = [rank for rank in positions if rank not in {each.rank for each in order}]
+        positions |= self._left_behind(silent, boundary.step)
         return positions
 
     def _own_position(self, boundary: Boundary) -> Any:

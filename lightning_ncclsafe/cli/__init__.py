@@ -7,7 +7,7 @@ from importlib import import_module
 from jsonargparse import ArgumentParser
 
 # Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
-_COMMANDS = ("diagnose", "explain", "logs", "preflight", "render", "run")
+_COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
@@ -77,8 +78,12 @@ def diagnose(paths: Iterable[str], format: str) -> int:
 
 def _diagnoses(evidence: Artifacts) -> Iterator[tuple[str, Diagnosis]]:
     """What was found, with a title for where there are several."""
+    inspected = [one.job for _, one in evidence.reports if one.job.incident.kind is IncidentKind.INSPECTED]
+    for seen in joined(inspected):
+        yield f"=== inspection of {seen.launch or 'a job'}", diagnosis_of(seen)
     for path, diagnosis in evidence.reports:
-        yield f"=== {path}", _judged_again(diagnosis)
+        if diagnosis.job.incident.kind is not IncidentKind.INSPECTED:
+            yield f"=== {path}", _judged_again(diagnosis)
     job = evidence.job()
     if job is not None:
         yield "=== dumps and logs", judge(job, RECORDED_RULES)

@@ -111,6 +111,7 @@ GROUP_CREATION = _in(
 NAME_LOOKUPS = _in(_TORCH, "distributed/rendezvous.py") | _in(
     _PYTHON, "socket.py", functions="getaddrinfo getfqdn create_connection"
 )
+INIT_PROCESS_GROUP = _in(_TORCH, _C10D, functions="init_process_group")
 RENDEZVOUS = _in(_TORCH, "distributed/rendezvous.py", "distributed/elastic/*")
 COLLECTIVES = C10D | _in(_TORCH, "distributed/_functional_collectives.py", "distributed/utils.py")
 SAVING_SHARDED = _in(_TORCH, "distributed/checkpoint/*", but="*load*")
@@ -148,6 +149,8 @@ DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
 FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
 LOADING = _in(_TORCH, "utils/data/*")
 ALL_OF_TORCH = _in(_TORCH, "*")
+# What torch.multiprocessing runs first in a process that it has started.
+SPAWNED_PROCESS = _in(_TORCH, "multiprocessing/spawn.py", functions="_wrap")
 # What torch.compile and Triton are in while they compile or tune. What is on the stack as well while compiled code runs
 # (eval_frame.py, output_code.py, Triton's launcher) is not among it.
 COMPILATION = (
@@ -186,6 +189,20 @@ TUNING = (
 # Lightning
 TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
+# The Trainer's public functions, and what they call; the stars are for releases before 2.0, which have folders there.
+TRAINER = _in(_PYTORCH, "trainer/trainer.py")
+TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
+SANITY_CHECK = _in(_PYTORCH, "trainer/trainer.py", functions="_run_sanity_check")
+SAVE_CHECKPOINT = _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
+TRAINING_LOOPS = _in(_PYTORCH, "loops/*fit_loop.py", "loops/*training_epoch_loop.py")
+EVALUATION_LOOPS = _in(_PYTORCH, "loops/*evaluation_loop.py")
+PREDICTION_LOOPS = _in(_PYTORCH, "loops/*prediction_loop.py")
+HOOKS_OF_MODULES = _in(_PYTORCH, "trainer/*.py", functions="_call_lightning_module_hook")
+HOOKS_OF_DATA = _in(_PYTORCH, "trainer/*.py", functions="_call_lightning_datamodule_hook")
+HOOKS_OF_CALLBACKS = _in(_PYTORCH, "trainer/*.py", functions="_call_callback_hooks")
+HOOKS_OF_STRATEGIES = _in(_PYTORCH, "trainer/*.py", functions="_call_strategy_hook")
+STRATEGY_BARRIER = _in(_PYTORCH, "strategies/*.py", functions="barrier")
+ALL_OF_LIGHTNING = _in(_PYTORCH, "*") | _in(_FABRIC, "*")
 TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
 INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")
 SIGTERM_BROADCAST = _in(

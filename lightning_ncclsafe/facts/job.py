@@ -56,6 +56,8 @@ class IncidentKind(str, Enum):
     """What ranks have found on their hosts before training was compared."""
     RECORDED = "recorded"
     """Nobody was asked: dumps and logs of a run that is over were read."""
+    INSPECTED = "inspected"
+    """Nobody was asked: the ranks' processes were looked at from outside, several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,8 @@ class NotRecorded(str, Enum):
     """It is not known where its back end records, if it does."""
     LOST = "lost"
     """The recorder has entries, and those of the group have been overwritten."""
+    OUTSIDE = "outside"
+    """The rank was looked at from outside, where its recorder cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +262,7 @@ class Progress:
         phase: Where in its life the Trainer stands.
         actions: What is going on, outermost first; empty between hooks.
         last_action: The last action that ended, for the moments between two hooks.
-        epoch: Current epoch, from 0.
+        epoch: Current epoch, from 0; -1 where it is not known.
         batch_idx: Index of the batch being worked on in the current loop, from 0; -1 before the first.
         is_last_batch: Whether the current loop's data ended with this batch.
         global_step: Optimizer steps taken.
@@ -447,6 +451,38 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """What the main thread of a rank was in at some of the looks at it.
+
+    Attributes:
+        doing: In words: ``"user code"``, ``"a collective"``, ``"the dataloader"``.
+        place: ``"file:line in function"`` of the deepest line in the user's own code; empty where there is none.
+        looks: At how many looks.
+    """
+
+    doing: str
+    place: str = ""
+    looks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionFacts:
+    """How a rank's process was looked at from outside.
+
+    Attributes:
+        looks: How often its stack was read.
+        over_s: The time between the first look and the last, seconds.
+        moved: Whether its main thread did something else between looks; None where that could not be seen.
+        whereabouts: What it was in, most often first.
+    """
+
+    looks: int = 0
+    over_s: float = 0.0
+    moved: bool | None = None
+    whereabouts: tuple[Whereabouts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
     """All that one rank knows of itself at one moment.
 
@@ -481,6 +517,7 @@ class RankFacts:
         steps: What its training steps have left out, and what it logs on all ranks.
         trainer: What its Trainer has been told, and how its training loop has ended; None where it does not ``fit``.
         record: What was read of this rank; None where it answered itself.
+        inspection: How it was looked at from outside; None likewise.
         versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
         missing: What could not be determined, one sentence each.
     """
@@ -514,6 +551,7 @@ class RankFacts:
     steps: StepFacts = field(default_factory=StepFacts)
     trainer: TrainerFacts | None = None
     record: RecordFacts | None = None
+    inspection: InspectionFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
@@ -583,6 +621,7 @@ class JobFacts:
         is_sized: Whether ``world_size`` is known, and not only the fewest ranks that there can have been.
         outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
         log: What logs say beyond single ranks.
+        elsewhere: Ranks that nobody has looked at, as they are on hosts that were not inspected, ascending.
     """
 
     incident: Incident
@@ -598,9 +637,10 @@ class JobFacts:
     is_sized: bool = True
     outdated: tuple[int, ...] = ()
     log: LogFacts = field(default_factory=LogFacts)
+    elsewhere: tuple[int, ...] = field(default=(), metadata={"ranges": True})
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks that did not answer, ascending. Silence is a fact."""
-        answered = {facts.rank for facts in self.ranks}
+        """Ranks that did not answer, ascending. Silence is a fact; that nobody has looked is none."""
+        answered = {facts.rank for facts in self.ranks}.union(self.elsewhere)
         return tuple(rank for rank in range(self.world_size) if rank not in answered)

@@ -21,11 +21,11 @@ from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter
-from lightning_ncclsafe.guard.restarts import launch_words
 from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.probes.network.reach import own_address_towards
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.probes.rank import RankProbe, card_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure

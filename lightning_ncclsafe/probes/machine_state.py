@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,7 +103,7 @@ class MachineProbe:
         recent = [look for look in looks if _SHORTEST_S <= now.at_s - look.at_s <= span_s]
         shm = or_none(partial(os.statvfs, self._shm))
         return MachineFacts(
-            main_thread=_main_thread([*recent, now]) if recent else None,
+            main_thread=main_thread_over([(look.at_s, look.thread) for look in (*recent, now)]) if recent else None,
             pressure=pressure_between(recent[0].pressure, now.pressure, now.at_s - recent[0].at_s) if recent else None,
             garbage=self._garbage.read(),
             ended=self._children.read(idle_s),
@@ -121,15 +121,16 @@ class MachineProbe:
         return _Look(self._clock(), look_at_main_thread(), look_at_pressure(self._groups))
 
 
-def _main_thread(looks: list[_Look]) -> MainThreadFacts:
-    before, now = looks[0].thread, looks[-1].thread
+def main_thread_over(looks: Sequence[tuple[float, ThreadLook]]) -> MainThreadFacts:
+    """What several looks at a main thread come to, at least one, each with its time in seconds; the oldest first."""
+    (began_s, before), (ends_s, now) = looks[0], looks[-1]
     return MainThreadFacts(
-        over_s=round(looks[-1].at_s - looks[0].at_s, 1),
+        over_s=round(ends_s - began_s, 1),
         state=now.state,
         wait_channel=now.wait_channel,
         looks=len(looks),
-        blocked_looks=sum(look.thread.is_blocked for look in looks),
-        running_looks=sum(look.thread.is_running for look in looks),
+        blocked_looks=sum(look.is_blocked for _, look in looks),
+        running_looks=sum(look.is_running for _, look in looks),
         ran_s=_seconds(now.ran_s, before.ran_s),
         queued_s=_seconds(now.queued_s, before.queued_s),
         preempted=_count(now.preempted, before.preempted),

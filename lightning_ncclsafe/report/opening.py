@@ -2,7 +2,14 @@
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.ranks import NOTHING, is_recorded, recorded_words
+from lightning_ncclsafe.report.ranks import (
+    NOTHING,
+    inspected_answer,
+    inspected_words,
+    is_inspected,
+    is_recorded,
+    recorded_words,
+)
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 
@@ -33,6 +40,8 @@ def nothing_found(diagnosis: Diagnosis) -> str:
         return nothing_words(diagnosis.job)
     if is_recorded(diagnosis.job):
         return NOTHING
+    if is_inspected(diagnosis.job):
+        return inspected_answer(diagnosis.job)
     if not ranks:
         return "Nothing found: no rank answered."
     where = sorted({batch_words(facts.progress) for facts in ranks})
@@ -48,6 +57,8 @@ def incident_words(diagnosis: Diagnosis) -> str:
         return f"Incident {incident.number}: {compared_words(job)}."
     if is_recorded(job):
         return recorded_words(job)
+    if is_inspected(job):
+        return inspected_words(job)
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     return (
         f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "

@@ -6,17 +6,25 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 
-from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, group_words, location_of, ranks_words
+from lightning_ncclsafe.rules.kit.wording import (
+    capitalised,
+    clause,
+    duration_words,
+    group_words,
+    location_of,
+    ranks_words,
+)
 from lightning_ncclsafe.rules.recorded.questions import pending_p2p
 from lightning_ncclsafe.rules.recorded.telling import Words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
 _MOST_GROUPS = 4
+_MOST_PLACES = 3
 
 _Key = tuple[object, ...]
 
@@ -85,6 +93,70 @@ def _group_words(facts: RankFacts, number: int, words: Words) -> str:
     return f"{group_words(group.name)}{about}: {counters}{waits}"
 
 
+def is_inspected(job: JobFacts) -> bool:
+    """Whether the ranks were looked at from outside."""
+    return job.incident.kind is IncidentKind.INSPECTED
+
+
+def inspected_words(job: JobFacts) -> str:
+    """How ranks were looked at, and which of them moved meanwhile."""
+    inspections = {facts.rank: facts.inspection for facts in job.ranks if facts.inspection is not None}
+    looks = max((one.looks for one in inspections.values()), default=0)
+    over_s = max((one.over_s for one in inspections.values()), default=0.0)
+    seen = len(inspections) + len(job.witnessed)
+    words = [
+        f"Inspected from outside: {seen:,} of {job.world_size:,} rank{'s' * (job.world_size != 1)}, {looks} looks at "
+        f"each within {duration_words(over_s)}."
+    ]
+    moving = tuple(rank for rank, one in inspections.items() if one.moved)
+    standing = tuple(rank for rank, one in inspections.items() if one.moved is False)
+    unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
+    words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
+    if standing:
+        words.append(
+            f"{capitalised(ranks_words(standing))} did not move: a step or a save that takes longer than "
+            "that looks the same, so inspect again before you end the job."
+        )
+    words += [f"The stack of {ranks_words(unread)} could not be read."] if unread else []
+    return " ".join(words)
+
+
+def inspected_answer(job: JobFacts) -> str:
+    """The answer where no rule has found anything."""
+    unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
+    standing = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    if not job.ranks or job.witnessed:
+        seen = [process.rank for process in job.witnessed]
+        return f"Nothing found: {clause(seen, 'has|have')} ended, so that nothing is left to be looked at."
+    if unread:
+        why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
+        return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
+    if standing:
+        return f"Nothing found: {clause(standing, 'stands|stand')} still, and nobody is seen to wait for another rank."
+    return f"Nothing found: the job moves. {capitalised(clause([f.rank for f in job.ranks], 'goes|go'))} on."
+
+
+def whereabouts_table(job: JobFacts) -> Iterator[str]:
+    """What ranks were in at how many of the looks at them; those that are alike share a line."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for facts in job.ranks:
+        if facts.inspection is not None and facts.inspection.looks:
+            alike[tuple(_whereabouts_words(facts.inspection))].append(facts.rank)
+    for number, (words, ranks) in enumerate(alike.items()):
+        if number == _MOST_LINES:
+            yield f"… {len(alike) - _MOST_LINES:,} more lines are in report.json"
+            return
+        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(words)}")
+
+
+def _whereabouts_words(inspection: InspectionFacts) -> Iterator[str]:
+    for one in inspection.whereabouts[:_MOST_PLACES]:
+        place = f" at {one.place}" if one.place else ""
+        yield f"{one.looks} of {inspection.looks} in {one.doing}{place}"
+    if len(inspection.whereabouts) > _MOST_PLACES:
+        yield f"{sum(one.looks for one in inspection.whereabouts[_MOST_PLACES:])} elsewhere"
+
+
 class Alike:
     """What each rank of a job does, in words, and which ranks are alike.
 
@@ -111,7 +183,9 @@ class Alike:
         if doing.waits_for_peers:
             return f"waits in {wait_words(self.view, rank)}"
         # Of a rank of which only a record was read, nobody knows.
-        return f"is in {doing.kind.value}" if self.view.facts[rank].progress.phase is not Phase.UNKNOWN else ""
+        facts = self.view.facts[rank]
+        is_known = facts.progress.phase is not Phase.UNKNOWN or (facts.inspection is not None and bool(facts.stack))
+        return f"is in {doing.kind.value}" if is_known else ""
 
     def silence(self, rank: int) -> str:
         """``"did not answer; its process is stopped"``: the state of a rank that has not answered."""
@@ -188,7 +262,10 @@ def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
     hook = f", hook {doing.hook}" if doing.hook else ""
     line = f", line {location_of(doing.frame)}" if doing.frame else ""
     where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
-    return f"{ranks_words(ranks)}: {where}, no progress for {span}{line}; {alike.states[rank]}"
+    if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
+        where = "in no Trainer"
+    stands = "moves" if facts.inspection is not None and facts.inspection.moved else f"no progress for {span}"
+    return f"{ranks_words(ranks)}: {where}, {stands}{line}; {alike.states[rank]}"
 
 
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:

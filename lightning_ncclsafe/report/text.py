@@ -6,11 +6,21 @@ from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
-from lightning_ncclsafe.report.ranks import is_recorded, rank_table, recorded_table, stack_sections, told_once
+from lightning_ncclsafe.report.plan import plan_words
+from lightning_ncclsafe.report.ranks import (
+    is_inspected,
+    is_recorded,
+    rank_table,
+    recorded_table,
+    stack_sections,
+    told_once,
+    whereabouts_table,
+)
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
+from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
 
@@ -25,6 +35,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
     parts = [
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis), width=width),
+        *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
         *(_finding(number, *told, width) for number, told in enumerate(told_once(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
     ]
@@ -37,6 +48,8 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
         yield section("All ranks", table(diagnosis.job), width=width)
+    if is_inspected(diagnosis.job):
+        yield section("Where they were at each look", whereabouts_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)

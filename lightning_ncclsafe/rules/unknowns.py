@@ -22,6 +22,9 @@ _REASONS = {
     NotRecorded.UNKNOWN_BACKEND: (
         "{ranks} called {calls} with {backend}, an unknown recorder: {by_stacks}. Those of gloo and NCCL are known."
     ),
+    NotRecorded.OUTSIDE: (
+        "{ranks} {was} looked at from outside, where the Flight Recorder cannot be read: {by_stacks}."
+    ),
     NotRecorded.LOST: (
         "{ranks} called {calls} in {group} of which the Flight Recorder has no entry left: set TORCH_FR_BUFFER_SIZE "
         "higher to keep more."
@@ -46,6 +49,7 @@ def not_recorded(by_rank: Mapping[int, Iterable[UnrecordedGroup]]) -> Iterator[s
             calls=_calls_words(min(calls.values()), max(calls.values())),
             backend=backend or "?",
             group=name,
+            was=verb([*calls], "was", "were"),
             by_stacks=_BY_STACKS,
         )
 
@@ -67,6 +71,7 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
         return (*job.missing, *_of_recordings(job), *_device_state(view))
     return (
         *_silence(view),
+        *_elsewhere(view),
         *_recorder(view),
         *job.missing,
         *_missing(view),
@@ -80,6 +85,15 @@ def _silence(view: Timeline) -> Iterator[str]:
     elif view.silent:
         names = ranks_words(view.silent)
         yield f"{capitalised(names)} did not answer: what {verb(view.silent, 'it does', 'they do')} is unknown."
+
+
+def _elsewhere(view: Timeline) -> Iterator[str]:
+    ranks = view.job.elsewhere
+    if ranks:
+        yield (
+            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} where nobody has looked: inspect every "
+            "host of the job with --output DIR, and join them with ncclsafe diagnose DIR."
+        )
 
 
 def _recorder(view: Timeline) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
+from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.checkpoints.saving import LastCheckpoint, Saver
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
@@ -108,6 +109,7 @@ class Features:
         self._preflight: Preflight | None = None
         self._collector: LoaderCollector | None = None
         self._tuner: Tuner | None = None
+        self._resuming: Resuming | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
 
@@ -124,6 +126,7 @@ class Features:
             HostPreflightError: On all ranks, if the user wants that.
         """
         self._compare_hosts(lambda preflight: preflight.compare(exchange))
+        self._resuming = self._make_resuming(place, exchange)
         self._tuner = self._make_tuner(place, exchange)
         if place.world_size > 1 or self._tuner is not None or self._preflight is not None:
             self._collector = self._make_collector(strategy, place, exchange)
@@ -219,10 +222,11 @@ class Features:
             unharmed: Makes each step, and keeps what it raises from the others.
         """
         collector, self._collector = self._collector, None
+        resuming, self._resuming = self._resuming, None
         stop_signal, self._stop_signal = self._stop_signal, None
         tuner, self._tuner = self._tuner, None
         # An exception that has just been raised may be followed by others that need what was noted.
-        for attached in (self.ledger, collector, stop_signal):
+        for attached in (self.ledger, collector, stop_signal, resuming):
             if attached is not None:
                 unharmed(attached.detach)
         if tuner is not None:
@@ -327,7 +331,27 @@ class Features:
             say=say_on_stderr,
         )
 
-    # What is saved in the end.
+    # What is saved in the end, and gone on from.
+
+    def _make_resuming(self, place: Place, exchange: Exchange) -> Resuming | None:
+        settings = settings_of(self._trainer, CheckpointSettings)
+        if settings is None:
+            return None
+        first = place.rank - place.local_rank
+        resuming = Resuming(
+            self._trainer,
+            settings,
+            exchange,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_ranks=range(first, first + place.local_world_size),
+        )
+        try:
+            resuming.attach()
+        except Exception as error:  # the run goes on as if it were the first
+            say_own_failure(error, what="what goes on from a checkpoint")
+            return None
+        return resuming
 
     def _make_saver(self, place: Place, exchange: Exchange) -> Saver | None:
         settings = settings_of(self._trainer, CheckpointSettings)
@@ -348,6 +372,7 @@ class Features:
             is_split=self._trainer.strategy.forward_communicates,
             last_save_s=lambda: self.last_checkpoint.took_s,
             last_path=lambda: self.last_checkpoint.path,
+            left_behind=self._resuming.positions_left_behind if self._resuming is not None else lambda ranks, step: {},
         )
 
     def _begin_to_save(self, cause: str, *, raised: bool) -> Saver | None:

@@ -20,7 +20,7 @@ from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import incident_before
+from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -256,6 +256,7 @@ class GuardedCall:
             return
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
+        heed_plan(exchange, place, self._report_dir)
         self._features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:
             self._meet = partial(self._features.meet, strategy, place, exchange)

@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import (
     HostFacts,
     Incident,
     IncidentKind,
+    InspectionFacts,
     InterfaceFacts,
     JobFacts,
     LoaderFacts,
@@ -60,6 +61,7 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
     UnitKind,
     UnrecordedGroup,
+    Whereabouts,
     codec,
 )
 from lightning_ncclsafe.facts.codec import DecodeError, decode, encode
@@ -447,6 +449,12 @@ RANK = RankFacts(
         stuck_s=480,
         lines=("[Rank 3] Watchdog caught",),
     ),
+    inspection=InspectionFacts(
+        looks=5,
+        over_s=2.5,
+        moved=True,
+        whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
+    ),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),
 )
@@ -492,6 +500,7 @@ JOB = JobFacts(
         works_on="9%| 1/2 [29:55<",
         is_cut=True,
     ),
+    elsewhere=(1,),
 )
 
 

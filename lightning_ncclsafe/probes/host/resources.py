@@ -124,14 +124,15 @@ def _wait_status(pid: int) -> int | None:
     return None
 
 
-def child_processes(*, besides: Iterable[int]) -> list[int]:
-    """Process ids of this process's children that multiprocessing made (loader workers), ascending.
+def child_processes(*, besides: Iterable[int], of: int | None = None) -> list[int]:
+    """Process ids of a process's children that multiprocessing made (loader workers), ascending.
 
     Args:
-        besides: Process ids to leave out: ranks that this process launched.
+        besides: Process ids to leave out: ranks that the process launched.
+        of: The process; None for this one.
     """
-    own = psutil.Process()
     with suppress(psutil.Error):
+        own = psutil.Process(of)
         command = own.cmdline()
         children = [child for child in own.children() if child.pid not in set(besides)]
         return sorted(child.pid for child in children if _is_worker(_try(child.cmdline) or [], command))

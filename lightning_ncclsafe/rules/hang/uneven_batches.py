@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Position,
     Severity,
     Timeline,
@@ -48,6 +49,7 @@ _REMEDY_STOPPED = (
         "skipped-step",
         "unused-parameters",
     ),
+    plan=Plan.STOP,
 )
 def uneven_batches(view: Timeline) -> Iterator[Finding]:
     """Some ranks have reached the end of their data while others are still in a batch.
@@ -76,9 +78,10 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     confidence = Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
+    where = batch_words(view.facts[others[0]].progress)
     text = (
         f"{clause(short, 'has|have')} {how} ({_ended(view, short[0])}) while "
-        f"{clause(others, 'is|are still in')} {batch_words(view.facts[others[0]].progress)}"
+        f"{clause(others, 'is|are still')} {where if where.startswith('in ') else f'in {where}'}"
     )
     waiting = others_wait(view, ())
     return finding(
@@ -96,7 +99,8 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 def _is_known(view: Timeline, rank: int) -> bool:
     """Whether anything is known of its batches."""
     facts = view.facts[rank]
-    return facts.progress.batch_idx >= 0 or facts.trainer is not None or rank in _lengths(view)
+    is_placed = facts.progress.batch_idx >= 0 and facts.progress.epoch >= 0
+    return is_placed or facts.trainer is not None or rank in _lengths(view)
 
 
 def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:
@@ -119,7 +123,8 @@ def _ended(view: Timeline, rank: int) -> str:
     # A loader may give fewer than it has said.
     is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
-    return f"after {count} batches of epoch {progress.epoch}" if count > 0 else batch_words(progress)
+    of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
+    return f"after {count} batches{of_epoch}" if count > 0 else batch_words(progress)
 
 
 def _lengths(view: Timeline) -> dict[int, int]:

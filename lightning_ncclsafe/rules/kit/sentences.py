@@ -111,9 +111,10 @@ def batch_words(progress: Progress) -> str:
     stage = _STAGES.get(progress.phase, "")
     if progress.phase is Phase.UNKNOWN:
         return "at an unknown batch"
+    of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
-        return stage or f"before the first batch of epoch {progress.epoch}"
-    batch = f"batch {progress.batch_idx} of epoch {progress.epoch}"
+        return stage or (f"before the first batch{of_epoch}" if of_epoch else "in training")
+    batch = f"batch {progress.batch_idx}{of_epoch}"
     return f"{batch}, {stage}" if stage else batch
 
 
@@ -125,13 +126,28 @@ def place_words(frame: Frame | None) -> str:
 def standing(timeline: Timeline, rank: int) -> str:
     """Where a rank stands: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
     doing, progress = timeline.activities[rank], timeline.facts[rank].progress
-    span = duration_words(doing.hook_for_s)
+    span = _span_words(timeline, rank)
     if doing.kind is Kind.FINISHED:
         after = f", after {batch_words(progress)}" if progress.batch_idx >= 0 else ""
-        return f"past the end of the Trainer{after}, for {span}"
+        return f"past the end of the Trainer{after}, {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
     where = " ".join(part for part in (hook, place_words(doing.place)) if part)
-    return f"{where or f'in {doing.kind.value}'}, {batch_words(progress)}, for {span}"
+    # A program without a Trainer has no batches that anybody knows of.
+    batch = batch_words(progress) if not _is_outside(timeline, rank) else ""
+    return ", ".join(filter(None, (where or f"in {doing.kind.value}", batch, span)))
+
+
+def _span_words(timeline: Timeline, rank: int) -> str:
+    """For how long; who looks from outside knows only for how long it has looked."""
+    facts = timeline.facts[rank]
+    if facts.inspection is None:
+        return f"for {duration_words(timeline.activities[rank].hook_for_s)}"
+    return "and moves" if facts.inspection.moved else f"for at least {duration_words(facts.inspection.over_s)}"
+
+
+def _is_outside(timeline: Timeline, rank: int) -> bool:
+    facts = timeline.facts[rank]
+    return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
 
 
 def wait_words(timeline: Timeline, rank: int) -> str:

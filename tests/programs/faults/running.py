@@ -63,14 +63,25 @@ class Outcome:
         return [line for line in self.output.splitlines() if line.startswith("[ncclsafe]")]
 
 
-def run_case(warm: Warm, case: Case, *, strategy: str = "SafeDDP", suspect_after_s: float = SUSPECT_AFTER_S) -> Outcome:
-    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over."""
+Found = tuple[dict[str, Any] | None, float | None]
+Wait = Callable[[Case, Path, "list[Running | Cold]"], tuple[Found, tuple[int, ...]]]
+
+
+def run_case(
+    warm: Warm,
+    case: Case,
+    *,
+    strategy: str = "SafeDDP",
+    suspect_after_s: float = SUSPECT_AFTER_S,
+    wait: Wait | None = None,
+) -> Outcome:
+    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
         if not PERMITTED.get(case.scenario.needs, lambda: True)():
             raise PermissionError(f"it needs {case.scenario.needs}")
         with _environments(case) as envs:
-            return _run(warm, case, folder, envs, [strategy, str(suspect_after_s)])
+            return _run(warm, case, folder, envs, [strategy, str(suspect_after_s)], wait or _wait)
     except PermissionError as error:
         return Outcome(skipped=str(error))
     finally:
@@ -97,7 +108,7 @@ def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
         yield envs
 
 
-def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str]) -> Outcome:
+def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str], wait: Wait) -> Outcome:
     argv = [str(PROGRAM), case.name, str(folder), *options]
     running: list[Running | Cold] = []
     left: list[Running | Cold] = []
@@ -108,7 +119,7 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
                 one = environment() | env
                 running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
             left = [*running]
-            report, codes = _wait(case, folder, left)
+            report, codes = wait(case, folder, left)
         finally:
             for program in running:
                 program.end_session()
@@ -124,6 +135,7 @@ class Cold:
     def __init__(self, argv: list[str], *, output: int, cwd: Path, env: dict[str, str]) -> None:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         self._process = subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, start_new_session=True, **pipes)
+        self.pid = self._process.pid
 
     def wait(self, timeout_s: float) -> int:
         try:
@@ -134,9 +146,6 @@ class Cold:
     def end_session(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-Found = tuple[dict[str, Any] | None, float | None]
 
 
 def _wait(case: Case, folder: Path, running: list[Running | Cold]) -> tuple[Found, tuple[int, ...]]:
@@ -160,7 +169,7 @@ def _wait(case: Case, folder: Path, running: list[Running | Cold]) -> tuple[Foun
 
 def _verdict(folder: Path, *, any_time: bool) -> Found:
     """The first report on what has happened since it went wrong; a start on a busy machine may have had its own."""
-    began = [float(path.read_text() or "inf") for path in folder.glob("began-*")]
+    began = began_s(folder)
     for path in sorted(folder.glob("ncclsafe/*/report.json")):
         written_s, report = path.stat().st_mtime, json.loads(path.read_text())
         if not began:
@@ -168,3 +177,8 @@ def _verdict(folder: Path, *, any_time: bool) -> Found:
         if any_time or report["job"]["incident"]["opened_ns"] / 1e9 >= min(began):
             return report, written_s - min(began)
     return None, None
+
+
+def began_s(folder: Path) -> list[float]:
+    """When ranks went wrong, by the clock on the wall."""
+    return [float(path.read_text() or "inf") for path in folder.glob("began-*")]

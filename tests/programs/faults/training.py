@@ -38,7 +38,8 @@ class Here:
         folder: For what it leaves behind: reports, logs, checkpoints.
         suspect_after_s: After how long ranks are asked; None where the run shows that.
         timeout_s: The hard limit, seconds.
-        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or ``"DDPStrategy"``: Lightning alone.
+        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or ``"DDPStrategy"``: Lightning alone,
+            which as ``"PatientDDPStrategy"`` waits for longer.
         num_nodes: Number of hosts.
     """
 
@@ -68,6 +69,8 @@ class Here:
     def strategy(self, **more: Any) -> Any:
         if self.strategy_name == "DDPStrategy":
             return DDPStrategy(timeout=timedelta(seconds=STOCK_TIMEOUT_S))
+        if self.strategy_name == "PatientDDPStrategy":
+            return DDPStrategy(timeout=timedelta(seconds=self.timeout_s))
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(data_parallel_size=self.world_size, tensor_parallel_size=1, **limits)

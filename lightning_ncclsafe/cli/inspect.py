@@ -1,0 +1,116 @@
+"""``ncclsafe inspect``: what the ranks of this host do now and why, if they hang; nobody needs to have prepared it."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.inspecting.inspection import LOOKS, SECONDS, inspect
+from lightning_ncclsafe.report.folder import write_page, write_report
+from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.terminal import shown_report
+
+_INSPECT = "says what the training processes of this host do now, and why they hang"
+_DESCRIPTION = (
+    "Looks at the training processes of this user on this host from outside, several times, and says which rank the"
+    " others wait for, and why; of a job that moves it says where its time goes. The job needs no preparation, and"
+    " nothing in it is changed: no process is stopped, signalled or written to. For a job on several hosts run it on"
+    " each with --output DIR on storage that they share, then: ncclsafe diagnose DIR. Exit code: 0 if the job moves, 1"
+    " if a rank is held up or could not be looked at, 2 if there is no training process."
+)
+_PIDS = "process ids of the ranks (default: all ranks that are found)"
+_FORMAT = "text, json (a document as in report.json for each job) or html (default: text)"
+_OUTPUT = "folder to write report.json, report.txt and report.html to, in one folder for each host and job"
+_HOW_OFTEN = f"how often to look at each rank (default: {LOOKS})"
+_HOW_LONG = f"seconds between the first look and the last (default: {SECONDS:g})"
+_NO_NAME = re.compile(r"[^\w.-]+")
+
+
+class _Format(str, Enum):
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subcommands of a parser."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    commands.add_subcommand("inspect", parser, help=_INSPECT)
+    parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=_PIDS)
+    parser.add_argument("--format", choices=[one.value for one in _Format], default="text", help=_FORMAT)
+    parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)
+    parser.add_argument("--looks", type=int, default=LOOKS, metavar="N", help=_HOW_OFTEN)
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help=_HOW_LONG)
+
+
+def run(config: Namespace) -> int:
+    """Runs ``ncclsafe inspect``; returns the exit code."""
+    if config.looks < 2 or config.seconds <= 0:
+        print(
+            "error: --looks has to be 2 or more, and --seconds more than 0: movement is seen between looks",
+            file=sys.stderr,
+        )
+        return 2
+    found = inspect(config.pid, looks=config.looks, over_s=config.seconds)
+    for note in found.notes:
+        print(f"note: {safe(note)}", file=sys.stderr)
+    if not found.diagnoses:
+        return 2
+    try:
+        for diagnosis in found.diagnoses:
+            if config.output is not None:
+                print(f"written to {safe(str(_written(diagnosis, Path(config.output))))}", file=sys.stderr)
+        _show(found.diagnoses, _Format(config.format))
+    except OSError as error:
+        print(f"error: {safe(str(error.filename or config.output))}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return int(any(map(_is_held_up, found.diagnoses)))
+
+
+def _is_held_up(diagnosis: Diagnosis) -> bool:
+    """Whether anything keeps the job from being called one that moves."""
+    moves = all(facts.inspection is not None and facts.inspection.moved for facts in diagnosis.job.ranks)
+    return bool(diagnosis.findings) or not moves
+
+
+def _written(diagnosis: Diagnosis, folder: Path) -> Path:
+    """The folder that it was written to: one for each host and job, so that hosts can share one."""
+    name = _NO_NAME.sub("-", f"{socket.gethostname()}-{diagnosis.job.launch}").strip("-")
+    written = write_report(diagnosis, folder / name)
+    if why := write_page(diagnosis, written):
+        print(f"note: {safe(why)}", file=sys.stderr)
+    return written
+
+
+def _show(diagnoses: Sequence[Diagnosis], format: _Format) -> None:
+    for diagnosis in diagnoses:
+        if format is _Format.JSON:
+            text = report_json(diagnosis).decode("utf-8", "replace")
+        elif format is _Format.HTML:
+            from lightning_ncclsafe.report.html.page import render_html
+
+            text = render_html(diagnosis)
+        else:
+            title = f"=== {safe(diagnosis.job.launch)}\n\n" if len(diagnoses) > 1 else ""
+            text = title + shown_report(diagnosis, sys.stdout)
+        _print(text)
+
+
+def _print(text: str) -> None:
+    """That nobody reads to the end is no error; nor may Python say so when it ends."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

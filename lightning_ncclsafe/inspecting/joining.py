@@ -1,0 +1,62 @@
+"""One job of one host or several: what its facts come to, and how those of hosts are put together."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
+
+_ENDED = ("gone", "zombie")
+
+
+def diagnosis_of(job: JobFacts) -> Diagnosis:
+    """What facts of an inspection come to: of a job that moves nothing is to be explained, nor without any stack."""
+    is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
+    stands = job.incident.idle_s > 0 and bool(job.ranks)
+    diagnosis = judge(job, HANG_RULES if stands and is_read else ())
+    return replace(diagnosis, findings=tuple(_unless_finished(finding, job) for finding in diagnosis.findings))
+
+
+def _unless_finished(finding: Finding, job: JobFacts) -> Finding:
+    """What is gone may have come to its end in good order: nobody has seen how it ended."""
+    unknown = {one.rank for one in job.witnessed if one.state in _ENDED and not one.ended_by and not one.exit_code}
+    is_doubtful = finding.confidence is Confidence.CERTAIN and not unknown.isdisjoint(finding.ranks)
+    return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
+
+
+def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:
+    """The same jobs; inspections of hosts of one job are one, and of one host the last inspection counts.
+
+    Args:
+        jobs: Of any kind; what was not inspected stays as it is.
+    """
+    others: list[JobFacts] = []
+    alike: dict[tuple[str, int], list[JobFacts]] = defaultdict(list)
+    for job in jobs:
+        if job.incident.kind is IncidentKind.INSPECTED and job.launch:
+            alike[job.launch, job.world_size].append(job)
+        else:
+            others.append(job)
+    return [*others, *(_one(of_job) for of_job in alike.values())]
+
+
+def _one(jobs: list[JobFacts]) -> JobFacts:
+    if len(jobs) == 1:
+        return jobs[0]
+    ordered = sorted(jobs, key=lambda job: job.incident.opened_ns)
+    ranks = {facts.rank: facts for job in ordered for facts in job.ranks}
+    # A rank that was looked at later may have ended since.
+    gone = {process.rank: process for job in ordered for process in job.witnessed if process.rank not in ranks}
+    known = ranks.keys() | gone.keys()
+    last = ordered[-1]
+    return replace(
+        last,
+        incident=replace(last.incident, opened_by=min(known), idle_s=max(job.incident.idle_s for job in ordered)),
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        witnessed=tuple(gone[rank] for rank in sorted(gone)),
+        elsewhere=tuple(rank for rank in range(last.world_size) if rank not in known),
+        missing=tuple(dict.fromkeys(text for job in ordered for text in job.missing)),
+    )

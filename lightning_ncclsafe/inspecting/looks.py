@@ -1,0 +1,230 @@
+"""Looking at a process from outside, again and again: its stacks, its turns on a core, what it has open.
+
+Stacks are read out of its memory by py-spy, without stopping it: of a process that runs on meanwhile a look may fail,
+or see a stack that never was; of one that hangs it does not.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.host.resources import look_at
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+
+_DEADLINE_S = 3.0
+_TRIES = (("--locals",), ("--locals",), ())
+# Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
+_KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
+_MOST_CHARACTERS = 80
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFrame:
+    """A frame of a thread's stack.
+
+    Attributes:
+        file: Path of the source file as Python names it.
+        line: Line number.
+        function: Name of the function.
+        values: What some of its local variables hold, as text.
+        digest: Of all of its local variables: it changes when one of them is set to something else.
+    """
+
+    file: str
+    line: int
+    function: str
+    values: dict[str, str] = field(default_factory=dict)
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenThread:
+    """A thread with its Python stack.
+
+    Attributes:
+        name: Its name.
+        is_main: Whether it is the main thread.
+        holds_gil: Whether it held Python's global interpreter lock.
+        frames: Its stack, outermost frame first.
+    """
+
+    name: str = ""
+    is_main: bool = False
+    holds_gil: bool = False
+    frames: tuple[SeenFrame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One look at a process.
+
+    Attributes:
+        at_s: When, on a clock that only grows.
+        threads: Its threads; none where they could not be read.
+        problem: Why they could not; empty where they were.
+        main_thread: What the kernel counts of its main thread.
+        process: State, processor time and memory.
+    """
+
+    at_s: float
+    threads: tuple[SeenThread, ...] = ()
+    problem: str = ""
+    main_thread: ThreadLook = field(default_factory=ThreadLook)
+    process: ProcessFacts | None = None
+
+    @property
+    def main(self) -> SeenThread:
+        """Its main thread; one without frames where that could not be read, or has ended."""
+        return next((thread for thread in self.threads if thread.is_main), SeenThread(is_main=True))
+
+    @property
+    def stack(self) -> tuple[SeenFrame, ...]:
+        """That of the main thread, outermost frame first."""
+        return self.main.frames
+
+
+class StackReader:
+    """Reads stacks with py-spy.
+
+    Args:
+        program: Path of py-spy; by default it is looked for beside Python, and where programs are.
+
+    Attributes:
+        is_there: Whether there is such a program.
+    """
+
+    def __init__(self, program: str | None = None) -> None:
+        beside = Path(sys.executable).with_name("py-spy")
+        self._program = program or (str(beside) if beside.exists() else shutil.which("py-spy"))
+        self.is_there = self._program is not None
+
+    def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+        """The threads of a process, or why they cannot be read."""
+        if self._program is None:
+            return (), NO_PROGRAM
+        said = ""
+        # What is read while it changes may make no sense; with fewer parts to read that is rarer.
+        for options in _TRIES:
+            command = [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)]
+            try:
+                done = subprocess.run(command, capture_output=True, timeout=_DEADLINE_S, check=False)
+            except subprocess.TimeoutExpired:
+                return (), f"py-spy gave no answer within {_DEADLINE_S:g} s"
+            except OSError as error:
+                return (), f"py-spy cannot be run ({error.strerror})"
+            if done.returncode == 0 and (threads := or_none(partial(threads_in, done.stdout, pid))):
+                return threads, ""
+            said = done.stderr.decode(errors="replace")
+            if is_denied(said):
+                return (), denied_words(pid)
+        last = said.strip().splitlines()
+        return (), f"py-spy could not read its stack ({last[-1][:200] if last else 'no output'})"
+
+
+NO_PROGRAM = (
+    "py-spy is not installed, so that no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
+)
+
+
+def is_denied(said: str) -> bool:
+    """Whether py-spy says that it may not look."""
+    return any(words in said for words in ("Permission", "EPERM", "Operation not permitted", "permission"))
+
+
+def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> str:
+    """Why this process may not look at another, and what to do, in a line.
+
+    Args:
+        pid: The other process.
+        yama: Where the kernel says who may look at whom.
+        own_id: Of the user that looks.
+    """
+    own = os.geteuid() if own_id is None else own_id
+    owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
+    scope = or_none(lambda: int(yama.read_text()))
+    if owner is not None and owner != own and own != 0:
+        return f"its stack may not be read, as it belongs to another user (uid {owner}): run as that user, or with sudo"
+    if own == 0:
+        return (
+            "its stack may not be read, as root here lacks CAP_SYS_PTRACE: start the container with "
+            "--cap-add=SYS_PTRACE (in Kubernetes securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its "
+            "host"
+        )
+    if scope == 1:
+        return (
+            "its stack may not be read, as kernel.yama.ptrace_scope is 1: run with sudo, or once "
+            "'sudo sysctl kernel.yama.ptrace_scope=0'"
+        )
+    if scope in (2, 3):
+        who = "root alone may" if scope == 2 else "nobody may until the next boot"
+        return f"its stack may not be read, as kernel.yama.ptrace_scope is {scope}: {who}"
+    return (
+        "its stack may not be read: run with sudo; in a container, start it with --cap-add=SYS_PTRACE or inspect from "
+        "its host"
+    )
+
+
+def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
+    """The threads in what ``py-spy dump --json --locals`` prints.
+
+    Args:
+        dump: What it has printed.
+        pid: The process: its main thread has the same number.
+
+    Raises:
+        ValueError, KeyError, TypeError: If it is something else.
+    """
+    plain = json.loads(dump)
+    threads = [
+        SeenThread(
+            name=str(thread.get("thread_name") or ""),
+            is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
+            holds_gil=bool(thread.get("owns_gil")),
+            frames=tuple(_frame(frame) for frame in reversed(thread["frames"])),
+        )
+        for thread in plain
+    ]
+    return tuple(threads)
+
+
+def _frame(plain: Mapping[str, Any]) -> SeenFrame:
+    variables = plain.get("locals") or []
+    # A new number often lies where the last one did.
+    told = ";".join(f"{one['name']}={one.get('addr')}={one.get('repr')}" for one in variables)
+    values = {
+        str(one["name"]): str(one["repr"])[:_MOST_CHARACTERS]
+        for one in variables
+        if one["name"] in _KEPT and one.get("repr") is not None
+    }
+    return SeenFrame(
+        file=str(plain["filename"]),
+        line=int(plain["line"]),
+        # Of Python 3.11 and newer with the names of what it is defined in: "Trainer._run".
+        function=str(plain["name"]).rpartition(".")[2],
+        values=values,
+        digest=hashlib.blake2b(told.encode(), digest_size=6).hexdigest(),
+    )
+
+
+def look(pid: int, reader: StackReader, at_s: float) -> Look:
+    """One look at a process.
+
+    Args:
+        pid: Process id.
+        reader: Reads its stacks.
+        at_s: The time.
+    """
+    process = look_at(pid)
+    threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
+    return Look(at_s=at_s, threads=threads, problem=problem, main_thread=look_at_main_thread(pid), process=process)

@@ -1,0 +1,284 @@
+"""Which processes of this host are ranks, and of which job: by what launchers put into their environment."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from lightning_ncclsafe.probes.absent import or_none
+
+# Names of rank, local rank, number of ranks, and number of those of a host. The first is what torchrun, DeepSpeed,
+# Accelerate and Kubeflow set.
+_SCHEMES = (
+    (("RANK",), ("LOCAL_RANK",), ("WORLD_SIZE",), ("LOCAL_WORLD_SIZE",)),
+    (("SLURM_PROCID",), ("SLURM_LOCALID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ()),
+    (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+)
+_SLURM = 1
+# What Lightning gives the processes that its rank 0 starts; rank 0 itself has been started without.
+_LIGHTNING = len(_SCHEMES)
+# What Python's multiprocessing runs in a process that it does not fork.
+_SPAWNED = ("--multiprocessing-fork", "from multiprocessing.spawn import", "from multiprocessing.forkserver import")
+_LIBRARIES = ("/libtorch", "/libc10")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenProcess:
+    """A Python process of this host.
+
+    Attributes:
+        pid: Process id.
+        parent: That of its parent.
+        started: When it was started, seconds since the epoch.
+        command: Its command line.
+        environment: As it was when the process was started; None where it may not be read.
+        has_torch: Whether it has loaded torch.
+    """
+
+    pid: int
+    parent: int = 0
+    started: float = 0.0
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+    has_torch: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """A process that is a rank.
+
+    Attributes:
+        pid: Process id.
+        rank: Global rank.
+        local_rank: Rank on this host.
+        world_size: Number of ranks of the job; 0 where nothing says so.
+        local_world_size: Number of ranks of this host; 0 likewise.
+        job: What the ranks of one job have in common, on all hosts, in words.
+        parent: Process id of its parent.
+        started: When it was started, seconds since the epoch.
+        environment: As it was when it was started.
+    """
+
+    pid: int
+    rank: int
+    local_rank: int = 0
+    world_size: int = 0
+    local_world_size: int = 0
+    job: str = ""
+    parent: int = 0
+    started: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRanks:
+    """What was found on this host.
+
+    Attributes:
+        ranks: Processes that are ranks.
+        unplaced: Processes that may be, by the process that has started them, 0 for those that were named: only their
+            stacks say which.
+    """
+
+    ranks: tuple[RankProcess, ...] = ()
+    unplaced: Mapping[int, tuple[SeenProcess, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What an environment says: ``scheme`` is the index of the launcher's kind, ``node`` the number of the host."""
+
+    scheme: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    job: str
+    node: int = 0
+
+
+def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
+    """All Python processes of this user; of all users for root.
+
+    Args:
+        proc: Root of the file system that tells of processes.
+    """
+    own_id = os.geteuid()
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if own_id not in (0, process.uids().real) or process.pid == os.getpid():
+                continue
+            command = tuple(process.cmdline())
+            if _is_python(process, command):
+                found.append(
+                    SeenProcess(
+                        pid=process.pid,
+                        parent=process.ppid(),
+                        started=process.create_time(),
+                        command=command,
+                        environment=or_none(process.environ),
+                        has_torch=_has_torch(proc / str(process.pid) / "maps"),
+                    )
+                )
+    return found
+
+
+def _is_python(process: psutil.Process, command: tuple[str, ...]) -> bool:
+    """By its program: its name may have been changed (setproctitle)."""
+    program = or_none(process.exe) or (command[0] if command else "")
+    return "python" in os.path.basename(program).lower()
+
+
+def _has_torch(maps: Path) -> bool:
+    text = or_none(lambda: maps.read_text(errors="replace")) or ""
+    return any(library in text for library in _LIBRARIES)
+
+
+def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> FoundRanks:
+    """The ranks among processes.
+
+    Args:
+        processes: What to look among: all Python processes.
+        pids: The processes that are meant; all ranks if empty.
+    """
+    by_pid = {process.pid: process for process in processes}
+    places = {pid: place for pid, process in by_pid.items() if (place := _place(process.environment or {}))}
+    places = _numbered(places | _first_ranks(by_pid, places))
+    chosen = {*pids}
+    ranks = [pid for pid in places if not _is_launcher(pid, by_pid, places) and not _inherits(pid, by_pid, places)]
+    if chosen:
+        ranks = [pid for pid in places if pid in chosen]
+    rest = (pid for pid in by_pid if (pid in chosen if chosen else _may_be_rank(pid, by_pid, places)))
+    unplaced: dict[int, list[SeenProcess]] = defaultdict(list)
+    for pid in rest:
+        if pid not in ranks:
+            # Those that were named belong together, whoever has started them.
+            unplaced[0 if chosen else by_pid[pid].parent].append(by_pid[pid])
+    found = _youngest(_rank(by_pid[pid], places[pid]) for pid in ranks)
+    return FoundRanks(
+        ranks=tuple(_with_size_of_host(found)), unplaced={parent: tuple(group) for parent, group in unplaced.items()}
+    )
+
+
+def _rank(process: SeenProcess, place: _Place) -> RankProcess:
+    return RankProcess(
+        pid=process.pid,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        job=place.job,
+        parent=process.parent,
+        started=process.started,
+        environment=dict(process.environment or {}),
+    )
+
+
+def _youngest(ranks: Iterable[RankProcess]) -> list[RankProcess]:
+    """Of several processes of one rank the last one: others are left over from an earlier start."""
+    by_rank = {(one.job, one.rank): one for one in sorted(ranks, key=lambda one: one.started)}
+    return sorted(by_rank.values(), key=lambda one: (one.job, one.rank))
+
+
+def _with_size_of_host(ranks: list[RankProcess]) -> Iterator[RankProcess]:
+    """Where nothing says how many ranks a host has, as many as it has been given numbers for."""
+    most: dict[str, int] = defaultdict(int)
+    for one in ranks:
+        most[one.job] = max(most[one.job], one.local_rank + 1)
+    for one in ranks:
+        size = one.local_world_size or most[one.job]
+        yield replace(one, local_world_size=size, world_size=max(one.world_size, one.rank + 1))
+
+
+def _place(environment: Mapping[str, str]) -> _Place | None:
+    for scheme, (rank, local_rank, world_size, local_size) in enumerate(_SCHEMES):
+        number, size = _number(environment, rank), _number(environment, world_size)
+        if number is not None and size is not None and number < size and (size > 1 or scheme != _SLURM):
+            job = _job(environment, scheme)
+            local = _number(environment, local_rank)
+            return _Place(scheme, number, local or 0, size, _number(environment, local_size) or 0, job)
+    local, size = _number(environment, ("LOCAL_RANK",)), _number(environment, ("WORLD_SIZE",))
+    if local is None or size is None or "MASTER_PORT" not in environment:
+        return None
+    node = _number(environment, ("NODE_RANK", "GROUP_RANK")) or 0
+    return _Place(_LIGHTNING, local, local, size, 0, _job(environment, _LIGHTNING), node)
+
+
+def _numbered(places: Mapping[int, _Place]) -> dict[int, _Place]:
+    """Lightning gives every host as many ranks, and tells these the number of the host and their own on it."""
+    most: dict[str, int] = defaultdict(int)
+    for place in places.values():
+        most[place.job] = max(most[place.job], place.local_rank + 1)
+    return {
+        pid: replace(place, rank=place.node * most[place.job] + place.local_rank)
+        if place.scheme == _LIGHTNING
+        else place
+        for pid, place in places.items()
+    }
+
+
+def _job(environment: Mapping[str, str], scheme: int) -> str:
+    if scheme == _SLURM and "SLURM_JOB_ID" in environment:
+        return f"SLURM job {environment['SLURM_JOB_ID']}, step {environment.get('SLURM_STEP_ID', '0')}"
+    if "MASTER_PORT" in environment:
+        return f"{environment.get('MASTER_ADDR', 'localhost')}:{environment['MASTER_PORT']}"
+    return "" if scheme == _LIGHTNING else "this host"
+
+
+def _number(environment: Mapping[str, str], names: Iterable[str]) -> int | None:
+    texts = (environment[name] for name in names if name in environment)
+    return next((int(text) for text in texts if text.isascii() and text.isdecimal()), None)
+
+
+def _first_ranks(by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> dict[int, _Place]:
+    """Rank 0 of a host where Lightning has started the others: it is their parent, and has been told nothing."""
+    children: dict[int, list[_Place]] = defaultdict(list)
+    for pid, place in places.items():
+        if place.scheme == _LIGHTNING:
+            children[by_pid[pid].parent].append(place)
+    found = {}
+    for parent, of_parent in children.items():
+        if parent in by_pid and parent not in places and all(place.local_rank for place in of_parent):
+            found[parent] = replace(of_parent[0], local_rank=0)
+    return found
+
+
+def _is_launcher(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
+    """Whether it only starts ranks, whatever its own environment says: an agent of torchrun in a step of SLURM."""
+    own, below = places[pid], [other for other, process in by_pid.items() if process.parent == pid and other in places]
+    if any(places[other].scheme < own.scheme for other in below):
+        return True
+    alike = [other for other in below if places[other] == own]
+    return bool(alike) and not by_pid[pid].has_torch and any(by_pid[other].has_torch for other in alike)
+
+
+def _inherits(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
+    """Whether a rank has started it, so that it has that rank's environment: a loader's worker, a tracker."""
+    parent = by_pid[pid].parent
+    while parent in by_pid:
+        above = places.get(parent)
+        is_same = above is not None and (above.rank, above.job) == (places[pid].rank, places[pid].job)
+        if is_same and not _is_launcher(parent, by_pid, places):
+            return True
+        parent = by_pid[parent].parent
+    return False
+
+
+def _may_be_rank(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
+    """Whether Python's multiprocessing has started it in a process that is no rank itself."""
+    process, parent = by_pid[pid], by_pid.get(by_pid[pid].parent)
+    if pid in places or parent is None or parent.pid in places or not process.has_torch:
+        return False
+    is_spawned = any(mark in part for part in process.command for mark in _SPAWNED)
+    is_tracker = any("resource_tracker" in part for part in process.command)
+    return not is_tracker and (is_spawned or process.command == parent.command)

@@ -1,0 +1,127 @@
+"""Where a Lightning Trainer stands, from the frames of a stack alone: its phase, its hooks, its batch."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_ncclsafe.code.libraries import (
+    EVALUATION_LOOPS,
+    FETCHERS,
+    HOOKS_OF_CALLBACKS,
+    HOOKS_OF_DATA,
+    HOOKS_OF_MODULES,
+    HOOKS_OF_STRATEGIES,
+    INIT_PROCESS_GROUP,
+    PREDICTION_LOOPS,
+    SANITY_CHECK,
+    SAVE_CHECKPOINT,
+    STRATEGY_BARRIER,
+    TESTING,
+    TRAINER,
+    TRAINING_LOOPS,
+    Code,
+)
+from lightning_ncclsafe.facts import Action, Phase, Progress
+from lightning_ncclsafe.inspecting.looks import SeenFrame
+
+_LOOPS = TRAINING_LOOPS | EVALUATION_LOOPS | PREDICTION_LOOPS
+# As Lightning's profiler names them; the variable of a frame that holds whose hook it is.
+_HOOKS = (
+    (HOOKS_OF_MODULES, "LightningModule", "pl_module"),
+    (HOOKS_OF_DATA, "LightningDataModule", ""),
+    (HOOKS_OF_CALLBACKS, "Callback", "callback"),
+    (HOOKS_OF_STRATEGIES, "Strategy", ""),
+)
+_AFTER_THE_LOOP = ("on_fit_end", "teardown", "on_exception")
+# How py-spy writes an object: "<Net at 0x7f0a>".
+_CLASS = re.compile(r"<([\w.]+) at 0x")
+_WORD = re.compile(r"\w+")
+_BARRIER = re.compile(r"""["']([\w.\[\]-]{1,60})["']""")
+# How deep a hook's own function lies below the call of it.
+_NEAR = 4
+
+
+def progress_in(stack: Sequence[SeenFrame], idle_s: float) -> Progress:
+    """How far the Trainer has come, as far as a stack tells; the epoch it does not.
+
+    Args:
+        stack: Of the main thread, the outermost frame first.
+        idle_s: Seconds for which it is known to have stood still.
+    """
+    actions = tuple(Action(name=name, for_s=idle_s) for name in _actions(stack))
+    phase = _phase(stack, [action.name for action in actions])
+    batch = _batch_idx(stack) if phase not in (Phase.INIT, Phase.UNKNOWN) else -1
+    return Progress(phase=phase, actions=actions, epoch=-1, batch_idx=batch, idle_s=idle_s)
+
+
+def is_in_trainer(stack: Iterable[SeenFrame]) -> bool:
+    """Whether a stack is in a call of the Trainer."""
+    return _is_in(TRAINER, stack)
+
+
+def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
+    known = (
+        (SAVE_CHECKPOINT, Phase.CHECKPOINT),
+        (SANITY_CHECK, Phase.SANITY_CHECK),
+        (EVALUATION_LOOPS, Phase.TEST if _is_in(TESTING, stack) else Phase.VALIDATE),
+        (PREDICTION_LOOPS, Phase.PREDICT),
+        (TRAINING_LOOPS, Phase.TRAIN),
+    )
+    found = next((phase for code, phase in known if _is_in(code, stack)), None)
+    if found is not None:
+        return found
+    if any(name.endswith(_AFTER_THE_LOOP) for name in actions):
+        return Phase.TRAIN
+    return Phase.INIT if is_in_trainer(stack) else Phase.UNKNOWN
+
+
+def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
+    """As Lightning names them to its profiler, the outermost first."""
+    loop = ""
+    for depth, frame in enumerate(stack):
+        if _LOOPS.has(frame.file, frame.function):
+            loop = _class_of(frame.values.get("self", "")) or loop
+        if SAVE_CHECKPOINT.has(frame.file, frame.function):
+            yield "save_checkpoint"
+        elif FETCHERS.has(frame.file, frame.function) and loop:
+            yield f"[{loop}].{_stage(stack)}_next"
+            loop = ""
+        elif INIT_PROCESS_GROUP.has(frame.file, frame.function):
+            yield "init_process_group"
+        elif STRATEGY_BARRIER.has(frame.file, frame.function):
+            named = _BARRIER.search(frame.values.get("name", ""))
+            yield from [f"barrier:{named[1]}"] if named else []
+        else:
+            yield from _hook(stack, depth)
+
+
+def _stage(stack: Sequence[SeenFrame]) -> str:
+    return "train_dataloader" if not _is_in(EVALUATION_LOOPS | PREDICTION_LOOPS, stack) else "val_dataloader"
+
+
+def _hook(stack: Sequence[SeenFrame], depth: int) -> Iterator[str]:
+    frame = stack[depth]
+    for code, owner, variable in _HOOKS:
+        if not code.has(frame.file, frame.function):
+            continue
+        # What a profiler wraps a hook in stands between the two.
+        below = [one for one in stack[depth + 1 : depth + 1 + _NEAR] if "profiler" not in one.file]
+        named = _WORD.search(frame.values.get("hook_name", ""))
+        hook = named[0] if named else below[0].function if below else ""
+        held = _class_of(frame.values.get(variable, ""))
+        of_frame = next(filter(None, (_class_of(one.values.get("self", "")) for one in below)), "")
+        if hook:
+            yield f"[{owner}]{held or of_frame or owner}.{hook}"
+
+
+def _class_of(text: str) -> str:
+    found = _CLASS.match(text)
+    return found[1].rpartition(".")[2] if found else ""
+
+
+def _batch_idx(stack: Sequence[SeenFrame]) -> int:
+    texts = (frame.values.get("batch_idx", "") for frame in reversed(stack) if _LOOPS.has(frame.file, frame.function))
+    return next((int(text) for text in texts if text.isascii() and text.isdecimal()), -1)
+
+
+def _is_in(code: Code, stack: Iterable[SeenFrame]) -> bool:
+    return any(code.has(frame.file, frame.function) for frame in stack)

@@ -1,0 +1,186 @@
+"""What looks at ranks come to: recorded ones, and ones that are made up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lightning_ncclsafe.facts import Phase, ProcessFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.inspecting.inspection import SeenRank, job_facts
+from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
+from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words, threads_in
+from lightning_ncclsafe.inspecting.ranks import RankProcess
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook
+from lightning_ncclsafe.report.text import render_text
+
+SITE = "/venv/lib/python3.12/site-packages"
+USERS = "/home/ada/train.py"
+BARRIER = SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 5, "barrier")
+
+
+def user(line: int, function: str = "main", digest: str = "a") -> SeenFrame:
+    return SeenFrame(USERS, line, function, {}, digest)
+
+
+def look(at_s: float, *frames: SeenFrame, state: str = "sleeping", gil: bool = False, ran_s: float = 0.0) -> Look:
+    return Look(
+        at_s=at_s,
+        threads=(SeenThread(name="MainThread", is_main=True, holds_gil=gil, frames=frames),) if frames else (),
+        problem="" if frames or state in ("gone", "zombie") else "it may not be read",
+        main_thread=ThreadLook(state=state, ran_s=ran_s, queued_s=0.0),
+        process=ProcessFacts(pid=7, state=state),
+    )
+
+
+def rank(number: int, *looks: Look, of: int = 2, **more: object) -> SeenRank:
+    given = {"local_rank": number, "local_world_size": of, "world_size": of, "job": "node1:29500", "parent": 1}
+    return SeenRank(process=RankProcess(pid=100 + number, rank=number, **(given | more)), looks=looks)  # type: ignore[arg-type]
+
+
+def waiting(number: int, of: int = 2, **more: object) -> SeenRank:
+    return rank(number, *(look(at, user(20), BARRIER) for at in (0.0, 1.0, 2.0)), of=of, **more)
+
+
+def judged(*ranks: SeenRank) -> Diagnosis:
+    return diagnosis_of(job_facts(ranks, taken_ns=1))
+
+
+def test_a_rank_that_others_wait_for_is_named_and_the_time_is_a_least() -> None:
+    diagnosis = judged(waiting(0), rank(1, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0))))
+    first = diagnosis.findings[0]
+    assert (first.ranks, first.location) == ((1,), f"{USERS}:30 in evaluate")
+    assert "for at least 2.0 s" in first.summary and "epoch" not in first.summary and "batch" not in first.summary
+    assert first.confidence is not Confidence.CERTAIN
+    assert any("Flight Recorder cannot be read" in text for text in diagnosis.unanswered)
+
+
+@pytest.mark.parametrize("others", [{"line": 21}, {"digest": "b"}])
+def test_a_job_whose_ranks_all_do_something_else_between_looks_moves(others: dict[str, object]) -> None:
+    changed = replace(user(20), **others)  # type: ignore[arg-type]
+    ranks = [rank(number, look(0, user(20), BARRIER), look(1, changed, BARRIER)) for number in (0, 1)]
+    diagnosis = judged(*ranks)
+    assert diagnosis.findings == ()
+    text = render_text(diagnosis)
+    assert text.startswith("Nothing found: the job moves.")
+    assert "of 2 in a collective" in text
+
+
+def test_what_others_code_does_below_the_users_line_is_no_movement() -> None:
+    """A wait that is tried again and again."""
+    poll = [SeenFrame(f"{SITE}/torch/utils/data/dataloader.py", line, "_try_get_data") for line in (1, 2)]
+    ranks = [rank(number, *(look(at, user(20), poll[at]) for at in (0, 1))) for number in (0, 1)]
+    assert [facts.inspection.moved for facts in job_facts(ranks).ranks if facts.inspection] == [False, False]
+
+
+def test_a_rank_that_works_while_others_wait_is_named_though_it_moves() -> None:
+    works = rank(0, look(0, user(30, "evaluate")), look(1, user(31, "evaluate")))
+    first = judged(works, waiting(1)).findings[0]
+    assert first.ranks == (0,) and first.summary.count("and moves") == 1
+
+
+def test_of_a_rank_that_moves_the_look_at_which_it_waits_for_nobody_is_told() -> None:
+    works = rank(0, look(0, user(30, "evaluate")), look(1, user(31, "reduce"), BARRIER))
+    assert judged(works, waiting(1)).findings[0].location == f"{USERS}:30 in evaluate"
+
+
+def test_ranks_on_other_hosts_are_not_called_silent() -> None:
+    job = job_facts(
+        [waiting(2, of=4, local_rank=0, local_world_size=2), waiting(3, of=4, local_rank=1, local_world_size=2)]
+    )
+    assert (job.silent, job.elsewhere, job.witnessed) == ((), (0, 1), ())
+    diagnosis = diagnosis_of(job)
+    assert any(text.startswith("Ranks 0-1 run where nobody has looked") for text in diagnosis.unanswered)
+    assert {finding.confidence for finding in diagnosis.findings} <= {Confidence.POSSIBLE}
+
+
+def test_hosts_are_joined_and_of_each_the_last_inspection_counts() -> None:
+    here = [waiting(0, local_world_size=1), waiting(1, local_rank=0, local_world_size=1)]
+    works = rank(1, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0)), local_rank=0, local_world_size=1)
+    jobs = [job_facts([one], taken_ns=number) for number, one in enumerate((here[0], here[1], works), 1)]
+    (job,) = joined(jobs)
+    assert (job.elsewhere, job.silent, [facts.taken_ns for facts in job.ranks]) == ((), (), [1, 3])
+    assert diagnosis_of(job).findings[0].ranks == (1,)
+    other = replace(jobs[0], launch="node9:1")
+    assert len(joined([jobs[0], other])) == 2
+
+
+def test_a_stopped_rank_is_told_to_be_stopped() -> None:
+    stopped = rank(0, *(look(at, user(30), state="stopped") for at in (0, 1)))
+    assert judged(stopped, waiting(1)).findings[0].rule == "stopped-process"
+
+
+def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() -> None:
+    job = job_facts([waiting(1, of=2)])
+    assert [(one.rank, one.state) for one in job.witnessed] == [(0, "gone")]
+    assert job_facts([waiting(1, of=2)], are_all=False).witnessed == ()
+
+
+def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
+    """So does a job that comes to its end."""
+    ended = [rank(number, *(look(at, state="gone") for at in (0, 1))) for number in (0, 1)]
+    assert judged(*ended).findings == ()
+    assert "have ended" in render_text(judged(*ended)).splitlines()[0]
+    ends = rank(0, look(0, user(40)), look(1, state="gone"))
+    diagnosis = judged(ends, waiting(1))
+    assert diagnosis.findings == () and "Rank 0 ended meanwhile: inspect again." in diagnosis.unanswered
+    # One that was gone before is what the other waits for.
+    gone = rank(0, *(look(at, state="gone") for at in (0, 1)))
+    first = judged(gone, waiting(1)).findings[0]
+    assert (first.rule, first.confidence) == ("dead-rank", Confidence.LIKELY)
+
+
+def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
+    held = rank(0, *(look(at, user(30), state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
+    first = judged(held, waiting(1)).findings[0]
+    assert (first.rule, first.ranks) == ("gil-held", (0,))
+    # One that moves does not keep it.
+    moving = rank(0, *(look(at, user(30 + at), state="running", gil=True) for at in (0, 1, 2)))
+    assert judged(moving, waiting(1)).findings[0].rule != "gil-held"
+
+
+def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:
+    diagnosis = judged(*(rank(number, look(0), look(1)) for number in (0, 1)))
+    assert diagnosis.findings == ()
+    assert "could not be read: it may not be read" in render_text(diagnosis)
+
+
+def test_a_rank_past_the_call_of_the_trainer_has_finished_and_one_before_it_has_not_begun() -> None:
+    trainer = SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 5, "_run")
+    inside = rank(0, *(look(at, user(40), trainer, BARRIER) for at in (0, 1)), of=3)
+    after = rank(1, *(look(at, user(45)) for at in (0, 1)), of=3)
+    before = rank(2, *(look(at, user(35)) for at in (0, 1)), of=3)
+    phases = [facts.progress.phase for facts in job_facts([inside, after, before]).ranks]
+    assert phases == [Phase.INIT, Phase.FINISHED, Phase.INIT]
+
+
+def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data() -> None:
+    variables = [{"name": "batch_idx", "addr": 1, "repr": "7"}, {"name": "password", "addr": 2, "repr": "'secret'"}]
+    frames = [
+        {"name": "Trainer._run", "filename": "trainer.py", "line": 9, "locals": variables},
+        {"name": "<module>", "filename": "train.py", "line": 3, "locals": None},
+    ]
+    plain = {"os_thread_id": 7, "thread_name": None, "owns_gil": True, "frames": frames}
+    (thread,) = threads_in(json.dumps([plain]).encode(), 7)
+    assert thread.is_main and thread.holds_gil
+    assert [(one.function, one.line) for one in thread.frames] == [("<module>", 3), ("_run", 9)]
+    assert thread.frames[1].values == {"batch_idx": "7"} and "secret" not in repr(thread)
+    variables[1]["repr"] = "'other'"
+    (again,) = threads_in(json.dumps([plain]).encode(), 7)
+    assert again.frames[1].digest != thread.frames[1].digest
+
+
+@pytest.mark.parametrize(
+    ("scope", "own_id", "said"),
+    [("1", 1000, "ptrace_scope is 1: run with sudo"), ("2", 1000, "is 2: root alone"), ("0", 0, "CAP_SYS_PTRACE")],
+)
+def test_who_may_not_look_is_told_what_to_do(tmp_path, scope: str, own_id: int, said: str) -> None:  # type: ignore[no-untyped-def]
+    yama = tmp_path / "ptrace_scope"
+    yama.write_text(scope)
+    # No process has this number, so that nobody owns it.
+    words = denied_words(0, yama=yama, own_id=own_id)
+    assert said in words and "\n" not in words
+
+
+def test_a_process_of_another_user_is_named_as_such() -> None:
+    assert "another user (uid 0)" in denied_words(1, own_id=1000)

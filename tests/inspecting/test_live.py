@@ -1,0 +1,138 @@
+"""Live processes, looked at from outside."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from warm import Warm, ranks_of
+
+from lightning_ncclsafe.inspecting.inspection import inspect
+from lightning_ncclsafe.inspecting.looks import StackReader
+from lightning_ncclsafe.inspecting.ranks import SeenProcess, python_processes
+
+PLAIN = """
+    import os, sys, time
+
+    def evaluate():
+        open(sys.argv[1], "w").close()
+        time.sleep(100)
+
+    rank = int(os.environ["LOCAL_RANK"])
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    if rank == 0:
+        evaluate()
+    dist.barrier()
+"""
+MOVING = """
+    import sys
+
+    def work(path):
+        count = 0
+        while True:
+            count += 1
+            if count == 1000:
+                open(path, "w").close()
+
+    work(sys.argv[1])
+"""
+
+
+def wait_for(path: Path, deadline_s: float = 30.0) -> None:
+    ends_s = time.monotonic() + deadline_s
+    while not path.exists():
+        assert time.monotonic() < ends_s, "it did not begin"
+        time.sleep(0.02)
+
+
+@contextmanager
+def started(command: list[str], env: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(command, env=os.environ | env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_the_reader_of_stacks_is_installed() -> None:
+    """It comes with what is installed for tests: without it nothing here would be seen."""
+    assert StackReader().is_there
+
+
+def test_a_plain_script_that_hangs_is_explained(warm: Warm, tmp_path: Path) -> None:
+    program, begun = tmp_path / "train.py", tmp_path / "begun"
+    program.write_text(dedent(PLAIN))
+    envs = ranks_of(2)
+    with (tmp_path / "output").open("wb") as output:
+        running = [
+            warm.start([str(program), str(begun)], output=output.fileno(), cwd=tmp_path, env={**os.environ, **env})
+            for env in envs
+        ]
+        try:
+            wait_for(begun)
+            # In a fork of a warm process the environment is not that of its start.
+            seen = [SeenProcess(pid=one.pid, environment=env) for one, env in zip(running, envs, strict=True)]
+            (diagnosis,) = inspect([one.pid for one in running], looks=3, over_s=1.0, processes=lambda: seen).diagnoses
+        finally:
+            for one in running:
+                one.end_session()
+                one.wait(10)
+    first = diagnosis.findings[0]
+    line = 1 + dedent(PLAIN).splitlines().index("    time.sleep(100)")
+    assert (first.rule, first.ranks) == ("rank-zero-only-work", (0,)), first
+    assert first.location == f"{program}:{line} in evaluate"
+    assert "if rank == 0:" in first.summary and "for at least" in first.summary
+
+
+def test_a_process_that_moves_is_found_by_its_environment_and_said_to_move(tmp_path: Path) -> None:
+    program, begun = tmp_path / "moving.py", tmp_path / "begun"
+    program.write_text(dedent(MOVING))
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    with started([sys.executable, "-S", str(program), str(begun)], env) as process:
+        wait_for(begun)
+        (seen,) = (one for one in python_processes() if one.pid == process.pid)
+        (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
+        assert process.poll() is None
+    (facts,) = diagnosis.job.ranks
+    assert facts.inspection is not None and facts.inspection.moved
+    assert diagnosis.findings == () and facts.stack[-1].function == "work"
+
+
+@pytest.mark.parametrize("arguments", [["--looks", "1"], ["--seconds", "0"]])
+def test_one_look_shows_no_movement(arguments: list[str]) -> None:
+    from lightning_ncclsafe.cli import main
+
+    assert main(["inspect", *arguments]) == 2
+
+
+def test_the_command_writes_what_diagnose_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_ncclsafe.cli import main
+
+    program, begun = tmp_path / "moving.py", tmp_path / "begun"
+    program.write_text(dedent(MOVING))
+    with started([sys.executable, "-S", str(program), str(begun)], {}) as process:
+        wait_for(begun)
+        folder = tmp_path / "evidence"
+        options = ["--looks", "2", "--seconds", "0.3", "--format", "json", "--output", str(folder)]
+        assert main(["inspect", "--pid", str(process.pid), *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema"], report["findings"], report["job"]["incident"]["kind"]) == (1, [], "inspected")
+    assert {path.name for path in folder.glob("*/*/*")} == {"report.html", "report.json", "report.txt"}
+    assert main(["diagnose", str(folder)]) == 1
+    assert "the job moves" in capsys.readouterr().out
+
+
+def test_a_process_that_is_not_there_is_said_not_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_ncclsafe.cli import main
+
+    assert main(["inspect", "--pid", "999999999"]) == 2
+    assert "none of the processes 999999999" in capsys.readouterr().err

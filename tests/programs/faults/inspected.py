@@ -1,0 +1,201 @@
+"""What ``ncclsafe inspect`` says of the same faults from outside: ``python tests/programs/faults/inspected.py``.
+
+Each training runs with Lightning's own DDPStrategy, and knows nothing of this package. Ten seconds after it has gone
+wrong its processes are looked at from outside, and what is said is compared with the truth. Trainings whose ranks have
+ended by then are counted apart: nothing is left to be looked at. Healthy ones have to be said to move.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parents[1]), str(FOLDER)]
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from running import LIMIT_S, Found, began_s, run_case  # noqa: E402
+from scoreboard import chosen  # noqa: E402
+from scores import Score, calibration, row, score_fault  # noqa: E402
+from truths import Case  # noqa: E402
+from warm import Running, Warm  # noqa: E402
+
+from lightning_ncclsafe.inspecting.inspection import inspect  # noqa: E402
+from lightning_ncclsafe.inspecting.ranks import SeenProcess  # noqa: E402
+from lightning_ncclsafe.report.json import report_json  # noqa: E402
+
+AFTER_S = 10.0
+"""How long after it has gone wrong a training is looked at."""
+HEALTHY_AFTER_S = 4.0
+"""And a healthy one after it has been started, and again as often until it ends."""
+AT_ONCE = 3
+_POLL_S = 0.1
+
+UNSEEN = {
+    "crossed-groups": "which groups' collectives are outstanding, by the recorder",
+    "different-trainer-settings": "the Trainer's arguments",
+    "diverged-log-keys": "keys that were logged",
+    "exception-during-save": "an exception that was caught",
+    "gc-pause": "the collector's own account",
+    "mismatched-collective": "sizes and types, by the recorder",
+    "network-cut": "what a transport has raised",
+    "p2p-blocked": "sends and receives, by the recorder",
+    "skipped-step": "which batches had a backward pass",
+    "stopped-early": "why a loop ended, by the Trainer",
+    "timeout-misuse": "limits, which are the guard's",
+    "unmatched-p2p": "sends and receives, by the recorder",
+    "unpresented-loader": "what ranks present to the guard",
+    "unused-parameters": "parameters without a gradient",
+}
+"""Causes that cannot be told from outside, and what one would have to know that only the process itself does."""
+
+
+class Inspector:
+    """Waits for a case to go wrong, and inspects it; `__call__` is what `run_case` waits with."""
+
+    def __init__(self, envs_from: str = "LOCAL_RANK") -> None:
+        self.moved: list[bool] = []
+        self.ended = False
+        self.took_s = 0.0
+        self._variable = envs_from
+
+    def __call__(self, case: Case, folder: Path, running: list[Any]) -> tuple[Found, tuple[int, ...]]:
+        places = dict(enumerate(running))
+        codes: list[int] = []
+        started_s, deadline_s = time.time(), time.monotonic() + LIMIT_S
+        while running and time.monotonic() < deadline_s:
+            began = began_s(folder)
+            due_s = (min(began) + AFTER_S if began else float("inf")) if not case.is_healthy else started_s
+            if case.is_healthy and time.time() - started_s < HEALTHY_AFTER_S:
+                due_s = float("inf")
+            if time.time() >= due_s:
+                found = self._inspect(places)
+                if not found["job"]["ranks"]:
+                    break
+                if not case.is_healthy:
+                    return (found, time.time() - min(began)), tuple(codes)
+                if found["findings"]:
+                    return (found, None), tuple(codes)
+                started_s = time.time()
+            for one in [*running]:
+                with suppress(TimeoutError):
+                    codes.append(one.wait(_POLL_S))
+                    running.remove(one)
+        self.ended = not running or time.monotonic() < deadline_s
+        return (None, None), tuple(codes)
+
+    def _inspect(self, places: dict[int, Running]) -> dict[str, Any]:
+        size = str(len(places))
+        # Forks of a warm process: what they have been given is not in their first environment.
+        seen = [
+            SeenProcess(
+                pid=one.pid,
+                started=float(number),
+                environment={"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size, "MASTER_PORT": "1"},
+            )
+            for number, one in places.items()
+        ]
+        began_s = time.monotonic()
+        (diagnosis,) = inspect([one.pid for one in seen], processes=lambda: seen).diagnoses
+        self.took_s = time.monotonic() - began_s
+        moved = [facts.inspection is not None and bool(facts.inspection.moved) for facts in diagnosis.job.ranks]
+        self.moved.append(all(moved))
+        plain: dict[str, Any] = json.loads(report_json(diagnosis))
+        return plain
+
+
+def inspected(warm: Warm, case: Case, keep: Path | None) -> tuple[Score, Inspector]:
+    inspector = Inspector()
+    outcome = run_case(warm, case, strategy="PatientDDPStrategy", wait=inspector)
+    if keep is not None and outcome.report is not None:
+        (keep / f"{case.name}.json").write_text(json.dumps(outcome.report, indent=1))
+    if outcome.skipped:
+        return Score(case=case.name, causes=case.scenario.causes, skipped=outcome.skipped), inspector
+    if case.is_healthy:
+        findings = outcome.report["findings"] if outcome.report else []
+        first = findings[0] if findings else {}
+        return Score(
+            case=case.name,
+            causes=(),
+            named=first.get("rule", ""),
+            confidence=first.get("confidence", ""),
+            false_alarm=bool(findings),
+            answer=first.get("summary", ""),
+        ), inspector
+    if outcome.report is None:
+        why = "its ranks had ended by themselves" if inspector.ended else "it did not go wrong"
+        return Score(case=case.name, causes=case.scenario.causes, skipped=why), inspector
+    return score_fault(case, outcome.report, outcome.delay_s), inspector
+
+
+def is_seen(score: Score) -> bool:
+    """Whether one of its causes can be told from outside."""
+    return not set(score.causes) <= UNSEEN.keys()
+
+
+def table(scores: Iterable[Score]) -> Table:
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    made.add_column("cause", no_wrap=True)
+    for name in ("cases", "ended", "cause", "ranks", "line"):
+        made.add_column(name, justify="right", no_wrap=True)
+    by_cause: dict[str, list[Score]] = defaultdict(list)
+    for score in scores:
+        if score.causes:
+            by_cause[score.causes[0]].append(score)
+            by_cause["~ all that can be seen from outside" if is_seen(score) else "~ all others"].append(score)
+    for cause, found in sorted(by_cause.items()):
+        one = row(cause, found)
+        shares = (f"{count} of {of}" if of else "-" for count, of in (one.cause, one.ranks, one.line))
+        made.add_row(cause, str(len(found)), str(one.skipped), *shares)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all reports there")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
+    parser.add_argument("--each", action="store_true", help="every moment and number of ranks, not one of each")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth of them")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
+    options = parser.parse_args()
+    cases = [case for case in chosen(options.only, "SafeDDP") if case.scenario.needs != "recording"]
+    if not options.each:
+        cases = [*{case.scenario.name: case for case in cases}.values()]
+    cases = cases[:: options.every]
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    console, warm, scores, moved, took_s = Console(width=150), Warm(), [], [], []
+    try:
+        with ThreadPoolExecutor(options.at_once) as pool:
+            for score, inspector in pool.map(lambda case: inspected(warm, case, options.keep), cases):
+                scores.append(score)
+                moved += inspector.moved if not score.causes else []
+                took_s += [inspector.took_s] if inspector.took_s else []
+                if not score.is_right and not score.skipped:
+                    told = f"named {score.named or 'nothing'} ({score.confidence}), not {' or '.join(score.causes)}"
+                    console.print(f"{score.case}: {told}: {score.answer}", markup=False, highlight=False)
+    finally:
+        warm.close()
+    console.print(table(scores))
+    healthy = [score for score in scores if not score.causes]
+    alarms = sum(bool(score.false_alarm) for score in healthy)
+    console.print(f"healthy: {alarms} of {len(healthy)} alarms; said to move at {sum(moved)} of {len(moved)} looks")
+    for confidence, (right, of) in calibration(replace(score) for score in scores).items():
+        console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {right} of {of}")
+    if took_s:
+        console.print(f"an inspection took {sorted(took_s)[len(took_s) // 2]:.1f} s, at most {max(took_s):.1f} s")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(score) for score in scores], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
