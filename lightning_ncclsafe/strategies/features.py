@@ -150,7 +150,7 @@ class Features:
             say_own_failure(error, what="saving at the last moment")
 
     def meet(self, strategy: Any, place: Place, exchange: Exchange) -> bool:
-        """Finds out whether the guard is on all ranks, and only then has them stop together; all find the same.
+        """Finds out whether the guard is on all ranks; all find the same. On SIGTERM they stop as Lightning has it.
 
         Called where Lightning has just let all ranks wait for one another.
         """
@@ -163,9 +163,7 @@ class Features:
             name="guards",
         )
         agreed = meeting.meet(_identity(place), lambda ranks: Agreed(complete=len(ranks) == place.world_size))
-        if agreed.complete:
-            self._stop_together(strategy, place, exchange)
-        elif comes_first(exchange, "guards/off", place.rank):
+        if not agreed.complete and comes_first(exchange, "guards/off", place.rank):
             say_on_stderr(
                 "not all ranks have the guard, so it is off on all of them: start every rank with ncclsafe run, or with"
                 " NCCLSAFE=1 in its environment, and install the same lightning-ncclsafe on every host"

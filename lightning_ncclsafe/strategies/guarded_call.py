@@ -264,7 +264,7 @@ class GuardedCall:
             self._say_watch(place.world_size)
 
     def _meet_others(self) -> None:
-        """A guard that some ranks are without would wait for them, and leave out a broadcast that they make."""
+        """A guard that some ranks are without would wait for them."""
         meet, self._meet = self._meet, None
         if meet is None or self._guard is None or meet():
             return

@@ -30,8 +30,6 @@ def test_nothing_more_need_be_said() -> None:
         ("on_timeout", "report", "report"),
         ("report_dir", "a b/c", "a b/c"),
         ("phase_timeouts", "init=600, train=1e2", PhaseTimeouts(init=600.0, train=100.0)),
-        ("sigterm_broadcast", "1", True),
-        ("sigterm_broadcast", "0", False),
     ],
 )
 def test_arguments_of_the_strategy(name: str, text: str, value: object) -> None:
@@ -39,7 +37,7 @@ def test_arguments_of_the_strategy(name: str, text: str, value: object) -> None:
 
 
 def test_all_that_the_guard_takes_can_be_said() -> None:
-    takes = set(GuardedStrategy.take_guard.__annotations__) - {"return"}
+    takes = set(GuardedStrategy.take_guard.__annotations__) - {"return", "sigterm_broadcast"}
     assert {option.name for option in OPTIONS} == takes | {"timeout", "callbacks"}
 
 
@@ -74,7 +72,6 @@ def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
         ("_TIMEOUT", "-1", "it must be a number of seconds, more than 0"),
         ("_TIMEOUT", "1e999", "it must be a number of seconds, more than 0"),
         ("_ON_TIMEOUT", "kill", "it must be abort or report."),
-        ("_SIGTERM_BROADCAST", "yes", "it must be 1 or 0."),
         ("_PHASE_TIMEOUTS", "trian=5", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train=5,train=6", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train", "it must be a number of seconds, more than 0"),
