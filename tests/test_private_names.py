@@ -148,6 +148,7 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
     ),
     "_checkpoint_io": said_in(f"{CHOSEN}.strategies.strategy", "_checkpoint_io"),
     "_signal_connector": said_in(f"{CHOSEN}.trainer.trainer", "_signal_connector"),
+    "_original_handlers": said_in(f"{CHOSEN}.trainer.connectors.signal_connector", "_original_handlers"),
     "_registered_strategies": said_in(f"{CHOSEN}.trainer.connectors.accelerator_connector", "_registered_strategies"),
     "_configure_launcher": takes(f"{CHOSEN}.strategies", "ParallelStrategy._configure_launcher", None),
     "_terminate_all": said_in(

@@ -6,6 +6,7 @@ once more in the handler of the signal, wherever that strikes. In earlier versio
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,11 @@ from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 _BATCH, _EPOCH_END = "advance", "on_advance_end"
 _BROADCAST, _HANDLER, _SLURMS = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+
+_attached: list["StopSignal"] = []
+"""Those of this process whose handler a forked process would inherit."""
+_held = threading.local()
+"""The signals that were blocked before a fork on this thread."""
 
 
 class StopSignal:
@@ -44,7 +50,6 @@ class StopSignal:
         self._training = 0
         self._evaluation = 0
         self._methods: list[ReplacedMethod] = []
-        self._pid = os.getpid()
         self._takes_slurms = takes_slurms
         self.is_to_requeue = False
 
@@ -64,6 +69,7 @@ class StopSignal:
         for owner, name, call in found:
             if hasattr(owner, name):
                 self._methods.append(ReplacedMethod(owner, name, call))
+        _attached.append(self)
 
     def detach(self) -> None:
         """Restores Lightning's methods, and lets Lightning know whether SIGTERM was received."""
@@ -71,6 +77,8 @@ class StopSignal:
             self._trainer._signal_connector.received_sigterm = True
         while self._methods:
             self._methods.pop().remove()
+        if self in _attached:
+            _attached.remove(self)
 
     def before_evaluation_batch(self) -> None:
         """Called before each batch of validation, test and prediction.
@@ -101,19 +109,45 @@ class StopSignal:
 
     def _handle(self, signum: int, frame: Any) -> None:
         """The signal strikes wherever the main thread is: in a lock of ours, or in a collective."""
-        if os.getpid() != self._pid:
-            # A process that the user's code has forked, and ends, as a pool does with its own: it is no rank.
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-            return
         self._receive(signum)
 
     def _handle_slurms(self, signum: int, frame: Any) -> None:
         """Some time before the job's limit; SLURM's own SIGTERM may follow, and changes nothing."""
-        if os.getpid() == self._pid:
+        # SLURM may send it to all processes of a job, and one that the user's code has forked is no rank.
+        if self in _attached:
             self.is_to_requeue = True
             self._receive(signum)
 
     def _receive(self, signum: int) -> None:
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
+
+    def handler_before(self) -> Any:
+        """What handled the signal before the Trainer did."""
+        before = getattr(self._trainer._signal_connector, "_original_handlers", {}).get(signal.SIGTERM)
+        return signal.SIG_DFL if before is None else before
+
+
+# A process that the user's code forks is no rank, and has to end when it is told to, as a pool tells its own. With the
+# handler of a rank it would not; and a signal that comes before the new process runs Python would be lost, as Python
+# forgets what is pending there: the pool would wait for it forever.
+
+
+def _before_fork() -> None:
+    _held.signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if _attached else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.signals)
+
+
+def _after_fork_in_child() -> None:
+    try:
+        if _attached:
+            signal.signal(signal.SIGTERM, _attached[0].handler_before())
+            _attached.clear()
+    finally:
+        _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

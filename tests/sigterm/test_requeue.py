@@ -75,6 +75,7 @@ def test_slurms_signal_stops_before_the_next_batch(takes: bool) -> None:
     if not takes:
         assert saved == [signal.SIGUSR1], "Lightning's own"
         trainer.loop.advance("second")
+        stop.detach()
         return
     # SLURM's SIGTERM may follow.
     trainer.signal()
