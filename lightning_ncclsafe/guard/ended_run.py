@@ -62,7 +62,7 @@ class EndedRun:
 
     def leave(self) -> None:
         """The main thread is on its way out with our error: nothing is saved. At the limit every rank leaves alike."""
-        self._ending.close(self._state.error)
+        self._close()
         if self._state.limit_is_reported:
             # The watchdog's thread ends the process.
             self._ending.stay()
@@ -77,7 +77,7 @@ class EndedRun:
         if state.verdict is not None and state.verdict.incident.opened_ns < state.began_ns:
             # The ranks that waited have reported why, perhaps on other hosts; this one would end without a line.
             self._say(f"rank {self._place.rank} started too late; the other ranks gave up: {state.verdict.answer}")
-        self._ending.close(state.error)
+        self._close()
         self.save(raised=False)
         self._let_the_failed_leave()
         # As the failed rank leaves, the collective in which the main thread waits may break.
@@ -103,6 +103,10 @@ class EndedRun:
             raised: Whether this rank has failed itself.
         """
         self._save(self._state.verdict.answer if self._state.verdict is not None else "", raised)
+
+    def _close(self) -> None:
+        self._state.is_ending = True
+        self._ending.close(self._state.error)
 
     def _leaves_by_itself(self) -> bool:
         return self._state.main_thread_left.is_set() and not self._state.limit_is_reported

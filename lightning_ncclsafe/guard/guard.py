@@ -205,7 +205,7 @@ class Guard:
         connection, state = self._connection, self._state
         if connection.change_over():
             # What was reported before was about a start that has succeeded now.
-            state.open_incident = state.verdict = None
+            state.forget_incident()
         self._detector.observe(idle_s)
         if self._detector.phase is Phase.INIT:
             self._probe.note_memory()
