@@ -8,6 +8,7 @@ from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit import capitalised, clause, forget, timeline, verb
 
 _ENDED = ("gone", "zombie")
 
@@ -17,7 +18,23 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
     is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
     stands = job.incident.idle_s > 0 and bool(job.ranks)
     diagnosis = judge(job, HANG_RULES if stands and is_read else ())
-    return replace(diagnosis, findings=tuple(_unless_finished(finding, job) for finding in diagnosis.findings))
+    found = [_unless_it_goes_on(_unless_finished(finding, job), job) for finding in diagnosis.findings]
+    forget()
+    order = [*Confidence]
+    return replace(diagnosis, findings=tuple(sorted(found, key=lambda finding: order.index(finding.confidence))))
+
+
+def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
+    """That a rank at work keeps the others waiting is seen; that it will not come to them is not, least if it moves."""
+    moving = {facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved}
+    if finding.ranks and moving.issuperset(finding.ranks):
+        they = verb(finding.ranks, "it", "they")
+        words = f"{clause(finding.ranks, 'moves|move')}: {they} may come to the others, so inspect again."
+        return replace(finding, summary=f"{finding.summary} {capitalised(words)}", confidence=Confidence.POSSIBLE)
+    view = timeline(job)
+    at_work = view.working(rank for rank in finding.ranks if rank in view.facts)
+    is_doubtful = finding.confidence is Confidence.CERTAIN and bool(at_work)
+    return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
 
 
 def _unless_finished(finding: Finding, job: JobFacts) -> Finding:

@@ -131,6 +131,10 @@ def inspected_answer(job: JobFacts) -> str:
     if unread:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
+    moving = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved]
+    if standing and moving:
+        meanwhile = clause(standing, "stood still meanwhile")
+        return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
     if standing:
         return f"Nothing found: {clause(standing, 'stands|stand')} still, and nobody is seen to wait for another rank."
     return f"Nothing found: the job moves. {capitalised(clause([f.rank for f in job.ranks], 'goes|go'))} on."

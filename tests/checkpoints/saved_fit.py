@@ -38,11 +38,17 @@ def stall() -> None:
     threading.Event().wait(60)
 
 
+def be_told_to_end_and_stall() -> None:
+    be_told_to_end()
+    stall()
+
+
 DEEDS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     "raise": fail,
     "kill": be_killed,
     "sigterm": be_told_to_end,
+    "sigterm-stall": be_told_to_end_and_stall,
     "stall": stall,
 }
 
@@ -62,6 +68,8 @@ def main() -> None:
     parser.add_argument("--hook", default="training_step")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("--grace", type=float, default=30.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--sanity", action="store_true")
@@ -102,11 +110,11 @@ def main() -> None:
         callbacks=[
             Remembers(),
             Says(),
-            JustInTimeCheckpoint(folder),
+            JustInTimeCheckpoint(folder, grace=options.grace),
             OnExceptionCheckpoint(options.root_dir),
             regular,
         ],
-        strategy=SafeDDP(suspect_after=1.0, timeout=timedelta(seconds=3), process_group_backend="gloo"),
+        strategy=SafeDDP(suspect_after=1.0, timeout=timedelta(seconds=options.timeout), process_group_backend="gloo"),
     )
     path = str(found[-1]) if options.resume else None
     trainer.fit(model, Stateful(BATCHES, rank), Stateful(2, rank), ckpt_path=path)

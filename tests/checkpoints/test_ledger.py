@@ -1,6 +1,5 @@
 """What is saved at any moment of training, and resumed by Lightning, ends as a run that went on."""
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +82,7 @@ def fit(
         "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "batches": trainer.fit_loop.epoch_loop.batch_progress.total.completed,
         "ended": remembers.ended,
+        "validated": remembers.validated,
     }
 
 
@@ -119,39 +119,34 @@ def saved_at(number: int, path: Path, **settings: Any) -> tuple[str, int]:
     return str(outcome[0]), int(outcome[1])
 
 
-def places(**settings: Any) -> int:
-    passed = []
+def places(**settings: Any) -> list[int]:
+    """For each hook, the number of one of its calls, in the second half of training."""
+    passed: list[str] = []
     fit(lambda hook, trainer, ledger: passed.append(hook), **settings)
-    return len(passed)
+    calls = {hook: [number for number, name in enumerate(passed) if name == hook] for hook in passed}
+    return sorted(numbers[len(numbers) * 2 // 3] for numbers in calls.values())
 
 
 @pytest.mark.parametrize(
-    ("settings", "every"),
-    [
-        ({"accumulate": 2}, 11),
-        ({"val_check_interval": 2, "accumulate": 4}, 9),
-        ({"limit_val_batches": 0}, 13),
-        ({"manual": True}, 11),
-    ],
+    "settings",
+    [{"accumulate": 2}, {"val_check_interval": 2, "accumulate": 4}, {"limit_val_batches": 0}, {"manual": True}],
     ids=["accumulates", "validates within windows", "validates never", "manual"],
 )
-def test_a_run_that_is_saved_and_resumed_ends_as_one_that_went_on(
-    settings: dict[str, Any], every: int, tmp_path: Path
-) -> None:
+def test_a_run_that_is_saved_and_resumed_ends_as_one_that_went_on(settings: dict[str, Any], tmp_path: Path) -> None:
     undisturbed = fit(**settings)
-    seen: Counter[str] = Counter()
-    for number in range(0, places(**settings), every):
+    resumed = 0
+    for number in places(**settings):
         path = tmp_path / f"{number}.ckpt"
         hook, step = saved_at(number, path, **settings)
         if step < 0:
-            seen[hook] += 1
+            # Between the step that a hook makes by hand and the end of its batch there is no boundary.
+            assert hook.startswith("after manual step: the main thread was in the middle of an optimizer step")
             continue
-        resumed = fit(ckpt_path=path, **settings)
-        different = [name for name in undisturbed if not same(undisturbed[name], resumed[name])]
+        outcome = fit(ckpt_path=path, **settings)
+        different = [name for name in undisturbed if not same(undisturbed[name], outcome[name])]
         assert different == [], f"saved in {hook}, place {number}, step {step}"
-        seen["resumed"] += 1
-    print(seen)
-    assert seen["resumed"] > 5
+        resumed += 1
+    assert resumed >= 9
 
 
 def newest_at(hook: str, batch: int, look: Callable[[Any, StepLedger], Any], **settings: Any) -> Any:

@@ -18,7 +18,8 @@ KILLED = ("kill", "--rank=0")
 STALLS = ("stall", "--accumulate=3")
 VALIDATES = ("kill", "--hook=validation_step", "--batch=1")
 TERMINATED = ("sigterm", "--accumulate=3", "--pace=0.05", "--batch=4")
-FIRST = [STALLS, KILLED]
+OVERDUE = ("sigterm-stall", "--grace=12", "--timeout=7")
+FIRST = [OVERDUE, STALLS, KILLED]
 
 
 @dataclass
@@ -101,3 +102,10 @@ def test_sigterm_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[
     steps = int(re.findall(r"saved the state after step (\d+)", outcome.output)[0])
     assert_went_on(outcome, undisturbed[3], steps)
     assert steps in (1, 2, 3)
+
+
+@pytest.mark.program(*OVERDUE)
+def test_sigterm_where_no_rank_comes_to_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+    """It is saved beside the main threads, before the limit is reached, and not once more at the limit."""
+    assert_went_on(outcome, undisturbed[1], 11)
+    assert outcome.output.index("saved the state") < outcome.output.index("the run cannot continue")

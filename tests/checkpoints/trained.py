@@ -95,16 +95,19 @@ class Trained(pl.LightningModule):
 
 
 class Remembers(pl.Callback):
-    """A callback with a state: how many batches have ended."""
+    """A callback with a state: how many batches, and how many validations, have ended."""
 
     def __init__(self) -> None:
-        self.ended = 0
+        self.ended = self.validated = 0
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.ended += 1
 
+    def on_validation_end(self, *args: Any) -> None:
+        self.validated += 1
+
     def state_dict(self) -> dict[str, Any]:
-        return {"ended": self.ended}
+        return {"ended": self.ended, "validated": self.validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.ended = state_dict["ended"]
+        self.ended, self.validated = state_dict["ended"], state_dict["validated"]

@@ -84,6 +84,67 @@ def test_of_a_rank_that_moves_the_look_at_which_it_waits_for_nobody_is_told() ->
     assert judged(works, waiting(1)).findings[0].location == f"{USERS}:30 in evaluate"
 
 
+SIGTERM = (
+    SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 1, "_run"),
+    SeenFrame(f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py", 9, "advance"),
+    SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 7, "broadcast"),
+)
+
+
+def in_library(number: int, of: int = 3, **more: object) -> SeenRank:
+    return rank(number, *(look(at, user(10), *SIGTERM) for at in (0.0, 1.0, 2.0)), of=of, **more)
+
+
+def in_own_call(number: int, line: int = 30, of: int = 3) -> SeenRank:
+    stack = (user(10), SIGTERM[0], user(line, "on_train_epoch_end"), BARRIER)
+    return rank(number, *(look(at, *stack) for at in (0.0, 1.0, 2.0)), of=of)
+
+
+def test_ranks_that_all_wait_in_different_calls_have_diverged_and_the_line_is_the_users() -> None:
+    first = judged(in_own_call(0), in_library(1), in_library(2)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0,), Confidence.POSSIBLE)
+    assert first.location == f"{USERS}:30 in on_train_epoch_end"
+    assert "rank 0 waits in barrier at train.py:30" in first.summary and "ranks 1-2 wait in" in first.summary
+    # Where most are in the user's call, the one that is not has left it out.
+    first = judged(in_own_call(0), in_own_call(1), in_library(2)).findings[0]
+    assert (first.ranks, first.location) == ((2,), f"{USERS}:30 in on_train_epoch_end")
+
+
+def test_a_condition_on_the_rank_around_a_call_of_its_own_makes_it_likely(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def meet(rank):\n    if rank == 0:\n        barrier()\n")
+    own = (SIGTERM[0], SeenFrame(str(program), 3, "meet"), BARRIER)
+    first = judged(rank(0, *(look(at, *own) for at in (0, 2)), of=3), in_library(1), in_library(2)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0,), Confidence.LIKELY)
+    assert "`if rank == 0:` (line 2)" in first.summary
+
+
+def test_ranks_that_wait_in_one_call_or_beside_one_that_works_have_not_diverged() -> None:
+    together = judged(in_library(0, of=2), in_library(1, of=2))
+    works = rank(2, *(look(at, user(10), SIGTERM[0], user(40, "evaluate")) for at in (0, 1, 2)), of=3)
+    for diagnosis in (together, judged(in_own_call(0), in_library(1), works)):
+        assert "diverged-collectives" not in [finding.rule for finding in diagnosis.findings]
+
+
+def test_where_nobody_is_awaited_and_a_rank_moves_nothing_is_found_and_it_is_told_to_move() -> None:
+    other = replace(user(10), digest="b")
+    moves = rank(0, look(0, user(10), *SIGTERM), look(1, other, *SIGTERM), look(2, other, *SIGTERM))
+    diagnosis = judged(moves, in_library(1, of=2))
+    assert diagnosis.findings == ()
+    assert "rank 0 moves, and rank 1 stood still meanwhile" in render_text(diagnosis)
+
+
+def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and_told_to_move(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def work(rank):\n    if rank == 0:\n        one()\n        two()\n")
+    lines = [SeenFrame(str(program), line, "work") for line in (3, 4)]
+    stands = judged(rank(0, *(look(at, lines[0]) for at in (0, 1, 2))), waiting(1)).findings[0]
+    assert (stands.rule, stands.confidence) == ("rank-zero-only-work", Confidence.LIKELY)
+    moves = judged(rank(0, look(0, lines[0]), look(1, lines[1])), waiting(1)).findings[0]
+    assert (moves.rule, moves.confidence) == ("rank-zero-only-work", Confidence.POSSIBLE)
+    assert moves.summary.endswith("Rank 0 moves: it may come to the others, so inspect again.")
+
+
 def test_ranks_on_other_hosts_are_not_called_silent() -> None:
     job = job_facts(
         [waiting(2, of=4, local_rank=0, local_world_size=2), waiting(3, of=4, local_rank=1, local_world_size=2)]

@@ -41,6 +41,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     hang_rule,
     has_gone_on,
+    in_own_call,
     is_garbled,
     is_gone,
     is_in,
@@ -52,6 +53,7 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     past_aborted,
     place_words,
+    positions,
     raised_at,
     ranks_words,
     same_purpose,
@@ -63,6 +65,8 @@ from lightning_ncclsafe.rules.kit import (
     standing,
     trainer_start,
     verb,
+    wait_words,
+    waits_apart,
     where_evidence,
 )
 
@@ -88,6 +92,8 @@ _REMEDY_THREADS = (
     "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
     "own (torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
 )
+_CALLS = 4
+_FEWER_BATCHES = "With fewer batches on some ranks than on others it would look the same: compare the loaders' lengths."
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
     "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
@@ -126,9 +132,10 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        Calls that the recorder has overwritten, or whose stack it did not keep; then only the current line of each rank
-        is known. Why a rank skipped a call: the condition may be anywhere before it. Before Python 3.12, an exception
-        that the user's code caught without logging it and that did not come out of a collective or a hook.
+        Calls that the recorder has overwritten, or whose stack it did not keep, and all but the present ones where a
+        job is only inspected: then the current line of each rank is known, and no more. Why a rank skipped a call: the
+        condition may be anywhere before it. Before Python 3.12, an exception that the user's code caught without
+        logging it and that did not come out of a collective or a hook.
     """
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
@@ -143,7 +150,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         yield _mismatch(view, view.divergence)
     elif crossed := _crossed(view):
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
-    elif found := _broken(view) or _elsewhere(view):
+    elif found := _broken(view) or _elsewhere(view) or _seen_apart(view):
         yield found
 
 
@@ -232,6 +239,38 @@ def _elsewhere(view: Timeline) -> Finding | None:
         return _crossing(view, alone)
     sites = _other_call_sites(view)
     return _call_sites(view, sites) if sites else None
+
+
+def _seen_apart(view: Timeline) -> Finding | None:
+    """Nobody is at work, and from outside each rank is seen to wait, but not in one call."""
+    apart = waits_apart(view)
+    if apart is None:
+        return None
+    shown = [(clause(who, "waits|wait in"), who[0]) for who in apart.calls[:_CALLS]]
+    waits = "; ".join(
+        f"{who} {wait_words(view, rank)} {place_words(view.activities[rank].place)}".rstrip() for who, rank in shown
+    )
+    more = sum(map(len, apart.calls[_CALLS:]))
+    why = f"{capitalised(clause(apart.ranks, 'is|are'))} {apart.why}." if apart.why else ""
+    ends = {(place.stage, place.epoch) for place in positions(view).values()}
+    in_own = [rank for rank in (*apart.ranks, *view.waiting) if in_own_call(view, rank)]
+    return finding(
+        view,
+        apart.ranks,
+        joined(
+            (
+                f"no rank that was seen is at work, and they wait in different calls: {waits}"
+                f"{f'; {more} more wait elsewhere' if more else ''}.",
+                why,
+                _FEWER_BATCHES if len(ends) > 1 and not apart.why else "",
+            )
+        ),
+        # Where a connection is lost, some have come out of a call in which others still are.
+        confidence=Confidence.LIKELY if apart.why and not view.job.elsewhere else Confidence.POSSIBLE,
+        location=calls_location(view, in_own or apart.ranks),
+        evidence=(*condition_evidence(view, apart.ranks), *where_evidence(view, view.facts)),
+        remedy=_remedy(view),
+    )
 
 
 def _broken(view: Timeline) -> Finding | None:

@@ -65,7 +65,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
             yield _finding(view, ranks)
     elif view.behind:
         yield _finding(view, view.behind)
-    elif view.waiting:
+    elif view.waiting and not any(facts.inspection and facts.inspection.moved for facts in view.facts.values()):
         yield _nobody_stands_out(view)
 
 

@@ -285,6 +285,60 @@ def line_of_split(view: Timeline, split: Divergence, ranks: Iterable[int]) -> st
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitsApart:
+    """Ranks that were looked at from outside, all of which stand still and wait, in different calls.
+
+    Attributes:
+        calls: Those that wait in one call, with the call that most wait in first.
+        ranks: Those that are out of step; all of them where nothing decides.
+        why: Why these are; empty where only their number or whose call it is says so.
+    """
+
+    calls: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    why: str = ""
+
+
+@once
+def waits_apart(view: Timeline) -> WaitsApart | None:
+    """Where ranks seen from outside wait; None if they wait together, or one works, moves or is silent."""
+    seen = [facts.inspection for facts in view.facts.values()]
+    if view.silent or view.raised or len(view.waiting) < len(seen):
+        return None
+    if any(inspection is None or inspection.moved is not False for inspection in seen):
+        return None
+    alike: dict[object, list[int]] = defaultdict(list)
+    for rank in view.waiting:
+        alike[_path_to_wait(view.facts[rank].stack)].append(rank)
+    if len(alike) < 2:
+        return None
+    calls = sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks))
+    if under := conditioned(view, view.waiting):
+        return WaitsApart(calls=tuple(calls), ranks=tuple(sorted(under)), why=next(iter(under.values())))
+    own = tuple(rank for rank in view.waiting if in_own_call(view, rank))
+    few = view.waiting if len(calls[0]) == len(calls[1]) else tuple(sorted(sum(calls[1:], ())))
+    return WaitsApart(calls=tuple(calls), ranks=own if own and 2 * len(own) <= len(view.waiting) else few)
+
+
+def in_own_call(view: Timeline, rank: int) -> bool:
+    """Whether code of the user's, below the Trainer's, has made the call that a rank is in."""
+    stack = stack_of(view, rank)
+    return deepest_user_frame(stack[trainer_start(stack) :]) is not None
+
+
+def _path_to_wait(stack: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """The lines that lead to the wait, within the Trainer; not those of the collective's own code."""
+    inside = [*stack[trainer_start(stack) :]]
+    while len(inside) > 1 and not inside[-1].user and _is_of_wait(inside[-1]):
+        inside.pop()
+    return tuple((frame.file, frame.function, frame.line) for frame in inside)
+
+
+def _is_of_wait(frame: Frame) -> bool:
+    return is_telling(frame) or DISTRIBUTED.has(frame.file, frame.function)
+
+
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
     return condition_around(stack_of(view, rank))[0]

@@ -7,7 +7,7 @@ from lightning_ncclsafe.code.libraries import END_OF_EPOCH
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
-from lightning_ncclsafe.rules.kit.divergences import conditioned
+from lightning_ncclsafe.rules.kit.divergences import conditioned, in_own_call, waits_apart
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words
@@ -100,7 +100,17 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
     is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_all(view, ended, still)
-    return () if is_alone or is_even else ended
+    return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
+
+
+def _may_be_left_behind(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether those past their batches may be an epoch behind the others, which have left out a call of the user's.
+
+    Epochs are not seen from outside. Who is past its first batch has not begun an epoch that the others have not.
+    """
+    are_seen = waits_apart(view) is not None
+    is_early = all(view.facts[rank].progress.batch_idx < 1 for rank in still)
+    return are_seen and is_early and all(in_own_call(view, rank) for rank in ended)
 
 
 def _is_explained(view: Timeline) -> bool:

@@ -165,12 +165,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
     parser.add_argument("--each", action="store_true", help="every moment and number of ranks, not one of each")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth of them")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N, for another sample")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     options = parser.parse_args()
     cases = [case for case in chosen(options.only, "SafeDDP") if case.scenario.needs != "recording"]
     if not options.each:
         cases = [*{case.scenario.name: case for case in cases}.values()]
-    cases = cases[:: options.every]
+    cases = cases[options.skip :: options.every]
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
     console, warm, scores, moved, took_s = Console(width=150), Warm(), [], [], []
