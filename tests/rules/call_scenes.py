@@ -143,7 +143,8 @@ def tags_that_do_not_match(net: Backend) -> JobFacts:
 def microbatch_too_few(net: Backend) -> JobFacts:
     """Rank 0 has sent one less than rank 1 receives, and goes on; sends and receives are counted along by PyTorch."""
     receives = net.working(1, user("receive", 76), RECV, seq=61, action=TRAINING_STEP, world=2)
-    return job(net.waiting(0, seq=61, world=2), replace(receives, steps=StepFacts(peer=0)), world=2)
+    called = tuple(call for call in receives.collectives if call.seq < 61)
+    return job(net.waiting(0, seq=61, world=2), replace(receives, collectives=called, steps=StepFacts(peer=0)), world=2)
 
 
 def makes_group(net: Backend, number: int, made: int, *places: str) -> RankFacts:
