@@ -210,6 +210,12 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
     assert judged(moving, waiting(1)).findings[0].rule != "gil-held"
 
 
+def test_a_rank_for_which_nobody_waits_is_not_behind() -> None:
+    diagnosis = judged(rank(0, *(look(at, user(30)) for at in (0, 1, 2)), of=1))
+    assert diagnosis.findings == ()
+    assert "nobody is seen to wait" in render_text(diagnosis)
+
+
 def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:
     diagnosis = judged(*(rank(number, look(0), look(1)) for number in (0, 1)))
     assert diagnosis.findings == ()
@@ -236,6 +242,10 @@ def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data()
     assert thread.is_main and thread.holds_gil
     assert [(one.function, one.line) for one in thread.frames] == [("<module>", 3), ("_run", 9)]
     assert thread.frames[1].values == {"batch_idx": "7"} and "secret" not in repr(thread)
+    nameless = plain | {"os_thread_id": None}
+    (alone,) = threads_in(json.dumps([nameless]).encode(), 7)
+    assert alone.is_main
+    assert not any(thread.is_main for thread in threads_in(json.dumps([nameless] * 2).encode(), 7))
     variables[1]["repr"] = "'other'"
     (again,) = threads_in(json.dumps([plain]).encode(), 7)
     assert again.frames[1].digest != thread.frames[1].digest
