@@ -4,6 +4,7 @@
 # make docs   the site, into build/site; fails at any warning, broken link or cause without a page
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
+# make restarts let a training go wrong at random instants, start again, and compare what it comes to (an hour)
 # make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
 # make upstream let Lightning's own tests run with its classes and with ours in their place (an hour and a half)
 # make package wheel and sdist, checked, installed into an empty environment, and tried there
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCUMENTED := $(VENV)/.documented
 
-.PHONY: demo hangs test suite lint docs matrix bench soak faults clients upstream gpu package pictures install clean
+.PHONY: demo hangs test suite lint docs matrix bench soak faults restarts clients upstream gpu package pictures install clean
 
 demo: $(INSTALLED)
 	rm -rf runs/demo
@@ -80,6 +81,10 @@ soak: $(INSTALLED)
 # FAULTS takes options: make faults FAULTS="--only data-stall --json scores.json --strategy SafeModelParallel"
 faults: $(INSTALLED)
 	$(BIN)/python tests/programs/faults/scoreboard.py $(FAULTS)
+
+# RESTARTS takes options: make restarts RESTARTS="--faults 10 --only killed raised --json runs/restarts.json"
+restarts: $(INSTALLED)
+	$(BIN)/python tests/programs/restarts/campaign.py $(RESTARTS)
 
 # CLIENTS takes options: make clients CLIENTS="--only darts chemprop --variants plain spawn --turns 10 --json told.json"
 clients: $(INSTALLED)

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
+    from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
     from lightning_ncclsafe.guard.pause import pause as pause
     from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.lightning import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.lightning import DatasetAgreement as DatasetAgreement
     from lightning_ncclsafe.lightning import HostPreflight as HostPreflight
+    from lightning_ncclsafe.lightning import JustInTimeCheckpoint as JustInTimeCheckpoint
     from lightning_ncclsafe.lightning import LoaderTuner as LoaderTuner
     from lightning_ncclsafe.lightning import LoggerOffload as LoggerOffload
     from lightning_ncclsafe.lightning import SafeDDP as SafeDDP
@@ -30,9 +32,11 @@ __all__ = [
     "DatasetMismatchError",
     "HostPreflight",
     "HostPreflightError",
+    "JustInTimeCheckpoint",
     "LoaderTuner",
     "LoggerOffload",
     "PhaseTimeouts",
+    "PlannedStopError",
     "SafeDDP",
     "SafeFSDP",
     "SafeModelParallel",
@@ -47,6 +51,7 @@ _HOMES = {
     "DatasetMismatchError": "lightning_ncclsafe.errors",
     "HostPreflightError": "lightning_ncclsafe.errors",
     "PhaseTimeouts": "lightning_ncclsafe.guard.phase_timeouts",
+    "PlannedStopError": "lightning_ncclsafe.errors",
     "UnevenDataError": "lightning_ncclsafe.errors",
     "pause": "lightning_ncclsafe.guard.pause",
 }

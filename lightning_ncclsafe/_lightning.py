@@ -32,6 +32,8 @@ _HOMES = {
     "DummyLogger": ".loggers.logger",
     "ExperimentWriter": ".loggers.csv_logs",
     "MLFlowLogger": ".loggers",
+    "ModelCheckpoint": ".callbacks",
+    "OnExceptionCheckpoint": ".callbacks",
     "SIGTERMException": ".utilities.exceptions",
     "TensorBoardLogger": ".loggers",
     "TorchCheckpointIO": ".plugins.io",

@@ -54,3 +54,21 @@ class HostPreflightError(RuntimeError):
         super().__init__(f"{text}{where}")
         self.findings = findings
         self.report_folder = report_folder
+
+
+STOP_CODE = 78
+"""Exit status of a start that ends because of its job's plan; ``EX_CONFIG`` of ``sysexits.h``."""
+
+
+class PlannedStopError(SystemExit):
+    """An earlier start of this job ended by a fault that comes again, so this one ends before it trains.
+
+    Raised on all ranks, which exit with status 78. The reason is printed, and is in ``plan.json`` beside the report.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(STOP_CODE)
+        self.reason = reason

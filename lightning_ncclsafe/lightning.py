@@ -11,12 +11,14 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimerHooks
 from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreementHooks
 from lightning_ncclsafe.callbacks.host_preflight import HostPreflightHooks
+from lightning_ncclsafe.callbacks.just_in_time_checkpoint import JustInTimeCheckpointHooks
 from lightning_ncclsafe.callbacks.loader_tuner import LoaderTunerHooks
 from lightning_ncclsafe.callbacks.logger_offload import LoggerOffloadHooks
 from lightning_ncclsafe.callbacks.recommended import recommended
 from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchError
 from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
+from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
 from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
 from lightning_ncclsafe.guard.pause import pause as pause
 from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
@@ -82,6 +84,10 @@ class LoggerOffload(LoggerOffloadHooks, Callback):
 
 class CollectiveTimer(CollectiveTimerHooks, Callback):
     __doc__ = CollectiveTimerHooks.__doc__
+
+
+class JustInTimeCheckpoint(JustInTimeCheckpointHooks, Callback):
+    __doc__ = JustInTimeCheckpointHooks.__doc__
 
 
 _RECOMMENDED: tuple[type[Callback], ...] = (

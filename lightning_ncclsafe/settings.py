@@ -173,6 +173,33 @@ class PreflightSettings:
         _check_choice("on_problem", self.on_problem, OnProblem)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """What is saved of a run that is being ended; see :class:`~lightning_ncclsafe.JustInTimeCheckpoint`.
+
+    Attributes:
+        dirpath: The folder of these checkpoints.
+        resume: Whether a call of ``fit`` without ``ckpt_path`` goes on from the newest whole checkpoint.
+        keep: Most checkpoints of ours in the folder.
+        grace_s: What the scheduler leaves between its signal and the end of the processes, seconds.
+        run: A name that no other run has; where training goes on from a checkpoint, that of the run before.
+
+    Raises:
+        ValueError: Naming the argument, the value and what is allowed.
+    """
+
+    dirpath: Path
+    resume: bool = False
+    keep: int = 2
+    grace_s: float = 30.0
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        given: object = self.keep
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError(f"keep={given!r} must be a whole number of at least 1.")
+
+
 def check_limits(
     suspect_after: timedelta | float | None,
     timeout: timedelta | float | None,

@@ -110,6 +110,11 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_bucket_config": said_in("torch.nn.parallel.distributed", "_bucket_config")
     if Version("2.14") <= TORCH
     else no_check,
+    # Tensors and modules
+    "_version": has(lambda: torch.Tensor, "_version"),
+    "_foreach_copy_": lambda: torch._foreach_copy_([torch.ones(1)], [torch.ones(1)]),
+    "_buffers": said_in("torch.nn.modules.module", "_buffers"),
+    "_non_persistent_buffers_set": said_in("torch.nn.modules.module", "_non_persistent_buffers_set"),
     # FSDP and FSDP2
     "_handle": said_in(f"{FSDP}.fully_sharded_data_parallel", "_handle"),
     "_inter_node_pg": said_in(f"{FSDP}._init_utils", "_inter_node_pg"),
@@ -143,6 +148,7 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
     ),
     "_checkpoint_io": said_in(f"{CHOSEN}.strategies.strategy", "_checkpoint_io"),
     "_signal_connector": said_in(f"{CHOSEN}.trainer.trainer", "_signal_connector"),
+    "_original_handlers": said_in(f"{CHOSEN}.trainer.connectors.signal_connector", "_original_handlers"),
     "_registered_strategies": said_in(f"{CHOSEN}.trainer.connectors.accelerator_connector", "_registered_strategies"),
     "_configure_launcher": takes(f"{CHOSEN}.strategies", "ParallelStrategy._configure_launcher", None),
     "_terminate_all": said_in(
@@ -156,12 +162,31 @@ OF_LIGHTNING: dict[str, Callable[[], object]] = {
         lambda: importlib.import_module(f"{CHOSEN}.utilities.exceptions"), "_TunerExitException"
     ),
     "_combined_loader": said_in(f"{CHOSEN}.loops.fit_loop", "_combined_loader"),
+    "_checkpoint_connector": said_in(f"{CHOSEN}.trainer.trainer", "_checkpoint_connector"),
+    "_hpc_resume_path": said_in(f"{CHOSEN}.trainer.connectors.checkpoint_connector", "_hpc_resume_path"),
+    "_loaded_checkpoint": said_in(f"{CHOSEN}.trainer.connectors.checkpoint_connector", "_loaded_checkpoint"),
+    "_combined_loader_states_to_load": said_in(f"{CHOSEN}.loops.fit_loop", "_combined_loader_states_to_load"),
+    "_load_combined_loader_states": takes(f"{CHOSEN}.loops", "_FitLoop._load_combined_loader_states", None),
     "_data_source": said_in(f"{CHOSEN}.loops.fit_loop", "_data_source"),
     "_mode": said_in(f"{CHOSEN}.utilities.combined_loader", "_mode"),
     "_val_check_time_interval": said_in(f"{CHOSEN}.loops.fit_loop", "_val_check_time_interval")
     if "_val_check_time_interval" in inspect.getsource(importlib.import_module(f"{CHOSEN}.loops.fit_loop"))
     else no_check,  # of newer releases
     "_active_loop": said_in(f"{CHOSEN}.trainer.trainer", "_active_loop"),
+    "_data_fetcher": said_in(f"{CHOSEN}.loops.fit_loop", "_data_fetcher"),
+    "_state_dicts": said_in(f"{CHOSEN}.utilities.combined_loader", "_state_dicts"),
+    "_after_closure": takes(f"{CHOSEN}.plugins.precision", "Precision._after_closure", None, None, None),
+    "_optimizer": said_in(f"{CHOSEN}.core.optimizer", "_optimizer"),
+    **{
+        name: said_in(f"{CHOSEN}.loops.training_epoch_loop", name)
+        for name in (
+            "_batches_that_stepped",
+            "_num_ready_batches_reached",
+            "_should_accumulate",
+            "_should_check_val_fx",
+            "_skip_next_val",
+        )
+    },
     "_results": said_in(f"{CHOSEN}.loops.fit_loop", "_results"),
     "_IndexBatchSamplerWrapper": has(
         lambda: importlib.import_module(f"{CHOSEN}.overrides.distributed"), "_IndexBatchSamplerWrapper"

@@ -42,6 +42,8 @@ CAUSES = "Causes"
 """The entry of the navigation that the pages of causes are put under."""
 # Sphinx's roles, which docstrings use for the names of classes.
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?\.?([\w.]+)</code>")
+RECORDED = "What recordings show"
+PLANS = "<!-- plans -->"
 HELP = re.compile(r"^<!-- help: (.+) -->$", re.MULTILINE)
 # What the text of a report ends with, which only the whole report shows.
 STACKS = re.compile(r"\n\n(?=Stacks? of .*\n---)")
@@ -241,11 +243,24 @@ def _list(found: dict[str, list[Cause]]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts in what commands print of themselves where a page has ``<!-- help: diagnose -->``."""
+    """Puts in what commands print of themselves where a page has ``<!-- help: diagnose -->``, and what rules plan."""
     if page.file.src_uri.startswith("hangs/"):
         # Who pastes an error wants the page on this error, and from there the cause.
         page.meta.setdefault("search", {"boost": ERRORS_FIRST})
+    markdown = markdown.replace(PLANS, "\n".join(_plans()))
     return HELP.sub(lambda found: f"```text\n{_help(found[1].split())}```", markdown)
+
+
+def _plans() -> Iterator[str]:
+    """What the next start does about each cause, by the rules themselves; of a run that is long over, there is none."""
+    for kind, rules in RULES.items():
+        if kind == RECORDED:
+            continue
+        yield from (f"### {kind}", "", "| cause | plan |", "|---|---|")
+        for rule in sorted(rules, key=lambda rule: rule.name):
+            words = rule.plan_words.replace("``", "`")
+            yield f"| [`{rule.name}`](../causes/{rule.name}.md) | {words if '`' in words else f'`{words}`'} |"
+        yield ""
 
 
 def _help(command: list[str]) -> str:

@@ -1,7 +1,11 @@
-"""A method of one object, replaced for a while."""
+"""A method of one object, or its class, replaced for a while."""
 
-from collections.abc import Callable
+import copyreg
+from collections.abc import Callable, Mapping
 from typing import Any
+
+# Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
+_HEAP_TYPE = 1 << 9
 
 
 class ReplacedMethod:
@@ -39,3 +43,54 @@ class ReplacedMethod:
         self._is_removed = True
         vars(self._owner).pop(self._name, None)
         vars(self._owner).update(self._before)
+
+
+class ReplacedClass:
+    """Gives an object other methods that Python looks up in its class, as ``__iter__``, until :meth:`restore`.
+
+    It stays the same object, and ``isinstance`` of its class: that becomes a subclass of it. A copy is of the class.
+
+    Args:
+        owner: The object, for whose class :func:`is_plain_python` is true.
+        methods: The methods by their names.
+    """
+
+    def __init__(self, owner: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._owner = owner
+        self._type = type(owner)
+        owner.__class__ = _subclass(self._type, {**methods, "__reduce_ex__": _reduce(self._type)})
+
+    def restore(self) -> None:
+        """The object is of its own class again."""
+        self._owner.__class__ = self._type
+
+
+def is_plain_python(cls: type) -> bool:
+    """Whether no part of a class is written in C: such a part may keep the class it was created with, as tensors do."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+
+
+def _subclass(parent: type, methods: dict[str, Any]) -> type:
+    names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
+    # Without slots it would get a __dict__, which the parent may not have, and could not replace its class.
+    slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
+    return type(parent.__name__, (parent,), {**names, **slots, **methods})
+
+
+def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
+    """A copy, or a pickle, is of the class that everybody can import."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = parent.__reduce_ex__(self, protocol)
+        if isinstance(made, str):
+            return made
+        function, arguments, *state = made
+        # Pickle accepts copyreg's function only for objects of exactly that class.
+        make = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
+        return make, tuple(parent if item is type(self) else item for item in arguments), *state
+
+    return __reduce_ex__
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)

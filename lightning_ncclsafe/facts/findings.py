@@ -26,6 +26,19 @@ class Confidence(str, Enum):
     """The facts do not contradict it, and nothing better is known."""
 
 
+class Plan(str, Enum):
+    """What the next start of a job is to do about a cause that has ended this one."""
+
+    RESTART = "restart"
+    """Start again: the fault is nobody's, or a machine's and passes."""
+    RESTART_WITHOUT_HOST = "restart-without-host"
+    """Start again elsewhere: the fault is a host's, and comes again there."""
+    STOP = "stop"
+    """Do not start again: the code, its settings or its data are wrong, and it comes again wherever they run."""
+    UNKNOWN = "unknown"
+    """The cause does not tell whose fault it is. The next start goes on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One observation that supports a finding.
@@ -55,6 +68,7 @@ class Finding:
         location: ``"file:line in function"`` of the deepest line in the user's own code; empty where unknown.
         evidence: How we know.
         remedy: What to do.
+        plan: What the next start is to do about it.
     """
 
     rule: str
@@ -65,6 +79,7 @@ class Finding:
     confidence: Confidence = Confidence.LIKELY
     location: str = ""
     evidence: tuple[Evidence, ...] = ()
+    plan: Plan = Plan.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +95,28 @@ class Diagnosis:
     job: JobFacts
     findings: tuple[Finding, ...]
     unanswered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStart:
+    """What the next start of a job is to do, as the incident that has ended this one tells: ``plan.json``.
+
+    Attributes:
+        plan: What to do.
+        rule: Name of the cause that decides it; empty where none was found.
+        answer: The cause in one sentence.
+        hosts: The hosts to start without, sorted; empty unless the plan is to leave some out.
+        step: Optimizer steps that had been taken by then.
+        incident: Number of the incident.
+        launch: What started the job, equal for all its starts; see :class:`~lightning_ncclsafe.facts.JobFacts`.
+        opened_ns: When the incident was opened, nanoseconds since the epoch.
+    """
+
+    plan: Plan
+    rule: str = ""
+    answer: str = ""
+    hosts: tuple[str, ...] = ()
+    step: int = 0
+    incident: int = 0
+    launch: str = ""
+    opened_ns: int = 0

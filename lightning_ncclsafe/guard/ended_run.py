@@ -11,6 +11,10 @@ from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.probes.process.traceback_signal import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 
+Save = Callable[[str, bool], None]
+"""Saves the state of the run, within a time of its own, together with the other ranks: given why the run ends, and
+whether this rank has failed itself."""
+
 # What a rank that has failed is given to leave before those that are ended because of it: its callbacks may save.
 _FAILED_LEAVE_S = 5.0
 
@@ -29,6 +33,7 @@ class EndedRun:
         ending: The gate that whatever saves or trains on has to pass, and how the process exits.
         write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
         before_exit: What else is left to do then.
+        save: Saves the state of the run before any rank leaves.
         say: Prints one or more lines to the user.
     """
 
@@ -42,6 +47,7 @@ class EndedRun:
         ending: Ending,
         write_logs: Callable[[float], None],
         before_exit: Callable[[], None],
+        save: Save,
         say: Callable[[str], None],
     ) -> None:
         self._place = place
@@ -51,11 +57,12 @@ class EndedRun:
         self._ending = ending
         self._write_logs = write_logs
         self._before_exit = before_exit
+        self._save = save
         self._say = say
 
     def leave(self) -> None:
         """The main thread is on its way out with our error: nothing is saved. At the limit every rank leaves alike."""
-        self._ending.close(self._state.error)
+        self._close()
         if self._state.limit_is_reported:
             # The watchdog's thread ends the process.
             self._ending.stay()
@@ -70,7 +77,8 @@ class EndedRun:
         if state.verdict is not None and state.verdict.incident.opened_ns < state.began_ns:
             # The ranks that waited have reported why, perhaps on other hosts; this one would end without a line.
             self._say(f"rank {self._place.rank} started too late; the other ranks gave up: {state.verdict.answer}")
-        self._ending.close(state.error)
+        self._close()
+        self.save(raised=False)
         self._let_the_failed_leave()
         # As the failed rank leaves, the collective in which the main thread waits may break.
         if self._leaves_by_itself():
@@ -87,6 +95,18 @@ class EndedRun:
             before_exit=self._before_exit,
             may_others_come=self._may_others_come,
         )
+
+    def save(self, *, raised: bool) -> None:
+        """Saves the state of the run, or waits until that is done.
+
+        Args:
+            raised: Whether this rank has failed itself.
+        """
+        self._save(self._state.verdict.answer if self._state.verdict is not None else "", raised)
+
+    def _close(self) -> None:
+        self._state.is_ending = True
+        self._ending.close(self._state.error)
 
     def _leaves_by_itself(self) -> bool:
         return self._state.main_thread_left.is_set() and not self._state.limit_is_reported

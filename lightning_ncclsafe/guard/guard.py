@@ -14,18 +14,18 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, po
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.connection import Connection
-from lightning_ncclsafe.guard.ended_run import EndedRun
+from lightning_ncclsafe.guard.ended_run import EndedRun, Save
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.leaving import Leaving
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter
-from lightning_ncclsafe.guard.restarts import launch_words
 from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.probes.network.reach import own_address_towards
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.probes.rank import RankProbe, card_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
@@ -54,6 +54,7 @@ class Guard:
         ending: What is closed when the run is ended.
         write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
         before_exit: What else is left to do then.
+        save: Saves the state of a run that ends; see :data:`~lightning_ncclsafe.guard.ended_run.Save`.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         incidents: Numbers of the incidents of this process; None for its first call.
@@ -71,6 +72,7 @@ class Guard:
         ending: Ending | None = None,
         write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
+        save: Save = lambda cause, raised: None,
         phase_kind: Callable[[], tuple[PhaseKind, int]] = lambda: (PhaseKind(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
         incidents: IncidentNumbers | None = None,
@@ -96,6 +98,7 @@ class Guard:
             ending=ending,
             write_logs=write_logs,
             before_exit=before_exit,
+            save=save,
             say=say,
         )
         self._detector = StuckDetector(
@@ -187,6 +190,11 @@ class Guard:
         self._connection.close()
 
     @property
+    def leaves_jointly(self) -> bool:
+        """Whether all ranks have raised the same."""
+        return self._place.world_size == 1 or (self._state.verdict is not None and self._state.verdict.is_joint)
+
+    @property
     def ends_run(self) -> bool:
         """Whether the run cannot go on, and is being ended."""
         return self._state.ends_run
@@ -197,7 +205,7 @@ class Guard:
         connection, state = self._connection, self._state
         if connection.change_over():
             # What was reported before was about a start that has succeeded now.
-            state.open_incident = state.verdict = None
+            state.forget_incident()
         self._detector.observe(idle_s)
         if self._detector.phase is Phase.INIT:
             self._probe.note_memory()

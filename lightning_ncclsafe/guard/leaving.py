@@ -10,7 +10,7 @@ from typing import TypeGuard
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.libraries import TRAINER_STAGE
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, PlannedStopError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
@@ -95,6 +95,8 @@ class Leaving:
             self._wake_watchdog()
             state.exception_is_reported.wait(2 * report_deadline_s(self._place.world_size))
         state.main_thread_left.set()
+        if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
+            self._ended_run.save(raised=not is_consequence and not _is_orderly(error))
         if not self._is_explained(is_consequence):
             if _is_success(error):
                 self._leave_with_success(error)
@@ -219,5 +221,5 @@ def _is_success(error: BaseException) -> TypeGuard[SystemExit]:
 
 def _is_orderly(error: BaseException) -> bool:
     """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
-    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError)
+    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError, PlannedStopError)
     return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")

@@ -116,8 +116,8 @@ class Participation:
                 self._ended_run.end()
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
-        was_reported = self._state.open_incident is not None
-        self._state.open_incident = self._state.verdict = None
+        was_reported = self._state.open_incident is not None and not self._state.is_ending
+        self._state.forget_incident()
         if self._place.rank == 0 and was_reported:
             self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 

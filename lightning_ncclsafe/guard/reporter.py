@@ -7,13 +7,15 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.facts import Incident, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.report.folder import write_page, write_report
+from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.expected import announced_for_s, expected_for_s
 from lightning_ncclsafe.rules.kit.sentences import exit_status
+from lightning_ncclsafe.rules.planning import cannot_go_on, next_start
 from lightning_ncclsafe.settings import Limits
 
 _MOST_SHARED = 16
@@ -104,13 +106,15 @@ class Reporter:
         if _all_are_done(job):
             return Verdict(incident=job.incident, answer="", is_reported=False, is_joint=True)
         diagnosis = judge(job)
-        ends_run = self._limits.on_timeout == "abort" and _cannot_go_on(diagnosis)
+        ends_run = self._limits.on_timeout == "abort" and cannot_go_on(diagnosis)
         folder, where = "", ""
         # Where every rank has the same traceback to print, no rank waits and nothing needs an explanation.
         is_joint = _all_raised_alike(job)
         if not is_joint:
             folder, where = self._write(diagnosis)
-            closing = "\nthe run cannot continue and is being ended" if ends_run else ""
+            start = next_start(diagnosis)
+            closing = f"\nnext: {plan_words(start)}" if start is not None else ""
+            closing += "\nthe run cannot continue and is being ended" if ends_run else ""
             findings = known.findings if known is not None and known.folder else ()
             self._say(f"{render_news(diagnosis, findings)}\n{where}{closing}")
             self._write_page(diagnosis, folder)
@@ -147,11 +151,6 @@ class Reporter:
         if problem and not self._said_no_page:
             self._said_no_page = True
             self._say(problem)
-
-
-def _cannot_go_on(diagnosis: Diagnosis) -> bool:
-    is_over = diagnosis.job.incident.kind is IncidentKind.TIMEOUT
-    return is_over or any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
 
 
 def _all_raised_alike(job: JobFacts) -> bool:

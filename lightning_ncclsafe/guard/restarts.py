@@ -4,6 +4,7 @@ torchrun's agent keeps one store for all its starts of the ranks, with all keys 
 count of restarts may differ between hosts. So the ranks of a start give it a name of its own.
 """
 
+import itertools
 import json
 import os
 import uuid
@@ -14,8 +15,23 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
+from lightning_ncclsafe.errors import PlannedStopError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
+from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
+from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.probes.process.environment import JOB, launch_words
+from lightning_ncclsafe.report.plan import PLAN_FILE, plan_words, read_plan
+from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
+from lightning_ncclsafe.rules.planning import SAME_MOST, is_same
+
+# Folders of incidents, a few for each start.
+_MOST_LOOKED_AT = 100
+# What rank 0 has read of the starts before, and for how long the others wait for it: a folder is listed in no time.
+_PLAN, _PLAN_S = "plan", 10.0
+# A start that trains is not ended by what was before it, whatever it calls.
+_has_heeded = False
 
 
 @marked(Mark.STORE)
@@ -84,17 +100,6 @@ def _never_came(exchange: Exchange, whom: str) -> ExchangeError:
     return ExchangeError(f"{whom} did not announce a start within the limit: {exchange.lost or 'no answer'}.")
 
 
-def launch_words(environ: Mapping[str, str] = os.environ) -> str:
-    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty where nothing can start it again.
-
-    Args:
-        environ: Of this process.
-    """
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
-    return f"SLURM job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
-
-
 def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
     """How the previous start of this job ended, in words; empty if this is the first one, or it left nothing.
 
@@ -117,8 +122,90 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
     return ""
 
 
+@marked(Mark.STORE)
+def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
+    """Ends this start where the starts before it say so. All ranks call it; rank 0 reads, and the others follow it.
+
+    Args:
+        exchange: What the ranks share.
+        place: Which rank of which job this is.
+        report_dir: The folder of all incidents.
+        say: Prints one or more lines to the user.
+
+    Raises:
+        PlannedStopError: On all ranks.
+    """
+    global _has_heeded
+    if _has_heeded or not launch_words():
+        return
+    _has_heeded, reason = True, ""
+    with suppress(ExchangeError):
+        if place.rank == 0:
+            reason = reason_to_stop(report_dir)
+            exchange.set(_PLAN, reason.encode())
+        else:
+            reason = wait_for_keys(exchange, [_PLAN], deadline_s=_PLAN_S).get(_PLAN, b"").decode()
+    if not reason:
+        return
+    if place.local_rank == 0:
+        say(reason)
+    say_goodbye(exchange, place.rank)
+    if place.rank == 0:
+        wait_for_others(exchange, place.rank, place.world_size)
+    raise PlannedStopError(reason)
+
+
+def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """Why this start is to end before it trains, in words: that of the starts before; empty if it is not.
+
+    Args:
+        report_dir: The folder of all incidents.
+        environ: Of this process.
+    """
+    ended = _starts_that_ended(report_dir, environ)
+    if not ended:
+        return ""
+    folder, last = ended[0]
+    same = _starts([*itertools.takewhile(lambda start: is_same(start, last), (start for _, start in ended))])
+    if last.plan is Plan.STOP:
+        why = f"the previous start ended by {last.rule}, and its plan is to {plan_words(last)}"
+    elif same >= SAME_MOST:
+        why = f"the last {same} starts ended by {last.rule}, each at step {last.step}, and another would, too"
+    else:
+        return ""
+    return (
+        f"this start ends before it trains: {why}\n  the cause was: {last.answer}\n  report: {folder}\n"
+        f"  to start all the same, remove {folder / PLAN_FILE}"
+    )
+
+
+def _starts_that_ended(report_dir: Path, environ: Mapping[str, str]) -> list[tuple[Path, NextStart]]:
+    """What the incidents say that ended earlier starts, the last one first; none where the last ended nothing."""
+    not_before_s = _earlier_starts_since_s(environ)
+    if not_before_s is None:
+        return []
+    found: list[tuple[Path, NextStart]] = []
+    with suppress(OSError):
+        # Names sort in the order of events; more starts than these in a row change nothing.
+        for folder in sorted((path.parent for path in report_dir.glob("*/report.json")), reverse=True)[
+            :_MOST_LOOKED_AT
+        ]:
+            start = read_plan(folder / PLAN_FILE)
+            if start is None or start.launch != launch_words(environ) or start.opened_ns < not_before_s * 1e9:
+                break
+            found.append((folder, start))
+    return found
+
+
+def _starts(ended: list[NextStart]) -> int:
+    """How many starts these have ended, the last one first: the numbers of one start's incidents rise."""
+    return sum(older.incident >= newer.incident for newer, older in itertools.pairwise(ended)) + bool(ended)
+
+
 def _earlier_starts_since_s(environ: Mapping[str, str]) -> float | None:
     """Since when, in seconds since the epoch, there may have been other starts of this job; None if there were none."""
+    if environ.get(JOB):
+        return 0.0
     if "TORCHELASTIC_RUN_ID" in environ:
         # Names of runs are often used again; all starts of this one are children of one agent.
         with suppress(psutil.Error):

@@ -14,6 +14,7 @@ class GuardState:
         began_ns: When the guard began to watch, nanoseconds since the epoch.
         open_incident: The incident that is open; None between incidents.
         verdict: The verdict that stands; None while there is none.
+        is_ending: Whether this rank is being ended: its verdict stands, and nothing is a recovery any more.
         is_off: Whether the guard has failed or is closed: it neither asks nor answers any more.
         answered: The ranks that took part in the last round before all ranks joined the process group.
         is_leaving: Whether this rank has finished, and is about to leave other ranks behind.
@@ -26,6 +27,7 @@ class GuardState:
         self.began_ns = 0
         self.open_incident: Incident | None = None
         self.verdict: Verdict | None = None
+        self.is_ending = False
         self.is_off = False
         self.answered: set[int] = set()
         self.is_leaving = False
@@ -42,6 +44,11 @@ class GuardState:
     def limit_is_reported(self) -> bool:
         """Whether the verdict that stands is the one at the hard limit."""
         return self.verdict is not None and self.verdict.incident.kind is IncidentKind.TIMEOUT
+
+    def forget_incident(self) -> None:
+        """The incident is over, and its verdict with it; unless that is what this rank is being ended for."""
+        if not self.is_ending:
+            self.open_incident = self.verdict = None
 
     def error(self) -> CollectiveTimeoutError:
         """The verdict as an exception; there has to be a verdict."""

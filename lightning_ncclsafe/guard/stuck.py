@@ -123,7 +123,7 @@ class StuckDetector:
         if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
             return None
         # A main thread that unwinds with an exception makes progress, too; by the tick after, the exception is known.
-        if self._probe.exception is not None:
+        if self._probe.exception is not None or self._state.is_ending:
             return None
         return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))
 

@@ -10,6 +10,7 @@ from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import DataFacts, EpochEnd, Incident, IncidentKind, JobFacts, LoaderFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Votes
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
@@ -103,7 +104,7 @@ class Agreement:
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
         is_error, is_first = data.on_uneven == "raise", loader.name not in self._reported
         self._reported.add(loader.name)
-        folder = self._write(diagnosis) if is_first else ""
+        folder = self._write(diagnosis, is_refused=is_error) if is_first else ""
         if is_first:
             self._incidents.note(diagnosis.job.incident.number)
         if not is_error and is_first and self._identity.rank == 0:
@@ -147,7 +148,7 @@ class Agreement:
         ends = epoch_ends(data) if self._is_complete(ranks) else ()
         if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
             diagnosis = _with_way_on(diagnosis)
-            folder = self._write(diagnosis)
+            folder = self._write(diagnosis, is_refused=True)
             return Agreed(
                 complete=True,
                 error=render_mismatch(diagnosis),
@@ -191,13 +192,13 @@ class Agreement:
             opened_by=self._identity.rank,
             opened_ns=time.time_ns(),
         )
-        return JobFacts(incident=incident, world_size=self._world_size, ranks=ranks)
+        return JobFacts(incident=incident, world_size=self._world_size, ranks=ranks, launch=launch_words())
 
-    def _write(self, diagnosis: Diagnosis) -> str:
+    def _write(self, diagnosis: Diagnosis, *, is_refused: bool = False) -> str:
         if self._identity.rank != 0:
             return ""
         try:
-            folder = write_report(diagnosis, self._report_dir)
+            folder = write_report(diagnosis, self._report_dir, is_refused=is_refused)
         except Exception as error:  # the verdict matters more than its report
             self._say(f"the report could not be written: {error}")
             return ""

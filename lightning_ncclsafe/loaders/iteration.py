@@ -1,13 +1,11 @@
 """Replaces how a loader is iterated: the object stays the same and of the same type."""
 
-import copyreg
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
-_HEAP_TYPE = 1 << 9
+from lightning_ncclsafe.code.patching import ReplacedClass, is_plain_python
 
 Begin = Callable[[], Iterator[Any]]
 Iterate = Callable[[Begin], Iterator[Any]]
@@ -32,27 +30,21 @@ class ReplacedIteration:
 
     def __init__(self, loader: Any, iterate: Iterate, *, length: int | None = None, hides_length: bool = False) -> None:
         self.loader = loader
-        self._type = type(loader)
-        methods: dict[str, Any] = {"__iter__": _iter_method(self._type, iterate), "__reduce_ex__": _reduce(self._type)}
+        methods: dict[str, Any] = {"__iter__": _iter_method(type(loader), iterate)}
         if hides_length or length is not None:
-            methods["__len__"] = _len_method(self._type, None if hides_length else length)
-        loader.__class__ = _subclass(self._type, methods)
+            methods["__len__"] = _len_method(type(loader), None if hides_length else length)
+        self._replaced = ReplacedClass(loader, methods)
 
     def restore(self) -> None:
         """Restores the loader."""
-        self.loader.__class__ = self._type
+        self._replaced.restore()
 
 
 def replaceable(loader: Any) -> Any:
     """The loader itself, or one around it if its class cannot be replaced: that of a list, a generator or a tensor."""
-    if hasattr(type(loader), "__iter__") and _is_plain_python(type(loader)):
+    if hasattr(type(loader), "__iter__") and is_plain_python(type(loader)):
         return loader
     return StandIn(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
-
-
-def _is_plain_python(cls: type) -> bool:
-    """Whether no part of a class is written in C: such a part may keep the class it was created with, as tensors do."""
-    return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
 class StandIn:
@@ -79,13 +71,6 @@ class _Sized(StandIn):
 
     def __len__(self) -> int:
         return len(self.stands_for)
-
-
-def _subclass(parent: type, methods: dict[str, Any]) -> type:
-    names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
-    # Without slots it would get a __dict__, which the parent may not have, and could not replace its class.
-    slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
-    return type(parent.__name__, (parent,), {**names, **slots, **methods})
 
 
 class _Batches:
@@ -134,22 +119,3 @@ def _len_method(parent: type, length: int | None) -> Callable[[Any], int]:
         return length
 
     return __len__
-
-
-def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
-    """A copy, or a pickle, is of the class that everybody can import."""
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made = parent.__reduce_ex__(self, protocol)
-        if isinstance(made, str):
-            return made
-        function, arguments, *state = made
-        # Pickle accepts copyreg's function only for objects of exactly that class.
-        make = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
-        return make, tuple(parent if item is type(self) else item for item in arguments), *state
-
-    return __reduce_ex__
-
-
-def _new(cls: type, *arguments: Any) -> Any:
-    return cls.__new__(cls, *arguments)

@@ -12,6 +12,7 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
 from lightning_ncclsafe.report.tables.preflight import render_preflight
 from lightning_ncclsafe.rules.judging import judge
@@ -158,25 +159,27 @@ class Preflight:
         incident = Incident(
             number=number, kind=IncidentKind.PREFLIGHT, opened_by=self._identity.rank, opened_ns=time.time_ns()
         )
-        diagnosis = judge(JobFacts(incident=incident, world_size=self._world_size, ranks=ranks), PREFLIGHT_RULES)
+        job = JobFacts(incident=incident, world_size=self._world_size, ranks=ranks, launch=launch_words())
+        diagnosis = judge(job, PREFLIGHT_RULES)
         fresh = [finding for finding in diagnosis.findings if (finding.rule, finding.ranks) not in self._told]
         self._told.update((finding.rule, finding.ranks) for finding in fresh)
         diagnosis = replace(diagnosis, findings=tuple(fresh))
         if not diagnosis.findings and self._says_nothing:
             return Agreed(complete=True)
-        folder = self._write(diagnosis)
-        text = self._render(diagnosis)
         is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
-        if is_fatal and self._on_problem == "raise":
+        is_refused = is_fatal and self._on_problem == "raise"
+        folder = self._write(diagnosis, is_refused=is_refused)
+        text = self._render(diagnosis)
+        if is_refused:
             return Agreed(complete=True, error=text, findings=diagnosis.findings, folder=folder, incident=number)
         self._say(f"{text}\nreport: {folder}" if folder else text)
         return Agreed(complete=True, findings=diagnosis.findings, folder=folder, incident=number)
 
-    def _write(self, diagnosis: Diagnosis) -> str:
+    def _write(self, diagnosis: Diagnosis, *, is_refused: bool) -> str:
         if self._report_dir is None:
             return ""
         try:
-            folder = write_report(diagnosis, self._report_dir)
+            folder = write_report(diagnosis, self._report_dir, is_refused=is_refused)
         except Exception as error:  # the verdict matters more than its report
             self._say(f"the report could not be written: {error}")
             return ""

@@ -1,6 +1,7 @@
 """Where a report is written: one folder an incident, private to the user.
 
-``report.json`` and ``report.txt`` come first. The page takes longer, and nothing else is lost with it.
+``report.json``, ``report.txt`` and, where the run is over, ``plan.json`` come first. The page takes longer, and nothing
+else is lost with it.
 """
 
 import os
@@ -12,18 +13,23 @@ from pathlib import Path
 from lightning_ncclsafe.facts import Incident
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.rules.planning import next_start
 
 # Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
 _MOST_S = 3.0
 _MOST_RANKS = 2_048
 
 
-def write_report(diagnosis: Diagnosis, report_dir: Path) -> Path:
+def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = False) -> Path:
     """Writes ``report.json`` and ``report.txt`` into the incident's folder; a later report on it replaces an earlier.
+
+    Where the run is over, ``plan.json`` is written, too.
 
     Args:
         diagnosis: What to write.
+        is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
         report_dir: The folder of all incidents. If it cannot be written to, a folder of the system's temporary files
             is used instead.
 
@@ -35,9 +41,9 @@ def write_report(diagnosis: Diagnosis, report_dir: Path) -> Path:
     """
     name = folder_name(diagnosis.job.incident)
     try:
-        return _write(diagnosis, report_dir / name)
+        return _write(diagnosis, report_dir / name, is_refused)
     except OSError:
-        return _write(diagnosis, Path(tempfile.mkdtemp(prefix="ncclsafe-")) / name)
+        return _write(diagnosis, Path(tempfile.mkdtemp(prefix="ncclsafe-")) / name, is_refused)
 
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
@@ -72,11 +78,17 @@ def folder_name(incident: Incident) -> str:
     return f"{moment:%Y-%m-%dT%H-%M-%S}Z-incident-{incident.number}"
 
 
-def _write(diagnosis: Diagnosis, folder: Path) -> Path:
+def _write(diagnosis: Diagnosis, folder: Path, is_refused: bool) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.mkdir(exist_ok=True, mode=0o700)
     _write_file(folder / "report.json", report_json(diagnosis))
     _write_file(folder / "report.txt", render_text(diagnosis).encode("utf-8", "replace"))
+    start = next_start(diagnosis, is_refused=is_refused)
+    if start is not None:
+        _write_file(folder / PLAN_FILE, plan_json(start))
+    else:
+        # Of an earlier report on the incident.
+        (folder / PLAN_FILE).unlink(missing_ok=True)
     return folder
 
 

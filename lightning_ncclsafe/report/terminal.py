@@ -20,7 +20,7 @@ _OURS = "[ncclsafe] "
 # On a narrower one lines are broken in any case.
 _NARROWEST = 40
 _EACH = re.MULTILINE | re.IGNORECASE
-_LABELS = "where|because|remedy|likewise|also found|also possible|not known"
+_LABELS = "where|because|remedy|likewise|also found|also possible|not known|next"
 # What stands out in our lines and reports, besides the first line. Later ones win.
 _STYLES = (
     (re.compile(r"`[^`\n]+`"), "green"),

@@ -6,6 +6,7 @@ from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
+from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.ranks import (
     is_inspected,
     is_recorded,
@@ -19,6 +20,7 @@ from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
+from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
 
@@ -33,6 +35,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
     parts = [
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis), width=width),
+        *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
         *(_finding(number, *told, width) for number, told in enumerate(told_once(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
     ]

@@ -13,7 +13,14 @@ from lightning_ncclsafe.settings import OnTimeout, check_limits, seconds
 SWITCH = "NCCLSAFE"
 ON = "1"
 RECOMMENDED = "recommended"
-CALLBACKS = ("HostPreflight", "DatasetAgreement", "LoaderTuner", "LoggerOffload", "CollectiveTimer")
+CALLBACKS = (
+    "HostPreflight",
+    "DatasetAgreement",
+    "LoaderTuner",
+    "LoggerOffload",
+    "CollectiveTimer",
+    "JustInTimeCheckpoint",
+)
 """Ours, which are known without their module."""
 
 _CLASS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -124,12 +131,6 @@ def _phase_timeouts(text: str) -> PhaseTimeouts:
     return PhaseTimeouts(**given)
 
 
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("it must be 1 or 0.")
-    return text == "1"
-
-
 def _callbacks(text: str) -> tuple[WantedCallback, ...]:
     if not text.lstrip().startswith("["):
         return tuple(_callback(name.strip()) for name in text.split(","))
@@ -191,12 +192,6 @@ OPTIONS = (
         read=str,
         metavar="DIRECTORY",
         help="where reports go (default: ncclsafe in the Trainer's default_root_dir)",
-    ),
-    Option(
-        name="sigterm_broadcast",
-        read=_switch,
-        metavar="0|1",
-        help="1 keeps Lightning's own handling of SIGTERM, with a broadcast before every batch (default: 0)",
     ),
 )
 """Everything that may be set."""

@@ -69,6 +69,7 @@ class StopAgreement:
         self._received_at: float | None = None
         self._pass_on: Callable[[], None] = lambda: None
         self._asker: int | None = None
+        self._asked_at: float | None = None
         self._decision: Position | None = None
         self._is_over = threading.Event()
         self._is_off = False
@@ -77,6 +78,11 @@ class StopAgreement:
     def is_asked(self) -> bool:
         """Whether this rank knows of a signal, its own or another's."""
         return self._received_at is not None or self._asker is not None
+
+    @property
+    def asked_for_s(self) -> float:
+        """Seconds since this rank knows of a signal; 0 while there was none."""
+        return time.monotonic() - self._asked_at if self._asked_at is not None else 0.0
 
     # What the main thread calls.
 
@@ -88,7 +94,7 @@ class StopAgreement:
         """
         if self._received_at is None:
             self._pass_on = pass_on
-            self._received_at = time.monotonic()
+            self._received_at = self._asked_at = time.monotonic()
 
     def may_pass(self, position: Position) -> bool:
         """Whether this rank may begin its next batch; waits for the decision if one is due.
@@ -160,6 +166,7 @@ class StopAgreement:
         if self._asker is None:
             self._asker = self._find_asker()
         if self._asker is not None:
+            self._asked_at = self._asked_at or time.monotonic()
             self._promise()
             if self._decision is not None or self._find_decision():
                 self._spread()

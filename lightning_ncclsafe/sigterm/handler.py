@@ -6,13 +6,20 @@ once more in the handler of the signal, wherever that strikes. In earlier versio
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 _BATCH, _EPOCH_END = "advance", "on_advance_end"
-_BROADCAST, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+_BROADCAST, _HANDLER, _SLURMS = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+
+_attached: list["StopSignal"] = []
+"""Those of this process whose handler a forked process would inherit."""
+_held = threading.local()
+"""The signals that were blocked before a fork on this thread."""
 
 
 class StopSignal:
@@ -27,16 +34,24 @@ class StopSignal:
         trainer: The ``Trainer``.
         agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
+        takes_slurms: Whether SLURM's signal before a requeue, at which Lightning saves wherever it strikes, stops as
+            SIGTERM does.
+
+    Attributes:
+        is_to_requeue: Whether SLURM is to queue the job again.
     """
 
-    def __init__(self, trainer: Any, agreement: StopAgreement, error: type[BaseException]) -> None:
+    def __init__(
+        self, trainer: Any, agreement: StopAgreement, error: type[BaseException], *, takes_slurms: bool = False
+    ) -> None:
         self._trainer = trainer
         self._agreement = agreement
         self._error = error
         self._training = 0
         self._evaluation = 0
         self._methods: list[ReplacedMethod] = []
-        self._pid = os.getpid()
+        self._takes_slurms = takes_slurms
+        self.is_to_requeue = False
 
     def attach(self) -> None:
         """Replaces Lightning's methods; what a version of Lightning lacks is left out."""
@@ -45,9 +60,16 @@ class StopSignal:
         batch = ReplacedMethod(loop, _BATCH, lambda *args: self._train(batch, *args))
         epoch_end = ReplacedMethod(epochs, _EPOCH_END, lambda: self._end_epoch(epoch_end))
         self._methods += [batch, epoch_end]
-        for owner, name, call in ((loop, _BROADCAST, lambda: None), (connector, _HANDLER, self._handle)):
+        found: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, _BROADCAST, lambda: None),
+            (connector, _HANDLER, self._handle),
+        ]
+        if self._takes_slurms:
+            found.append((connector, _SLURMS, self._handle_slurms))
+        for owner, name, call in found:
             if hasattr(owner, name):
                 self._methods.append(ReplacedMethod(owner, name, call))
+        _attached.append(self)
 
     def detach(self) -> None:
         """Restores Lightning's methods, and lets Lightning know whether SIGTERM was received."""
@@ -55,6 +77,8 @@ class StopSignal:
             self._trainer._signal_connector.received_sigterm = True
         while self._methods:
             self._methods.pop().remove()
+        if self in _attached:
+            _attached.remove(self)
 
     def before_evaluation_batch(self) -> None:
         """Called before each batch of validation, test and prediction.
@@ -85,10 +109,45 @@ class StopSignal:
 
     def _handle(self, signum: int, frame: Any) -> None:
         """The signal strikes wherever the main thread is: in a lock of ours, or in a collective."""
-        if os.getpid() != self._pid:
-            # A process that the user's code has forked, and ends, as a pool does with its own: it is no rank.
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-            return
+        self._receive(signum)
+
+    def _handle_slurms(self, signum: int, frame: Any) -> None:
+        """Some time before the job's limit; SLURM's own SIGTERM may follow, and changes nothing."""
+        # SLURM may send it to all processes of a job, and one that the user's code has forked is no rank.
+        if self in _attached:
+            self.is_to_requeue = True
+            self._receive(signum)
+
+    def _receive(self, signum: int) -> None:
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
+
+    def handler_before(self) -> Any:
+        """What handled the signal before the Trainer did."""
+        before = getattr(self._trainer._signal_connector, "_original_handlers", {}).get(signal.SIGTERM)
+        return signal.SIG_DFL if before is None else before
+
+
+# A process that the user's code forks is no rank, and has to end when it is told to, as a pool tells its own. With the
+# handler of a rank it would not; and a signal that comes before the new process runs Python would be lost, as Python
+# forgets what is pending there: the pool would wait for it forever.
+
+
+def _before_fork() -> None:
+    _held.signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if _attached else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.signals)
+
+
+def _after_fork_in_child() -> None:
+    try:
+        if _attached:
+            signal.signal(signal.SIGTERM, _attached[0].handler_before())
+            _attached.clear()
+    finally:
+        _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

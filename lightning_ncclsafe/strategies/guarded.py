@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
+from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts
 from lightning_ncclsafe.probes.process.stacks import drop_passing_frames
+from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
 from lightning_ncclsafe.strategies.guarded_call import GuardedCall
 from lightning_ncclsafe.strategies.launchers import guarded
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         _checkpoint_io: Any
         checkpoint_io: Any
         model: Any
+        global_rank: int
         _configure_launcher: Any
         setup_environment: Any
         barrier: Any
@@ -61,6 +64,29 @@ def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_opt
 def _remove(io: Any, ending: Ending, path: Any) -> None:
     ending.check()
     type(io).remove_checkpoint(io, path)
+
+
+def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMethod]:
+    """Callbacks that would save now, on a rank that is not joined by all others, would wait for them for ever.
+
+    Returns:
+        What to remove once callbacks have heard of the exception.
+    """
+
+    def refuse(kind: str) -> None:
+        say_on_stderr(f"rank {rank}: {kind} saves nothing: that needs all ranks, and not all of them have failed")
+
+    refused = []
+    for callback in trainer.callbacks:
+        saves = isinstance(callback, known("ModelCheckpoint")) and getattr(callback, "save_on_exception", False)
+        if saves or isinstance(callback, known("OnExceptionCheckpoint")):
+            act = partial(lambda kind, *args: refuse(kind), type(callback).__name__)
+            refused.append(ReplacedMethod(callback, "on_exception", act))
+    # Where the run is ended, that raises, as all else does that saves.
+    if not ending.is_closed:
+        act = partial(lambda kind, *args, **keys: refuse(kind), "trainer.save_checkpoint()")
+        refused.append(ReplacedMethod(trainer, "save_checkpoint", act))
+    return refused
 
 
 class GuardedStrategy(_ParallelStrategy):
@@ -99,6 +125,7 @@ class GuardedStrategy(_ParallelStrategy):
     is_on_all_ranks: ClassVar[bool] = True
     _timeout: timedelta | None
     _watched: GuardedCall | None = None
+    _refused: list[ReplacedMethod]
 
     def __init__(
         self,
@@ -134,6 +161,7 @@ class GuardedStrategy(_ParallelStrategy):
         self._report_dir = report_dir
         self._sigterm_broadcast = sigterm_broadcast
         self._ending = Ending()
+        self._refused = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -190,7 +218,7 @@ class GuardedStrategy(_ParallelStrategy):
         if watched is not None and name == "run-stage":
             watched.set_up()
         if watched is not None and name == "Trainer.save_checkpoint":
-            watched.steps.saved()
+            watched.saved()
 
     @property
     def checkpoint_io(self) -> Any:
@@ -216,6 +244,8 @@ class GuardedStrategy(_ParallelStrategy):
             CollectiveTimeoutError: The run is being ended; also if that began while the checkpoint was saved.
         """
         self._ending.check()
+        if self._watched is not None:
+            self._watched.saves(args[1] if len(args) > 1 else kwargs.get("filepath"))
         super().save_checkpoint(*args, **kwargs)
         self._ending.check()
 
@@ -237,9 +267,12 @@ class GuardedStrategy(_ParallelStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each step of an optimizer."""
         self._ending.check()
+        watched = self._watched
+        if watched is None:
+            return super().optimizer_step(*args, **kwargs)
+        watched.step_begins()
         output = super().optimizer_step(*args, **kwargs)
-        if self._watched is not None:
-            self._watched.steps.stepped(args[0] if args else kwargs.get("optimizer"))
+        watched.stepped(args[0] if args else kwargs.get("optimizer"))
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -292,6 +325,9 @@ class GuardedStrategy(_ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
         drop_passing_frames(exception)
+        # Those of callbacks have been before.
+        while self._refused:
+            self._refused.pop().remove()
         super().on_exception(exception)
 
     def __repr__(self) -> str:
@@ -315,11 +351,14 @@ class GuardedStrategy(_ParallelStrategy):
             ending=self._ending,
             combined=lightnings(package, "CombinedLoader"),
             sigterm_error=None if self._sigterm_broadcast else lightnings(package, "SIGTERMException"),
+            weights=super().lightning_module_state_dict,
         )
         try:
             yield
         except BaseException as error:
             replacement = watched.failed(error)
+            if watched.leaves_others(error):
+                self._refused = refuse_saving(trainer, self.global_rank, self._ending)
             drop_passing_frames(error)
             if replacement is not None:
                 raise replacement from error

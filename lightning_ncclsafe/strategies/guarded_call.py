@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
-from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import incident_before
+from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -56,6 +56,7 @@ class GuardedCall:
         ending: Of this run, which may be ended in this call.
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
+        weights: The state of the model, by Lightning's own way to it.
 
     Attributes:
         trainer_probe: Where the Trainer stands.
@@ -72,6 +73,7 @@ class GuardedCall:
         ending: Ending,
         combined: type,
         sigterm_error: type[BaseException] | None,
+        weights: Callable[[], Any] = dict,
     ) -> None:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = ActionTracker()
@@ -91,6 +93,7 @@ class GuardedCall:
             incidents=_incidents,
             combined=combined,
             sigterm_error=sigterm_error,
+            weights=weights,
         )
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
@@ -127,6 +130,7 @@ class GuardedCall:
         self._unharmed(self._meet_others)
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
+        self._unharmed(self._features.set_up)
         self._group_timeouts.start()
         self._unharmed(lambda: self._guard.set_up() if self._guard is not None else None)
 
@@ -146,11 +150,38 @@ class GuardedCall:
         """
         self._features.before_evaluation_batch()
 
+    def step_begins(self) -> None:
+        """An optimizer's step begins."""
+        if self._features.ledger is not None:
+            self._features.ledger.step_begins()
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step."""
+        if self._features.ledger is not None:
+            self._features.ledger.step_ended()
+        self.steps.stepped(optimizer)
+
+    def saves(self, path: Any) -> None:
+        """A checkpoint is about to be written."""
+        self._features.last_checkpoint.begin(path)
+
+    def saved(self) -> None:
+        """All ranks are past the save of a checkpoint."""
+        self._features.last_checkpoint.end()
+        self.steps.saved()
+
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Reports it to the other ranks; returns the error to raise instead, if there is a better one."""
         # If it is caught, and there is another call, those who were ended because of it will be missed there.
         self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
+
+    def leaves_others(self, error: BaseException) -> bool:
+        """Whether not all ranks leave with an exception, so that nothing can be done any more that needs them all."""
+        # These are raised on all ranks, or come from somebody who interrupts them all.
+        orderly = isinstance(error, (KeyboardInterrupt, DatasetMismatchError, HostPreflightError))
+        is_told = type(error).__name__ == "SIGTERMException"
+        return self._guard is not None and not orderly and not is_told and not self._guard.leaves_jointly
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
@@ -213,6 +244,7 @@ class GuardedCall:
             ending=self._ending,
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
+            save=self._features.save,
             phase_kind=lambda: (self._phase_kind(), self.trainer_probe.batch_idx()),
             on_tick=self._poll,
         )
@@ -224,6 +256,7 @@ class GuardedCall:
             return
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
+        heed_plan(exchange, place, self._report_dir)
         self._features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:
             self._meet = partial(self._features.meet, strategy, place, exchange)
@@ -231,7 +264,7 @@ class GuardedCall:
             self._say_watch(place.world_size)
 
     def _meet_others(self) -> None:
-        """A guard that some ranks are without would wait for them, and leave out a broadcast that they make."""
+        """A guard that some ranks are without would wait for them."""
         meet, self._meet = self._meet, None
         if meet is None or self._guard is None or meet():
             return

@@ -9,11 +9,15 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_ncclsafe._lightning import known
+from lightning_ncclsafe.checkpoints.saving import is_saving
+from lightning_ncclsafe.exchange import wait_for
 
 EXPLAIN_S = 6.0
 """Seconds that ranks have to report why, once one of them has ended: a report on a rank that is gone takes one, one
 that has to wait for another silent rank takes four."""
 
+# The longest that a checkpoint is waited for then.
+_SAVES_S = 15.0
 # Lightning's name for how its observer of launched ranks ends them all.
 _END_ALL = "_terminate_all"
 
@@ -58,6 +62,7 @@ def _let_the_others_explain() -> None:
 
 def _later(end_all: Callable[[], None]) -> None:
     time.sleep(EXPLAIN_S)
+    wait_for(lambda: not is_saving(), deadline_s=_SAVES_S)
     end_all()
 
 

@@ -1,5 +1,6 @@
 """The callbacks themselves: what they take, and what they need."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from lightning_ncclsafe import (
     CollectiveTimer,
     DatasetAgreement,
     HostPreflight,
+    JustInTimeCheckpoint,
     LoaderTuner,
     SafeDDP,
     safe_callbacks,
 )
+from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import AgreementSettings
 
 
@@ -44,7 +47,7 @@ def test_a_strategy_that_compares_nothing_is_refused(tmp_path: Path) -> None:
         DatasetAgreement().setup(trainer, LightningModule(), "fit")
 
 
-@pytest.mark.parametrize("kind", [CollectiveTimer, DatasetAgreement, HostPreflight, LoaderTuner])
+@pytest.mark.parametrize("kind", [CollectiveTimer, DatasetAgreement, HostPreflight, JustInTimeCheckpoint, LoaderTuner])
 def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
     derived = type("Derived", (kind,), {})
 
@@ -66,3 +69,26 @@ def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
 def test_a_strategy_of_ours_is_taken() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, strategy=SafeDDP(), logger=False)
     DatasetAgreement(on_uneven="repeat").setup(trainer, LightningModule(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dirpath": "s3://bucket/checkpoints"}, "dirpath='s3://bucket/checkpoints' is remote"),
+        ({"keep": 0}, "keep=0 must be a whole number of at least 1"),
+        ({"keep": True}, "keep=True must be a whole number"),
+        ({"grace": 0}, "grace=0 must be longer than 0 s"),
+    ],
+)
+def test_what_a_checkpoint_at_the_last_moment_cannot_be(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        JustInTimeCheckpoint(**settings)
+
+
+def test_a_run_that_goes_on_keeps_its_name() -> None:
+    first, second = JustInTimeCheckpoint(), JustInTimeCheckpoint()
+    assert first.settings.run != second.settings.run
+    second.on_load_checkpoint(Trainer(logger=False), LightningModule(), {KEY: {"run": first.settings.run}})
+    assert first.settings.run == second.settings.run
+    second.on_load_checkpoint(Trainer(logger=False), LightningModule(), {"epoch": 1})
+    assert first.settings.run == second.settings.run, "a checkpoint of another callback"

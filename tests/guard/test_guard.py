@@ -99,7 +99,7 @@ def test_at_the_limit_only_what_is_new_is_printed(make_job: Callable[..., Job]) 
     first, last = job.said
     assert first.startswith("rank-zero-only-work: ") and "remedy: " in first
     assert last.startswith("still rank-zero-only-work after ") and "remedy: " not in last
-    assert len(last.splitlines()) == 3 and "incident-1" in last
+    assert len(last.splitlines()) == 4 and "incident-1" in last and "\nnext: stop: " in last
     (report,) = job.reports()
     assert report["findings"][0]["remedy"]  # type: ignore[index]
 

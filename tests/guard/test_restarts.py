@@ -4,13 +4,20 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
-from lightning_ncclsafe.guard.restarts import agree_on_start, incident_before, launch_words
+from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.guard import restarts
+from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.restarts import agree_on_start, heed_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.probes.process.environment import launch_words
+from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.strategies import guarded_call
 
@@ -120,3 +127,122 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
     begin(1, tmp_path / "other")
     assert [line.partition(":")[0] for line in said] == ["watching 2 ranks", "watching 2 ranks", "watching 1 rank"]
     assert ["the previous start" in line for line in said] == [True, False, False], "this start's own are not before it"
+
+
+STOP = NextStart(plan=Plan.STOP, rule="diverged-collectives", answer="Rank 0 called another.", step=12, incident=1)
+AGAIN = replace(STOP, plan=Plan.UNKNOWN, rule="gil-held", answer="Rank 1 holds it.")
+
+
+def leave_plans(folder: Path, *starts: NextStart, launch: str = "SLURM job 4711") -> list[Path]:
+    """What starts have left behind, the first one first; None of them was before this one's agent."""
+    left = []
+    for number, start in enumerate(starts):
+        incident = folder / f"2026-11-21T14-0{number}-00Z-incident-{start.incident}"
+        incident.mkdir(parents=True)
+        (incident / "report.json").write_text("{}")
+        opened_ns = start.opened_ns or time.time_ns()
+        (incident / PLAN_FILE).write_bytes(plan_json(replace(start, launch=launch, opened_ns=opened_ns)))
+        left.append(incident)
+    return left
+
+
+def test_a_stop_ends_the_next_start_with_the_reason_and_a_way_on(tmp_path: Path) -> None:
+    (folder,) = leave_plans(tmp_path, STOP)
+    reason = reason_to_stop(tmp_path, RESTARTED)
+    assert "the previous start ended by diverged-collectives" in reason and "Rank 0 called another." in reason
+    assert str(folder) in reason
+    (folder / PLAN_FILE).unlink()
+    assert reason_to_stop(tmp_path, RESTARTED) == ""
+
+
+@pytest.mark.parametrize("plan", [Plan.RESTART, Plan.RESTART_WITHOUT_HOST, Plan.UNKNOWN])
+def test_everything_else_lets_it_start(tmp_path: Path, plan: Plan) -> None:
+    leave_plans(tmp_path, replace(STOP, plan=plan))
+    assert reason_to_stop(tmp_path, RESTARTED) == ""
+
+
+@pytest.mark.parametrize("environ", [{}, RESTARTED | {"SLURM_RESTART_COUNT": "0"}, RESTARTED | {"SLURM_JOB_ID": "1"}])
+def test_another_jobs_stop_ends_nothing(tmp_path: Path, environ: dict[str, str]) -> None:
+    leave_plans(tmp_path, STOP)
+    assert reason_to_stop(tmp_path, environ) == ""
+
+
+def test_a_job_that_is_named_is_the_same_in_every_pod(tmp_path: Path) -> None:
+    leave_plans(tmp_path, STOP, launch="job bert")
+    assert reason_to_stop(tmp_path, {"NCCLSAFE_JOB": "bert"} | TORCHRUN) != ""
+    assert reason_to_stop(tmp_path, {"NCCLSAFE_JOB": "gpt"}) == ""
+
+
+def test_a_plan_older_than_the_agent_is_of_another_job_of_that_name(tmp_path: Path) -> None:
+    before_ns = int((psutil.Process(os.getppid()).create_time() - 60) * 1e9)
+    leave_plans(tmp_path, replace(STOP, opened_ns=before_ns), launch="torchrun job")
+    assert reason_to_stop(tmp_path, TORCHRUN) == ""
+
+
+def test_the_third_restart_for_the_same_cause_at_the_same_step_ends(tmp_path: Path) -> None:
+    leave_plans(tmp_path, AGAIN, AGAIN)
+    assert reason_to_stop(tmp_path, RESTARTED) == ""
+    leave_plans(tmp_path / "more", AGAIN, AGAIN, AGAIN)
+    assert "the last 3 starts ended by gil-held, each at step 12" in reason_to_stop(tmp_path / "more", RESTARTED)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        (AGAIN, replace(AGAIN, step=11), AGAIN, AGAIN),
+        (AGAIN, replace(AGAIN, rule="data-stall"), AGAIN, AGAIN),
+        (AGAIN, replace(AGAIN, incident=2), replace(AGAIN, incident=3)),
+        (replace(AGAIN, rule=""),) * 4,
+    ],
+    ids=["another step between", "another cause between", "one start", "no cause"],
+)
+def test_others_than_three_alike_in_a_row_do_not(tmp_path: Path, starts: tuple[NextStart, ...]) -> None:
+    leave_plans(tmp_path, *starts)
+    assert reason_to_stop(tmp_path, RESTARTED) == ""
+
+
+def test_a_last_incident_that_ended_nothing_plans_nothing(tmp_path: Path) -> None:
+    """Whatever ended the start before, it was not what an earlier one had ended by."""
+    leave_plans(tmp_path, STOP)
+    later = tmp_path / "2026-11-21T15-00-00Z-incident-1"
+    later.mkdir()
+    (later / "report.json").write_text("{}")
+    assert reason_to_stop(tmp_path, RESTARTED) == ""
+
+
+def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tuple[list[str], list[str]]:
+    """What ends each rank of a start, and what is printed."""
+    for name, value in RESTARTED.items():
+        monkeypatch.setenv(name, value)
+    shared, said = SharedMemory(), list[str]()
+
+    def rank_ends(rank: int) -> str:
+        # Each host has one rank here, and only rank 0's has the reports.
+        place = Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=1)
+        try:
+            heed_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
+        except PlannedStopError as stop:
+            return f"{stop.code}: {stop.reason}"
+        return ""
+
+    ends = []
+    for rank in range(world_size):
+        # Of this process, which all ranks are a part of here.
+        monkeypatch.setattr(restarts, "_has_heeded", False)
+        ends.append(rank_ends(rank))
+    return ends, said
+
+
+def test_all_ranks_follow_what_rank_0_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "wait_for_others", lambda *_: None)
+    leave_plans(tmp_path, STOP)
+    reason = reason_to_stop(tmp_path, RESTARTED)
+    assert heeded(monkeypatch, tmp_path, 3) == ([f"{STOP_CODE}: {reason}"] * 3, [reason] * 3)
+    assert heeded(monkeypatch, tmp_path / "empty", 3) == ([""] * 3, [])
+
+
+def test_only_the_first_call_of_a_process_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heeded(monkeypatch, tmp_path, 1)
+    leave_plans(tmp_path, STOP)
+    place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    heed_plan(MemoryExchange(), place, tmp_path)

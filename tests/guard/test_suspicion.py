@@ -12,6 +12,7 @@ from lightning_ncclsafe.facts import IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard import idle_times, stuck
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.rules.kit import expected
 
 LONG_S = 1.5
@@ -200,6 +201,21 @@ def test_a_recovery_of_which_nothing_was_told_is_not_told(make_job: Callable[...
     guard._state.open_incident = incident
     guard._participation.take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
     assert job.said == ["recovered after 3 s (incident 1)"]
+
+
+def test_what_moves_a_rank_that_is_being_ended_is_no_recovery(make_job: Callable[..., Job]) -> None:
+    """Saving moves it, and so does a collective that breaks as the failed rank leaves."""
+    job = make_job(world_size=1)
+    job.start(without=0)
+    (guard,) = job.guards
+    state, incident = guard._state, guard._detector.incident(IncidentKind.EXCEPTION, 10.0)
+    state.open_incident, state.verdict = incident, Verdict(incident=incident, answer="rank 1 raised", ends_run=True)
+    guard._ended_run.leave()
+    assert [guard._detector.recovery(idle_s) for idle_s in (10.0, 10.25, 0.1, 0.2)] == [None] * 4
+    # Written by another rank, which is not being ended yet.
+    guard._participation.take_part(IncidentEntry(incident=incident, recovered_after_s=3.0), 0.0)
+    assert not job.said
+    assert str(state.error()).startswith("rank 1 raised")
 
 
 def test_a_standstill_that_ended_before_the_incident_is_not_taken_for_its_end(make_job: Callable[..., Job]) -> None:

@@ -18,7 +18,7 @@ def test_the_contract() -> None:
     assert list(report) == ["schema", "findings", "unanswered", "job"]
     assert report["schema"] == 1
     (finding,) = report["findings"]
-    keys = ["rule", "severity", "confidence", "summary", "ranks", "location", "evidence", "remedy"]
+    keys = ["rule", "severity", "confidence", "summary", "ranks", "location", "evidence", "remedy", "plan"]
     assert list(finding) == keys
     assert (finding["rule"], finding["severity"], finding["confidence"]) == (
         "rank-zero-only-work",

@@ -140,6 +140,13 @@ def tags_that_do_not_match(net: Backend) -> JobFacts:
     return job(*pair, net.waiting(2, seq=61, world=3), world=3)
 
 
+def microbatch_too_few(net: Backend) -> JobFacts:
+    """Rank 0 has sent one less than rank 1 receives, and goes on; sends and receives are counted along by PyTorch."""
+    receives = net.working(1, user("receive", 76), RECV, seq=61, action=TRAINING_STEP, world=2)
+    called = tuple(call for call in receives.collectives if call.seq < 61)
+    return job(net.waiting(0, seq=61, world=2), replace(receives, collectives=called, steps=StepFacts(peer=0)), world=2)
+
+
 def makes_group(net: Backend, number: int, made: int, *places: str) -> RankFacts:
     facts = net.working(number, user("setup", 22), NEW_GROUP, seq=7, phase=Phase.INIT, batch=-1)
     return replace(facts, steps=StepFacts(groups_made=made, groups_at=places))
@@ -348,6 +355,7 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(
         "groups made by their members",
         groups_made_by_their_members,

@@ -26,6 +26,7 @@ from builders import (
 )
 
 from lightning_ncclsafe.facts import (
+    ELSE,
     Frame,
     JobFacts,
     MetricFacts,
@@ -184,6 +185,13 @@ def test_peers_that_have_come_to_their_end_are_no_cause() -> None:
     assert first(gone).ranks == (0,)
     for how in ({"ended_by": "SIGKILL"}, {"exit_code": 3}):
         assert first(replace(gone, witnessed=(process(1, "gone", **how),))).rule == "dead-rank"
+
+
+def test_who_goes_on_after_rank_zero_has_returned_is_not_alone() -> None:
+    """`if rank == 0: return` stands before the Trainer: its condition is about the rank that has gone."""
+    waits = (_outside(GLOO.in_barrier(n, "x", seq=61, world=3), 31, f"{ELSE}{ZERO}") for n in (1, 2))
+    facts = job(*(replace(one, local_rank=one.rank) for one in waits), world=3, witnessed=(process(0, "gone"),))
+    assert (first(facts).rule, first(facts).ranks) == ("dead-rank", (0,))
 
 
 def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:

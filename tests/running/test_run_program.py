@@ -96,7 +96,7 @@ def test_with_recommended_callbacks_too(stock: list[str], warm: Warm, installed:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_where_a_rank_is_without_all_are(stock: list[str], warm: Warm, installed: Path, tmp_path: Path) -> None:
-    """And train as ever: the guard would leave out what the other calls."""
+    """And train as ever."""
     first, second = (rank | {"PYTHON": str(installed)} for rank in ranks_of(2))
     envs = [first | {"NCCLSAFE": "1"}, second]
     codes, output = warm.run([str(PROGRAM), "popen"], tmp_path, timeout_s=LIMIT_S, envs=envs)

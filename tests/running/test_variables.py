@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
-from lightning_ncclsafe import PhaseTimeouts, safe_callbacks
+import lightning_ncclsafe
+from lightning_ncclsafe import PhaseTimeouts
 from lightning_ncclsafe.running.variables import CALLBACKS, OPTIONS, WantedCallback, wanted
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
@@ -28,8 +30,6 @@ def test_nothing_more_need_be_said() -> None:
         ("on_timeout", "report", "report"),
         ("report_dir", "a b/c", "a b/c"),
         ("phase_timeouts", "init=600, train=1e2", PhaseTimeouts(init=600.0, train=100.0)),
-        ("sigterm_broadcast", "1", True),
-        ("sigterm_broadcast", "0", False),
     ],
 )
 def test_arguments_of_the_strategy(name: str, text: str, value: object) -> None:
@@ -37,7 +37,7 @@ def test_arguments_of_the_strategy(name: str, text: str, value: object) -> None:
 
 
 def test_all_that_the_guard_takes_can_be_said() -> None:
-    takes = set(GuardedStrategy.take_guard.__annotations__) - {"return"}
+    takes = set(GuardedStrategy.take_guard.__annotations__) - {"return", "sigterm_broadcast"}
     assert {option.name for option in OPTIONS} == takes | {"timeout", "callbacks"}
 
 
@@ -57,8 +57,9 @@ def test_callbacks(text: str, found: tuple[WantedCallback, ...]) -> None:
     assert wanted({**ON, "NCCLSAFE_CALLBACKS": text}).callbacks == found
 
 
-def test_the_names_of_ours_are_those_that_are_recommended() -> None:
-    assert [type(each).__name__ for each in safe_callbacks()] == [*CALLBACKS]
+def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
+    public = {name: getattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__}
+    assert {*CALLBACKS} == {name for name, it in public.items() if isinstance(it, type) and issubclass(it, Callback)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,6 @@ def test_the_names_of_ours_are_those_that_are_recommended() -> None:
         ("_TIMEOUT", "-1", "it must be a number of seconds, more than 0"),
         ("_TIMEOUT", "1e999", "it must be a number of seconds, more than 0"),
         ("_ON_TIMEOUT", "kill", "it must be abort or report."),
-        ("_SIGTERM_BROADCAST", "yes", "it must be 1 or 0."),
         ("_PHASE_TIMEOUTS", "trian=5", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train=5,train=6", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train", "it must be a number of seconds, more than 0"),

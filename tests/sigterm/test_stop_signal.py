@@ -2,11 +2,10 @@
 
 import copy
 import multiprocessing
-import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +48,7 @@ class Connector:
     def __init__(self) -> None:
         self.received_sigterm = False
         self.handled: list[int] = []
+        self._original_handlers: dict[int, Any] = {}
 
     def _sigterm_notifier_fn(self, signum: int, frame: Any) -> None:
         self.handled.append(signum)
@@ -94,10 +94,11 @@ def agreement() -> Agreement:
 
 
 @pytest.fixture
-def stop(trainer: Trainer, agreement: Agreement) -> StopSignal:
+def stop(trainer: Trainer, agreement: Agreement) -> Iterator[StopSignal]:
     stop = StopSignal(trainer, agreement, Stopped)
     stop.attach()
-    return stop
+    yield stop
+    stop.detach()
 
 
 def test_nothing_is_broadcast(trainer: Trainer, stop: StopSignal) -> None:
@@ -201,9 +202,9 @@ def test_lightning_is_as_it_was_afterwards(trainer: Trainer, stop: StopSignal) -
     assert trainer._signal_connector.handled == [signal.SIGTERM], "whoever has kept the handler has Lightning's again"
 
 
-def test_a_lightning_that_does_not_broadcast(trainer: Trainer, agreement: Agreement) -> None:
+def test_a_lightning_that_does_not_broadcast(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+    stop.detach()
     trainer.fit_loop.epoch_loop = SimpleNamespace(advance=lambda batch: batch)
-    stop = StopSignal(trainer, agreement, Stopped)
     stop.attach()
     assert trainer.loop.advance("batch") == "batch"
     assert not hasattr(trainer.loop, "_broadcast_sigterm_tensor")
@@ -229,25 +230,63 @@ def test_what_stood_there_before_stands_there_again() -> None:
     assert loop._broadcast_sigterm_tensor is before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on Unix")
-def test_a_pool_that_a_hook_has_forked_can_be_ended() -> None:
-    """Its processes have inherited the handler: that of a rank does not end the process."""
-    trainer = Trainer()
-    made = StopSignal(trainer, Agreement(), Stopped)
-    made.attach()
+@pytest.fixture
+def handled(trainer: Trainer, stop: StopSignal) -> Iterator[None]:
+    """SIGTERM is handled as a Trainer handles it."""
     before = signal.signal(signal.SIGTERM, trainer._signal_connector._sigterm_notifier_fn)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    stop.detach()
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_pool_that_a_hook_has_forked_can_be_ended(trainer: Trainer) -> None:
+    """Its processes would inherit the handler: that of a rank does not end the process."""
     fork = multiprocessing.get_context("fork")
     runs = fork.Event()
-    try:
-        child = fork.Process(target=lambda: runs.set() or threading.Event().wait(60.0))
+    child = fork.Process(target=lambda: runs.set() or threading.Event().wait(60.0))
+    child.start()
+    assert runs.wait(20.0)
+    child.terminate()
+    child.join(20.0)
+    code = child.exitcode
+    child.kill()
+    assert code == -signal.SIGTERM
+    assert not trainer.killed
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_forked_process_that_is_ended_at_once_ends() -> None:
+    """Python forgets what is pending in a process that it has just forked, where it handles the signal itself."""
+    fork = multiprocessing.get_context("fork")
+    for _ in range(20):
+        child = fork.Process(target=threading.Event().wait, args=(60.0,))
         child.start()
-        assert runs.wait(20.0)  # a signal that comes before is lost: Python clears what is pending in a forked process
         child.terminate()
         child.join(20.0)
         code = child.exitcode
         child.kill()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        made.detach()
-    assert code == -signal.SIGTERM
-    assert not trainer.killed
+        assert code == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_fork_leaves_the_rank_its_signals() -> None:
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(20.0)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_forked_process_has_the_handler_from_before_the_trainer(trainer: Trainer) -> None:
+    trainer._signal_connector._original_handlers[signal.SIGTERM] = signal.SIG_IGN
+    fork = multiprocessing.get_context("fork")
+    is_ignored = fork.Value("b", False)
+
+    def look() -> None:
+        is_ignored.value = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+    child = fork.Process(target=look)
+    child.start()
+    child.join(20.0)
+    assert is_ignored.value

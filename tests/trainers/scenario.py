@@ -28,6 +28,11 @@ def raise_error() -> None:
     raise ValueError("the batch is broken")  # <- raise
 
 
+def misspell() -> None:
+    """Wrong code, wherever it runs."""
+    no_such_name()  # type: ignore[name-defined] # noqa: F821
+
+
 def leave_silently() -> None:
     sys.exit(0)  # <- exit
 
@@ -66,6 +71,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     "estimate": lambda: None,
     "raise": raise_error,
+    "misspell": misspell,
     "exit": leave_silently,
     "kill": be_killed,
     "stop": be_stopped,

@@ -3,7 +3,7 @@
 import importlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,43 @@ def random_states_kept() -> Iterator[None]:
             numpy.set_state(numpy_state)
         if cuda_states is not None:
             torch.cuda.set_rng_state_all(cuda_states)
+
+
+def saved_states() -> dict[str, Any]:
+    """The states of all global generators, and of the current GPU's, as ``torch.load(weights_only=True)`` reads them.
+
+    That of a GPU is kept on the host: to read it waits for nothing.
+    """
+    version, words, gauss = random.getstate()
+    saved: dict[str, Any] = {"python": (version, words, gauss), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy.random")
+    found: dict[str, Any] = numpy.get_state(legacy=False) if numpy is not None else {}
+    if found.get("bit_generator") == "MT19937":
+        key = torch.from_numpy(found["state"]["key"].astype("int64"))
+        saved["numpy"] = (key, int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"]))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        saved["cuda"] = torch.cuda.get_rng_state()
+    return saved
+
+
+def put_back(saved: Mapping[str, Any]) -> None:
+    """Gives the generators these states, as far as they are saved.
+
+    Args:
+        saved: What :func:`saved_states` has returned.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: It is nothing like that.
+    """
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(saved["torch"])
+    if "numpy" in saved:
+        key, position, has_gauss, cached = saved["numpy"]
+        numpy = importlib.import_module("numpy.random")
+        numpy.set_state(("MT19937", key.numpy().astype("uint32"), position, has_gauss, cached))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
 
 
 def seed_all(seed: int) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from lightning_ncclsafe.probes.absent import or_none
 
+JOB = "NCCLSAFE_JOB"
+"""Names the job, the same for all its starts, where what starts it gives it no name that stays."""
+
 # What NCCL, gloo, torch's distributed part and Lightning look at, and what decides how many threads there are.
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "PL_")
 _NAMES = re.compile(
@@ -23,6 +26,19 @@ _BUILT = "torch/version.py"
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _CUDA = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
+
+
+def launch_words(environ: Mapping[str, str] = os.environ) -> str:
+    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty where nothing can start it again.
+
+    Args:
+        environ: Of this process.
+    """
+    if name := environ.get(JOB):
+        return f"job {name}"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
+    return f"SLURM job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
 
 
 def settings_seen(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

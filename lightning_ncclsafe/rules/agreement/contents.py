@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     JobData,
     JobLoader,
+    Plan,
     Questions,
     Severity,
     agreement_rule,
@@ -39,6 +40,7 @@ _CLASSES: Questions[LoaderFacts] = {
         "Make the dataset by the same code on all ranks: look for a condition on the rank, a cache or a path that "
         "exists on some hosts only, and a fallback that is used when reading fails."
     ),
+    plan=Plan.STOP,
 )
 def different_datasets(view: JobData) -> Iterator[Finding]:
     """The dataset, one of those below it, or the loader has a different class on some ranks.
@@ -82,6 +84,7 @@ OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distribu
         "Let every rank hold the whole dataset, made alike: call seed_everything(seed) before any split, sort lists of "
         f"files, and filter by what the data says, not by what the rank or the host has. {OWN_SHARDS}"
     ),
+    plan=Plan.STOP,
 )
 def unequal_samples(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, but the number of samples differs between them.
@@ -130,7 +133,7 @@ _AUGMENTATION = (
 )
 
 
-@agreement_rule(after="unequal-samples")
+@agreement_rule(after="unequal-samples", plan=Plan.STOP)
 def different_data(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, but they hold different data of the same size.
 
@@ -200,6 +203,7 @@ _OF_SPLIT = {"first batches"}
         "before the data is made, leave use_distributed_sampler=True, and choose shards by the data-parallel rank, "
         "trainer.strategy.distributed_sampler_kwargs['rank'], never by trainer.global_rank."
     ),
+    plan=Plan.STOP,
 )
 def different_peers(view: JobData) -> Iterator[Finding]:
     """Tensor-parallel peers, or other ranks that form one data-parallel rank, read different data.

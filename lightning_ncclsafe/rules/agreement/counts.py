@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     JobData,
     JobLoader,
+    Plan,
     Questions,
     Severity,
     agreement_rule,
@@ -45,6 +46,7 @@ _QUESTIONS: Questions[DataFacts] = {
         "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
         "around them."
     ),
+    plan=Plan.STOP,
 )
 def loader_count(view: JobData) -> Iterator[Finding]:
     """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
@@ -78,6 +80,7 @@ def loader_count(view: JobData) -> Iterator[Finding]:
         "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An "
         "empty shard needs the same class as a full one."
     ),
+    plan=Plan.STOP,
 )
 def sized_and_unsized(view: JobData) -> Iterator[Finding]:
     """A loader has a length on some ranks and none on others.
@@ -133,6 +136,7 @@ _WAYS_ON = {
         "pad shards to one length, or set drop_last=True. If that is not possible, on_uneven='stop_together' ends the "
         "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
     ),
+    plan=Plan.STOP,
 )
 def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.
@@ -222,7 +226,8 @@ _WAYS_TO_END = {
         "on another, the same number of loader workers. If that is not possible, "
         "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
         "on_uneven='repeat' with the last."
-    )
+    ),
+    plan=Plan.STOP,
 )
 def uneven_end(view: JobData) -> Iterator[Finding]:
     """Data of unknown length ended on some ranks before the others.

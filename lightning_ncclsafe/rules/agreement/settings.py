@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Groups,
     JobData,
     JobLoader,
+    Plan,
     Questions,
     Severity,
     agreement_rule,
@@ -39,6 +40,7 @@ _OF_BATCHES: Questions[LoaderFacts] = {
         "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of "
         "the host, let rank 0 decide for all."
     ),
+    plan=Plan.STOP,
 )
 def loader_settings(view: JobData) -> Iterator[Finding]:
     """Batch size, drop_last or, for data that is iterated, the number of workers differs between ranks.
@@ -106,6 +108,7 @@ _OF_GOING_ON: Questions[DataFacts] = {
 @agreement_rule(
     after="unequal-batches",
     remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
+    plan=Plan.STOP,
 )
 def settings_disagreement(view: JobData) -> Iterator[Finding]:
     """The settings of the comparison itself differ between ranks.
@@ -137,6 +140,7 @@ def settings_disagreement(view: JobData) -> Iterator[Finding]:
         "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of "
         "this rank's own number."
     ),
+    plan=Plan.STOP,
 )
 def validation_step(view: JobData) -> Iterator[Finding]:
     """Validation would not start after the same training batch on all ranks.

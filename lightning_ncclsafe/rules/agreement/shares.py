@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     JobData,
     JobLoader,
+    Plan,
     Questions,
     Severity,
     agreement_rule,
@@ -58,7 +59,7 @@ _UNSPLIT = (
 _Key = tuple[object, ...]
 
 
-@agreement_rule(after="settings-disagreement")
+@agreement_rule(after="settings-disagreement", plan=Plan.STOP)
 def same_shard(view: JobData) -> Iterator[Finding]:
     """Nothing splits the data among ranks, and several ranks read the same samples in the same order.
 
@@ -207,6 +208,7 @@ class _Wrong(NamedTuple):
         "Make the sampler alike on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel ranks, "
         "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
     ),
+    plan=Plan.STOP,
 )
 def sampler_disagreement(view: JobData) -> Iterator[Finding]:
     """The samplers of ranks have different settings or numbers of replicas, or take the same share of the data.

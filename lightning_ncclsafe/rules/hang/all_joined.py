@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     GroupView,
+    Plan,
     Timeline,
     batch_words,
     collective_words,
@@ -33,7 +34,14 @@ _REMEDY_OTHER = (
 )
 
 
-@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives))
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart``; ``unknown`` where a GPU has not started the collective: a kernel of the code may keep it busy."""
+    calls = [call for group in view.groups for call in (view.joined(group) or {}).values()]
+    may_be_busy = any(call.backend.startswith("nccl") and not (call.started or call.completed) for call in calls)
+    return Plan.UNKNOWN if may_be_busy else Plan.RESTART
+
+
+@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives), plan=_plan)
 def all_joined(view: Timeline) -> Iterator[Finding]:
     """All ranks called the same collective, and it completes on none of them.
 

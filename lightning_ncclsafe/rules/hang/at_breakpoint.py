@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, hang_rule, held_up, is_in
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Plan, Timeline, hang_rule, held_up, is_in
 
 
 @hang_rule(
     after="own-code",
     remedy='Remove the breakpoint; or debug with devices=1, or with on_timeout="report" and a longer timeout.',
+    plan=Plan.STOP,
 )
 def at_breakpoint(view: Timeline) -> Iterator[Finding]:
     """A rank is paused in a debugger while the others wait for it.

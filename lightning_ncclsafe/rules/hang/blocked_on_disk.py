@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Reason,
     Timeline,
     Wait,
@@ -42,6 +43,14 @@ _ON_FILES = re.compile(
 _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
 
 
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart``; ``unknown`` where it may wait for the other end of a pipe."""
+    threads = (view.facts[rank].machine.main_thread for rank in finding.ranks if rank in view.facts)
+    channels = [thread.wait_channel if thread is not None else "" for thread in threads]
+    known = all(wait_of(channel) in _STORAGE for channel in channels)
+    return Plan.RESTART if known else Plan.UNKNOWN
+
+
 @hang_rule(
     after="data-stall",
     remedy=(
@@ -49,6 +58,7 @@ _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
         "not answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
     ),
     is_of_machine=True,
+    plan=_plan,
 )
 def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread is in uninterruptible sleep, or in a call on a file, and does not return.

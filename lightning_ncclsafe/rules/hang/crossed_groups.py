@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Kind,
+    Plan,
     Timeline,
     calls_location,
     capitalised,
@@ -44,6 +45,7 @@ _LISTED = 8
         "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
         "too: each waits on the device for those before it."
     ),
+    plan=Plan.STOP,
 )
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for each other in different process groups, or create groups in different orders.

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Findings,
+    Plan,
     Severity,
     Timeline,
     aborted,
@@ -81,7 +82,14 @@ def is_ended_by_gloo(finding: Finding, others: Findings) -> bool:
     return any(set(other.ranks) >= set(finding.ranks) for other in ends)
 
 
-@hang_rule(after="network-cut", superseded=is_ended_by_gloo)
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart`` where something else has killed or ended it; ``unknown`` for want of memory, a crash, an exit."""
+    signals = {signal_of(view, rank) if rank in view.witnesses else "" for rank in finding.ranks}
+    is_from_outside = signals <= {"SIGKILL", *_ENDS} and not _oom_kills(view, finding.ranks)
+    return Plan.RESTART if is_from_outside else Plan.UNKNOWN
+
+
+@hang_rule(after="network-cut", superseded=is_ended_by_gloo, plan=_plan)
 def dead_rank(view: Timeline) -> Iterator[Finding]:
     """A rank's process is gone and left no explanation.
 

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Timeline,
     alone_in_trainer,
     capitalised,
@@ -32,7 +33,7 @@ _REMEDY_START = (
 
 
 # Another call of the Trainer, an lr_find say, may have settings of its own.
-@hang_rule(after="unfinished-rank", unless=(alone_in_trainer,))
+@hang_rule(after="unfinished-rank", unless=(alone_in_trainer,), plan=Plan.STOP)
 def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     """Ranks have different Trainer settings, or continue from different steps, and so call different collectives.
 

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Severity,
     Shift,
     Timeline,
@@ -114,6 +115,7 @@ _REMEDY_ALONE = (
         "unused-parameters",
     ),
     reads_exceptions=True,
+    plan=Plan.STOP,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Ranks of a process group called different collectives, so none of them can complete.

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Timeline,
     call_evidence,
     calls_location,
@@ -46,7 +47,7 @@ _DECIDES = (
 )
 
 
-@hang_rule(after="unmatched-p2p", follows=("different-trainer-settings", "stopped-early"))
+@hang_rule(after="unmatched-p2p", follows=("different-trainer-settings", "stopped-early"), plan=Plan.STOP)
 def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
     """One rank logged a value that is reduced across all ranks, and the others did not log it.
 

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Findings,
+    Plan,
     Severity,
     Timeline,
     batch_words,
@@ -35,6 +36,8 @@ _REMEDIES = {
 }
 _LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
+# No file, no network and no memory makes these: a TypeError may come of an image that could not be read.
+_OF_CODE = {"NameError", "UnboundLocalError", "NotImplementedError", "SyntaxError", "IndentationError", "TabError"}
 # Nobody reads more; where every rank of a large job raises something else, one of these explains the others.
 _MOST = 16
 
@@ -45,7 +48,13 @@ def is_told_as_exception(finding: Finding, others: Findings) -> bool:
     return bool(finding.ranks) and told.issuperset(finding.ranks)
 
 
-@hang_rule(after="timeout-misuse", superseded=is_told_as_exception)
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``stop`` for an error that only code can make, such as NameError; ``unknown`` for all others."""
+    raised = {exception.type for rank in finding.ranks if (exception := view.facts[rank].exception) is not None}
+    return Plan.STOP if raised and raised <= _OF_CODE else Plan.UNKNOWN
+
+
+@hang_rule(after="timeout-misuse", superseded=is_told_as_exception, plan=_plan)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
     """A rank raised an exception, and the others wait for a rank that will not come.
 

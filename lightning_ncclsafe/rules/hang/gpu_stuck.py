@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Pending,
+    Plan,
     Reason,
     Timeline,
     Wait,
@@ -32,6 +33,13 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart-without-host`` where the driver hangs or says what is wrong with the GPU; ``unknown`` otherwise."""
+    answering = [view.facts[rank] for rank in finding.ranks if rank in view.facts]
+    # Of a rank that does not answer, its process has been seen to wait in the driver.
+    return Plan.RESTART_WITHOUT_HOST if all(map(ailment, answering)) else Plan.UNKNOWN
+
+
 @hang_rule(
     after="diverged-collectives",
     remedy=(
@@ -40,6 +48,7 @@ from lightning_ncclsafe.rules.kit import (
         "checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
         "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
     ),
+    plan=_plan,
 )
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:
     """One rank's GPU does not start, or does not complete, a collective that the other GPUs have started.

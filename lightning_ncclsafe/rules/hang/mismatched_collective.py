@@ -6,6 +6,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     aborted,
@@ -69,6 +70,7 @@ _DECIDES = (
     after="failed-rank",
     follows=("different-trainer-settings", "stopped-early"),
     unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
+    plan=Plan.STOP,
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same collective, but the number of elements or the data type differs between them.

@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     batch_words,
@@ -37,7 +38,7 @@ _REMEDY = (
 )
 
 
-@hang_rule(after="unreachable-host", remedy=_REMEDY)
+@hang_rule(after="unreachable-host", remedy=_REMEDY, plan=Plan.RESTART)
 def network_cut(view: Timeline) -> Iterator[Finding]:
     """Ranks report lost connections although every one of them is alive.
 

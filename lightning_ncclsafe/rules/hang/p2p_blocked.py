@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Pending,
+    Plan,
     Timeline,
     batch_words,
     collective_words,
@@ -31,6 +32,7 @@ _FIRST = 8
         "bare metal, and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver "
         "allows."
     ),
+    plan=Plan.RESTART_WITHOUT_HOST,
 )
 def p2p_blocked(view: Timeline) -> Iterator[Finding]:
     """The very first collective between the GPUs of a host never completes, although every rank called it.

@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Severity,
     Timeline,
     batch_words,
@@ -66,6 +67,7 @@ _REMEDY_SHARDED = (
         "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
         "background thread. A longer timeout only makes the others wait longer."
     ),
+    plan=Plan.STOP,
 )
 def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """One rank, or a few, do work that the others skip, and the others wait in the next collective.

@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     OtherCounts,
+    Plan,
     Severity,
     Timeline,
     alone_in_trainer,
@@ -49,6 +50,7 @@ _REMEDY_STEPS = (
     ),
     follows=("different-trainer-settings", "stopped-early"),
     reads_exceptions=True,
+    plan=Plan.STOP,
 )
 def skipped_step(view: Timeline) -> Iterator[Finding]:
     """One rank skipped a backward pass of a batch, and so exchanged no gradients for it.

@@ -6,6 +6,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
     Kind,
+    Plan,
     Timeline,
     directories,
     directory_words,
@@ -22,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
         "Write checkpoints to fast local storage and copy them away, save less often, write a sharded checkpoint so "
         "that all ranks share the work, or use AsyncCheckpointIO."
     ),
+    plan=Plan.RESTART,
 )
 def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
     """A rank is writing a checkpoint while the others wait for it.

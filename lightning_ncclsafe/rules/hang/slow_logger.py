@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Timeline,
     directories,
     directory_words,
@@ -33,6 +34,7 @@ _OFFLOAD = "LoggerOffload"
         "directory on a local disk and copy it away after the run, or log less often (log_every_n_steps, "
         "self.log(on_step=False))."
     ),
+    plan=Plan.RESTART,
 )
 def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, usually rank 0, is held up in a logger while the others wait in a collective.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, hang_rule, held_up, how_we_know
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Plan, Timeline, hang_rule, held_up, how_we_know
 
 # Of functions in C there is no frame, but the line that calls them. torch asks for a name of each connection's address.
 _CALLS = re.compile(
@@ -21,6 +21,7 @@ _LISTED = 8
         "hosts and for ::ffff:127.0.0.1? Write names and addresses of the hosts into /etc/hosts, run a caching "
         "resolver on each host, or make a lost question cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
     ),
+    plan=Plan.RESTART,
 )
 def slow_name_server(view: Timeline) -> Iterator[Finding]:
     """A rank waits for a name server, usually while it connects to the job's store.

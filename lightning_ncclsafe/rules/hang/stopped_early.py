@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     batch_words,
@@ -45,7 +46,7 @@ _REMEDY_CLOCK = (
 )
 
 
-@hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",))
+@hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",), plan=Plan.STOP)
 def stopped_early(view: Timeline) -> Iterator[Finding]:
     """Some ranks left the training loop while others are in a batch, and the Trainer shows why.
 

@@ -6,6 +6,7 @@ from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
+    Plan,
     Reason,
     Timeline,
     hang_rule,
@@ -24,7 +25,7 @@ _FREEZER = (
 )
 
 
-@hang_rule(after="dead-rank")
+@hang_rule(after="dead-rank", plan=Plan.RESTART)
 def stopped_process(view: Timeline) -> Iterator[Finding]:
     """A rank's process is stopped; nothing in it can run, not even the guard.
 

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Position,
     Severity,
     Timeline,
@@ -48,6 +49,7 @@ _REMEDY_STOPPED = (
         "skipped-step",
         "unused-parameters",
     ),
+    plan=Plan.STOP,
 )
 def uneven_batches(view: Timeline) -> Iterator[Finding]:
     """Some ranks have reached the end of their data while others are still in a batch.

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
+    Plan,
     Timeline,
     batch_words,
     capitalised,
@@ -19,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     stack_evidence,
     verb,
+    wait_words,
 )
 
 
@@ -29,12 +31,14 @@ from lightning_ncclsafe.rules.kit import (
         "a microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive "
         "in dist.batch_isend_irecv."
     ),
+    plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait for sends and receives that match no other rank's, and nobody does anything else.
 
     Symptom:
-        Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it.
+        Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it. Or a rank is in
+        send() or recv(), and its peer waits in a collective.
 
     Cause:
         Sends and receives with different tags, peers or numbers than those of the other side; stages of a pipeline that
@@ -49,8 +53,12 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # With a rank that is still at work, or with one that is gone, there may be another side yet.
-    if len(sides) > 1 and set(view.waiting) == set(view.facts) and not view.silent and not view.raised:
+    if set(view.waiting) != set(view.facts) or view.silent or view.raised:
+        return
+    if len(sides) > 1:
         yield _finding(view, sides)
+    elif alone := _left_alone(view):
+        yield _left(view, alone)
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
@@ -58,6 +66,41 @@ def _waits_for_peer(view: Timeline, rank: int) -> bool:
     facts, doing = view.facts[rank], view.activities[rank]
     is_wait = doing.kind is Kind.COLLECTIVE and doing.call == "wait" and doing.collective is None
     return is_wait and not facts.unrecorded and facts.exception is None
+
+
+def _left_alone(view: Timeline) -> dict[int, int]:
+    """Ranks that send or receive, with the peer: one that waits in a collective, and so is not the other side.
+
+    Where the recorder shows who is behind in that collective, the two wait for each other in a circle.
+    """
+    found = {}
+    for rank in view.waiting:
+        doing, peer = view.activities[rank], view.facts[rank].steps.peer
+        exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None and rank not in view.behind
+        if exchanges and peer in view.facts and _is_in_collective(view, peer):
+            found[rank] = peer
+    return found
+
+
+def _is_in_collective(view: Timeline, rank: int) -> bool:
+    doing = view.activities[rank]
+    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
+
+
+def _left(view: Timeline, alone: dict[int, int]) -> Finding:
+    parts = [
+        f"rank {rank} waits in {wait_words(view, rank)} for rank {peer}, which waits in {wait_words(view, peer)}"
+        for rank, peer in alone.items()
+    ]
+    batch = batch_words(view.facts[next(iter(alone))].progress)
+    frames = {location_of(view.activities[rank].frame) for rank in alone}
+    return finding(
+        view,
+        tuple(sorted({*alone, *alone.values()})),
+        f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
+        location=frames.pop() if len(frames) == 1 else "",
+        evidence=tuple(stack_evidence(view, (*alone,))),
+    )
 
 
 def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:

@@ -7,6 +7,7 @@ from lightning_ncclsafe.facts import JobFacts, SilentHost
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
+    Plan,
     Timeline,
     duration_words,
     finding,
@@ -20,7 +21,13 @@ _LISTED = 8
 _FEW = 3
 
 
-@hang_rule(after="mismatched-collective")
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart-without-host`` where most hosts still answer; ``restart`` where each side may blame the other."""
+    here = {facts.host for facts in view.job.ranks}
+    return Plan.RESTART_WITHOUT_HOST if len(here) > len(view.job.silent_hosts) else Plan.RESTART
+
+
+@hang_rule(after="mismatched-collective", plan=_plan)
 def unreachable_host(view: Timeline) -> Iterator[Finding]:
     """A host is down or cut off from the others: neither it nor any of its ranks answers.
 

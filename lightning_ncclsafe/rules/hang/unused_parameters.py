@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     Divergence,
     Evidence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     alone_in_trainer,
@@ -46,7 +47,10 @@ _DECIDES = " The ranks' lines in forward decide: if they agree, the parts are ca
 
 
 @hang_rule(
-    after="skipped-step", follows=("different-trainer-settings", "stopped-early", "skipped-step"), reads_exceptions=True
+    after="skipped-step",
+    follows=("different-trainer-settings", "stopped-early", "skipped-step"),
+    reads_exceptions=True,
+    plan=Plan.STOP,
 )
 def unused_parameters(view: Timeline) -> Iterator[Finding]:
     """A rank's step left out a part of the model whose parameters or gradients the others exchange.

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     batch_words,
@@ -61,7 +62,16 @@ _REMEDY_ENDED = (
 )
 
 
-@hang_rule(after="shm-exhausted", reads_exceptions=True)
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart`` where something else has killed or ended it; ``unknown`` for want of memory, a crash, an exit."""
+    told = [view.facts[rank] for rank in finding.ranks]
+    said = {(found["signal"] or "").strip() for facts in told if (found := _died(facts))}
+    signals = said | {child.signal for facts in told for child in facts.machine.ended if child.signal}
+    is_from_outside = bool(signals) and signals <= {*_KILLS, *_ENDS}
+    return Plan.RESTART if is_from_outside and not any(facts.host_facts.oom_kills for facts in told) else Plan.UNKNOWN
+
+
+@hang_rule(after="shm-exhausted", reads_exceptions=True, plan=_plan)
 def worker_died(view: Timeline) -> Iterator[Finding]:
     """A process that makes a rank's batches, or works for it otherwise, is dead.
 

@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts.findings import Confidence as Confidence
 from lightning_ncclsafe.facts.findings import Diagnosis as Diagnosis
 from lightning_ncclsafe.facts.findings import Evidence as Evidence
 from lightning_ncclsafe.facts.findings import Finding as Finding
+from lightning_ncclsafe.facts.findings import Plan as Plan
 from lightning_ncclsafe.facts.findings import Severity as Severity
 from lightning_ncclsafe.rules.kit.activity import *
 from lightning_ncclsafe.rules.kit.alone import *

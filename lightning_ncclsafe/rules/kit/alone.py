@@ -112,7 +112,9 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     The others are in another call of the Trainer, or in none: then they have no guard that would answer, and look like
     ranks that are frozen, or they have ended in good order.
     """
-    conditions = {rank: condition for rank, facts in view.facts.items() if (condition := _around_trainer(facts))}
+    # After `if rank == 0: return` it is the others that have called it, and none of them alone.
+    first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0}
+    conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}
     calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
     alone = {calls[rank] for rank in conditions}
     others = [calls[rank] for rank in view.facts if rank not in conditions]

@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Plan
 
 SECTIONS = ("Symptom", "Cause", "Remedy", "Cannot see")
 """What every rule's docstring has, after its first sentence."""
@@ -104,6 +104,8 @@ class Findings:
 
 
 Superseded = Callable[[Finding, Findings], bool]
+PlanFor = Callable[[V, Finding], Plan]
+"""What follows from a finding where that depends on what was seen; its docstring says on what, in one sentence."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,6 +124,8 @@ class Rule(Generic[V]):
         superseded: Whether a finding of it is no news beside those of others.
         reads_exceptions: Whether it reads what an exception says, so that this need not be told again.
         is_of_machine: Whether it is about ranks that their machine holds up, whatever line they have come to.
+        plan: What the next start is to do about it: `stop` where only the code, its settings or its data can be wrong,
+            `restart` where they cannot be.
     """
 
     name: str
@@ -134,6 +138,7 @@ class Rule(Generic[V]):
     superseded: Superseded | None = None
     reads_exceptions: bool = False
     is_of_machine: bool = False
+    plan: Plan | PlanFor[V] = Plan.UNKNOWN
 
     def __repr__(self) -> str:
         return f"Rule({self.name!r})"
@@ -151,6 +156,17 @@ class Rule(Generic[V]):
         if others.likely(self.follows):
             return True
         return self.superseded is not None and self.superseded(finding, others)
+
+    def plan_for(self, view: V, finding: Finding) -> Plan:
+        """What the next start is to do about a finding of its own."""
+        return self.plan if isinstance(self.plan, Plan) else self.plan(view, finding)
+
+    @cached_property
+    def plan_words(self) -> str:
+        """What the next start is to do about it, and on what that depends."""
+        if isinstance(self.plan, Plan):
+            return self.plan.value
+        return " ".join(cleandoc(self.plan.__doc__ or "").split("\n\n")[0].split())
 
     @cached_property
     def summary(self) -> str:
@@ -176,7 +192,8 @@ def _found(view: V, rule: Rule[V]) -> tuple[Finding, ...]:
     if any(question(view) for question in rule.unless):
         return ()
     found = rule.ask(view)
-    return tuple(replace(one, rule=rule.name, remedy=one.remedy or rule.remedy) for one in found)
+    named = (replace(one, rule=rule.name, remedy=one.remedy or rule.remedy) for one in found)
+    return tuple(replace(one, plan=rule.plan_for(view, one)) for one in named)
 
 
 def named_by(view: V, *rules: Rule[V], least: Confidence = Confidence.POSSIBLE) -> frozenset[int]:
@@ -207,6 +224,7 @@ class Rules(Generic[V]):
         superseded: Superseded | None = None,
         reads_exceptions: bool = False,
         is_of_machine: bool = False,
+        plan: Plan | PlanFor[V] = Plan.UNKNOWN,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
         """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`.
 
@@ -226,6 +244,7 @@ class Rules(Generic[V]):
                 superseded=superseded,
                 reads_exceptions=reads_exceptions,
                 is_of_machine=is_of_machine,
+                plan=plan,
             )
             known = self._by_name.setdefault(rule.name, rule)
             if known.ask.__module__ != ask.__module__:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median_high
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.rules.kit import Checked, Severity, size_words
+from lightning_ncclsafe.rules.kit import Checked, Plan, Severity, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).
@@ -67,6 +67,7 @@ _LISTED = 3
         "Take this host out of the job and have the GPU reset (nvidia-smi --gpu-reset) or the host rebooted; where it "
         "is slowed down, look at cooling and power (nvidia-smi -q -d PERFORMANCE)."
     ),
+    plan=Plan.RESTART_WITHOUT_HOST,
 )
 def gpu_unhealthy(view: Checked) -> Iterator[Problem]:
     """The driver reports memory errors, a pending repair, throttled clocks, Xid errors or a recovery action.

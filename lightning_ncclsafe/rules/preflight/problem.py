@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Rule,
     Severity,
     capitalised,
@@ -44,13 +45,16 @@ class Problem:
 Check = Callable[[Checked], Iterable[Problem]]
 
 
-def check(*, after: str = "", remedy: str, source: str = "host") -> Callable[[Check], Rule[Checked]]:
+def check(
+    *, after: str = "", remedy: str, source: str = "host", plan: Plan = Plan.UNKNOWN
+) -> Callable[[Check], Rule[Checked]]:
     """Makes a rule of a function that gives problems: all of them are one finding, the worst first.
 
     Args:
         after: The check behind which it stands.
         remedy: What to do.
         source: Where the evidence comes from.
+        plan: What the next start is to do about it.
     """
 
     def register(ask: Check) -> Rule[Checked]:
@@ -59,7 +63,7 @@ def check(*, after: str = "", remedy: str, source: str = "host") -> Callable[[Ch
             if told := _merged(ask(view)):
                 yield _finding(view, told, source)
 
-        return preflight_rule(after=after, remedy=remedy)(together)
+        return preflight_rule(after=after, remedy=remedy, plan=plan)(together)
 
     return register
 

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Timeline,
     capitalised,
     clause,
@@ -28,6 +29,7 @@ _LISTED = 4
         "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
         "too: each waits on the device for those before it. No timeout is long enough for this."
     ),
+    plan=Plan.STOP,
 )
 def crossed_groups(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in one group for others, which wait in another group for them.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
-from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
+from lightning_ncclsafe.rules.kit import Finding, Plan, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "these can never complete together"
@@ -18,6 +18,7 @@ _WHY = "these can never complete together"
     ),
     follows=("crossed-groups", "mismatched-collective"),
     reads_exceptions=True,
+    plan=Plan.STOP,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, ranks recorded different operations, sizes or types.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
-from lightning_ncclsafe.rules.kit import Finding, Timeline, recorded_rule
+from lightning_ncclsafe.rules.kit import Finding, Plan, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "the operation differs in size or type between ranks and cannot complete"
@@ -18,6 +18,7 @@ _WHY = "the operation differs in size or type between ranks and cannot complete"
         "data. The lines that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No "
         "timeout is long enough."
     ),
+    plan=Plan.STOP,
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, the number of elements or the type of one operation differs between ranks.

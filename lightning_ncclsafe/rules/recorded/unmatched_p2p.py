@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective
-from lightning_ncclsafe.rules.kit import Evidence, Finding, Timeline, capitalised, clause, location_of, recorded_rule
+from lightning_ncclsafe.rules.kit import (
+    Evidence,
+    Finding,
+    Plan,
+    Timeline,
+    capitalised,
+    clause,
+    location_of,
+    recorded_rule,
+)
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
 from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
@@ -19,6 +28,7 @@ _LISTED = 6
         "another in a circle, pair each send with its receive in dist.batch_isend_irecv. "
     )
     + LOOK_THERE,
+    plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     """Ranks wait in sends and receives whose other side is not called, because it waits for them in turn.

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
 
 WIDTH = 128
-NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast")
+NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast", "saved")
 STOCK: dict[str, Callable[[], Any]] = {"ddp": DDPStrategy, "fsdp": StockFSDP, "model-parallel": ModelParallelStrategy}
 
 
@@ -89,11 +89,13 @@ def make_strategy(name: str, parallel: str) -> tuple[Any, list[L.Callback]]:
     if name == "stock":
         return STOCK[parallel](), []
     # Not at the top: a process that trains with stock alone, to compare memory, must not load the package.
-    from lightning_ncclsafe import CollectiveTimer, SafeDDP, SafeFSDP, SafeModelParallel
+    from lightning_ncclsafe import CollectiveTimer, JustInTimeCheckpoint, SafeDDP, SafeFSDP, SafeModelParallel
 
     safe: dict[str, Any] = {"ddp": SafeDDP, "fsdp": SafeFSDP, "model-parallel": SafeModelParallel}
-    timers: list[L.Callback] = [CollectiveTimer(table=False)] if name.startswith("timer") else []
-    return safe[parallel](sigterm_broadcast=name.endswith("broadcast")), timers
+    callbacks: list[L.Callback] = [CollectiveTimer(table=False)] if name.startswith("timer") else []
+    if name == "saved":
+        callbacks = [JustInTimeCheckpoint("never written")]
+    return safe[parallel](sigterm_broadcast=name.endswith("broadcast")), callbacks
 
 
 def make_loader(data: str, batches: int, batch_size: int, ranks: int) -> DataLoader[Any]:

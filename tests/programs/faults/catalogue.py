@@ -21,6 +21,9 @@ import healthy_starts
 import healthy_steps
 import thread_data
 import thread_data_workers
+import thread_fourth
+import thread_fourth_healthy
+import thread_fourth_process
 import thread_healthy_data
 import thread_healthy_loops
 import thread_healthy_start
@@ -57,6 +60,9 @@ THEMES = (
     healthy_steps,
     thread_data,
     thread_data_workers,
+    thread_fourth,
+    thread_fourth_healthy,
+    thread_fourth_process,
     thread_healthy_data,
     thread_healthy_start,
     thread_healthy_loops,

@@ -1,0 +1,6 @@
+"""Checkpoints of a run that is being ended, made beside its training thread and without a collective, and gone on from.
+
+``ledger`` knows at each step's boundary what belongs together, ``saving`` writes it. ``resuming`` is the door of the
+next start: ``finding`` knows which checkpoint, ``position`` which batch, and ``left_behind`` that of a rank that is
+silent. Imports the exchange and what prints to the user.
+"""

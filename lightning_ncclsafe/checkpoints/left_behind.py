@@ -1,0 +1,174 @@
+"""Where a rank stood, for others on its host to read once it cannot say it any more: killed, stopped, or stuck.
+
+Each rank keeps its position in memory that is a file: what is written there is there after the process, and to write it
+is to copy some kilobytes. Of two places the older one is written over, so that one of them is always whole.
+"""
+
+import json
+import mmap
+import os
+import struct
+import tempfile
+import time
+import zlib
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+# Number of the writing, length and checksum of what follows.
+_HEADER = struct.Struct("<QII")
+# Random states of some kilobytes, three times over, and of the loaders of a training.
+_ROOM = 1 << 18
+_TENSOR, _TUPLE, _WORDS = "\0tensor", "\0tuple", "\0words"
+_DTYPES = {"uint8": torch.uint8, "int64": torch.int64}
+_PREFIX, _OLD_S = "ncclsafe-position-", 3600.0
+# Longer ones are the states of generators.
+_SHORT = 64
+
+
+class LeftBehind:
+    """The file of one rank.
+
+    Args:
+        rank: Global rank.
+
+    Attributes:
+        path: Where it is.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        _clear()
+        handle, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-{rank}-")
+        self.path = Path(name)
+        try:
+            # With a hole in the place of blocks, a full disk would end the process where it writes.
+            os.posix_fallocate(handle, 0, 2 * _ROOM)
+            self._memory = mmap.mmap(handle, 2 * _ROOM)
+        except OSError:
+            self.path.unlink()
+            raise
+        finally:
+            os.close(handle)
+        self._number = 0
+
+    def write(self, position: Mapping[str, Any]) -> None:
+        """Takes the place of the one before the last; what is too large, or no plain data, is left out."""
+        try:
+            content = packed(position)
+        except (TypeError, ValueError, OverflowError):
+            content = b""
+        if len(content) > _ROOM - _HEADER.size:
+            content = b""
+        self._number += 1
+        start = (self._number % 2) * _ROOM
+        self._memory[start + _HEADER.size : start + _HEADER.size + len(content)] = content
+        self._memory[start : start + _HEADER.size] = _HEADER.pack(self._number, len(content), zlib.crc32(content))
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        self._memory.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+
+def _clear() -> None:
+    """Removes what processes have left that ended long ago: nobody goes on from there any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError, ValueError):
+            pid = int(path.name.removeprefix(_PREFIX).partition("-")[0])
+            if path.stat().st_mtime < time.time() - _OLD_S and not psutil.pid_exists(pid):
+                path.unlink()
+
+
+def read_left_behind(path: Path) -> dict[str, Any] | None:
+    """The last position that a rank has written; None where there is none that is whole."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            content = file.read(2 * _ROOM)
+    except OSError:
+        return None
+    found = []
+    for start in (0, _ROOM):
+        part = content[start : start + _ROOM]
+        if len(part) >= _HEADER.size:
+            number, length, checksum = _HEADER.unpack_from(part)
+            body = part[_HEADER.size : _HEADER.size + length]
+            if number and len(body) == length and zlib.crc32(body) == checksum:
+                found.append((number, body))
+    if not found:
+        return None
+    try:
+        position = unpacked(max(found)[1])
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
+        return None
+    return position if isinstance(position, dict) else None
+
+
+def packed(value: Any) -> bytes:
+    """Plain data with tensors as bytes: what is small as JSON, what is long as it is in memory.
+
+    Raises:
+        TypeError, ValueError, OverflowError: Something in it is neither.
+    """
+    blobs: list[bytes] = []
+    header = json.dumps(_plain(value, blobs)).encode()
+    lengths = [len(header), *map(len, blobs)]
+    return b"".join([struct.pack(f"<I{len(lengths)}I", len(lengths), *lengths), header, *blobs])
+
+
+def unpacked(content: bytes) -> Any:
+    """What was packed.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError, struct.error: It is damaged.
+    """
+    (count,) = struct.unpack_from("<I", content)
+    lengths = struct.unpack_from(f"<{count}I", content, 4)
+    parts, start = [], 4 + 4 * count
+    for length in lengths:
+        parts.append(content[start : start + length])
+        start += length
+    return _restored(json.loads(parts[0]), parts[1:])
+
+
+def _plain(value: Any, blobs: list[bytes]) -> Any:
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _DTYPES or value.dim() != 1:
+            raise TypeError(f"a tensor of {name} with {value.dim()} dimensions")
+        blobs.append(value.cpu().numpy().tobytes())
+        return {_TENSOR: [name, len(blobs) - 1]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a key that is no text")
+        return {key: _plain(item, blobs) for key, item in value.items()}
+    if isinstance(value, tuple) and len(value) > _SHORT:
+        blobs.append(array("Q", value).tobytes())
+        return {_WORDS: len(blobs) - 1}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(item, blobs) for item in value]}
+    return [_plain(item, blobs) for item in value] if isinstance(value, list) else value
+
+
+def _restored(value: Any, blobs: list[bytes]) -> Any:
+    if isinstance(value, list):
+        return [_restored(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        name, number = value[_TENSOR]
+        return torch.frombuffer(bytearray(blobs[number]), dtype=_DTYPES[name])
+    if _WORDS in value:
+        return tuple(array("Q", blobs[value[_WORDS]]))
+    if _TUPLE in value:
+        return tuple(_restored(item, blobs) for item in value[_TUPLE])
+    return {key: _restored(item, blobs) for key, item in value.items()}

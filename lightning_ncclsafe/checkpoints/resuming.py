@@ -1,0 +1,153 @@
+"""One call of ``fit`` that goes on from a checkpoint: the path reaches Lightning, and the position each rank's data."""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_of_another
+from lightning_ncclsafe.checkpoints.folder import KEY
+from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
+from lightning_ncclsafe.checkpoints.position import DataPosition
+from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.report.terminal import say_on_stderr
+from lightning_ncclsafe.rules.kit.wording import ranks_words
+from lightning_ncclsafe.settings import CheckpointSettings
+
+# Ranks come within a moment of each other, but a folder on a slow storage takes its time.
+_AGREE_S = 60.0
+
+
+def _file_key(rank: int) -> str:
+    return f"position/{rank}"
+
+
+class Resuming:
+    """Makes Lightning go on where a start before has ended, and keeps the position that the next start goes on from.
+
+    Lightning asks for its checkpoint once all ranks have joined, and by then they can agree on one.
+
+    Args:
+        trainer: The ``Trainer``.
+        settings: What the user has set.
+        exchange: What the ranks share.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_ranks: The ranks of this host.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        settings: CheckpointSettings,
+        exchange: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        local_ranks: Iterable[int] = (),
+    ) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._exchange = exchange
+        self._rank = rank
+        self._world_size = world_size
+        self._local_ranks = tuple(local_ranks)
+        self._left_behind = self._leave_behind()
+        self._files: dict[int, Path] = {}
+        self._position = DataPosition(trainer, left_behind=self._left_behind)
+        self._start: ReplacedMethod | None = None
+
+    def _leave_behind(self) -> LeftBehind | None:
+        """Where others on this host find this rank's position; without it, it can only say it itself."""
+        if self._world_size == 1 or self._trainer.state.fn != "fit":
+            return None
+        try:
+            left = LeftBehind(self._rank)
+            self._exchange.set(_file_key(self._rank), str(left.path).encode())
+        except (OSError, ExchangeError):
+            return None
+        return left
+
+    def positions_left_behind(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
+        """Where ranks of this host stood that cannot say it any more, as far as that was after this optimizer step.
+
+        Args:
+            ranks: Those that did not answer.
+            step: Lightning's ``global_step``.
+        """
+        found = {rank: read_left_behind(self._files[rank]) for rank in ranks if rank in self._files}
+        return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
+
+    def attach(self) -> None:
+        """Stands between Lightning and its checkpoint until :meth:`detach`; only for ``fit``."""
+        if self._trainer.state.fn == "fit":
+            self._position.attach()
+            self._start = ReplacedMethod(self._trainer._checkpoint_connector, "resume_start", self._resume_start)
+
+    def detach(self) -> None:
+        """Lightning is as it was."""
+        if self._start is not None:
+            self._start.remove()
+            self._position.detach()
+        if self._left_behind is not None:
+            self._left_behind.close()
+
+    def _resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        assert self._start is not None
+        # By now all ranks are there; the store may be gone when this is needed.
+        keys = {_file_key(rank): rank for rank in self._local_ranks if rank != self._rank}
+        with suppress(ExchangeError):
+            self._files = {keys[key]: Path(os.fsdecode(path)) for key, path in self._exchange.get_many(keys).items()}
+        connector = self._trainer._checkpoint_connector
+        finds = self._settings.resume and (not checkpoint_path or checkpoint_path == connector._hpc_resume_path)
+        if finds:
+            checkpoint_path = self._find(checkpoint_path) or None
+        self._start.original(checkpoint_path, *args, **kwargs)
+        loaded = connector._loaded_checkpoint
+        if loaded and (finds or KEY in loaded):
+            positions = self._positions_in(loaded)
+            knows_all = all(one is not None and one.get("loaders") for one in positions)
+            self._position.resume(positions[self._rank], knows_all=knows_all)
+            if self._rank == 0:
+                silent = [rank for rank, one in enumerate(positions) if one is None]
+                more = f"; random numbers of {ranks_words(silent)} begin anew" if silent else ""
+                say_on_stderr(f"going on from {checkpoint_path}{more}")
+
+    def _find(self, of_slurm: Any) -> str:
+        callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
+        named = (getattr(callback, "dirpath", None) for callback in callbacks)
+        folders = [self._settings.dirpath, *(Path(path) for path in named if path and "://" not in str(path))]
+        # Lightning's own of SLURM is in the folder of everything.
+        folders += [Path(of_slurm).parent] if of_slurm else []
+        return agree_on_newest(
+            folders,
+            self._exchange,
+            rank=self._rank,
+            world_size=self._world_size,
+            deadline_s=_AGREE_S,
+            fits=self._why_unfit,
+        )
+
+    def _why_unfit(self, path: Path) -> str:
+        """Asked on rank 0 alone: of a model that is split among ranks nothing is asked."""
+        module, strategy = self._trainer.lightning_module, self._trainer.strategy
+        changes_it = not type(module).on_load_checkpoint.__module__.endswith(".core.hooks")
+        if strategy.restore_checkpoint_after_setup or changes_it or not getattr(module, "strict_loading", True):
+            return ""
+        try:
+            expected = module.state_dict()
+        except Exception:  # of a model that is made later
+            return ""
+        return why_of_another(path, expected)
+
+    def _positions_in(self, loaded: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
+        """Those of all ranks; None of each where there are none, or the ranks share the data out in another way now."""
+        ours = loaded.get(KEY)
+        ours = ours if isinstance(ours, Mapping) else {}
+        positions = ours.get("positions")
+        if not isinstance(positions, Mapping) or ours.get("world_size") != self._world_size:
+            return [None] * self._world_size
+        found = (positions.get(rank) for rank in range(self._world_size))
+        return [one if isinstance(one, Mapping) else None for one in found]

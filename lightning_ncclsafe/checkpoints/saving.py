@@ -1,0 +1,362 @@
+"""Saving a run that is being ended: which rank does it, within which time, and what is said about it.
+
+Every rank that is still there says over the exchange which step its weights are of, or why that cannot be told. The
+first that knows of all decides who tries, in which order; one after the other does until it has succeeded. Nobody waits
+for ever, and who is wrong about it does no harm: each writes to a name of its own first, and nothing over another one.
+"""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.contents import contents
+from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
+from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
+from lightning_ncclsafe.report.terminal import say_on_stderr
+from lightning_ncclsafe.settings import CheckpointSettings
+
+# How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
+_MEET_S = 2.0
+# What is kept of the time for the last things to do, such as to give a checkpoint its name.
+_RESERVE_S = 0.5
+_VERSION = 1
+
+
+class LastCheckpoint:
+    """The last checkpoint that somebody else has saved in this call, as a ``ModelCheckpoint`` does.
+
+    Attributes:
+        path: Its name; empty if there was none.
+        took_s: How long all ranks took for it, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.took_s = 0.0
+        self._begun: tuple[str, float] | None = None
+
+    def begin(self, path: Any) -> None:
+        """One is about to be written."""
+        self._begun = str(path), time.monotonic()
+
+    def end(self) -> None:
+        """It is there, for all ranks."""
+        if self._begun is not None:
+            self.path, self.took_s = self._begun[0], time.monotonic() - self._begun[1]
+            self._begun = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one rank says of its weights.
+
+    Attributes:
+        rank: Global rank.
+        step: The step that they are of; -1 where that cannot be told.
+        validates: Whether a validation comes before the next batch.
+        raised: Whether the rank itself has failed: another one is preferred.
+        why: Why it cannot save; empty where it can.
+    """
+
+    rank: int
+    step: int = -1
+    validates: bool = False
+    raised: bool = False
+    why: str = ""
+
+
+def savers(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Who tries to save, in this order: of the ranks that can, those of the newest step, healthy ones first."""
+    able = [candidate for candidate in candidates if not candidate.why]
+    newest = max((candidate.step for candidate in able), default=-1)
+    return sorted((each for each in able if each.step == newest), key=lambda each: (each.raised, each.rank))
+
+
+def why_none(candidates: Sequence[Candidate], world_size: int) -> str:
+    """Why no rank can save, in words."""
+    reasons: dict[str, list[int]] = {}
+    for candidate in candidates:
+        reasons.setdefault(candidate.why, []).append(candidate.rank)
+    silent = sorted({*range(world_size)} - {candidate.rank for candidate in candidates})
+    if silent:
+        reasons["no answer"] = silent
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {why}"
+        for why, ranks in reasons.items()
+    )
+
+
+# Those that save now, of all threads of this process.
+_savers: "WeakSet[Saver]" = WeakSet()
+
+
+def is_saving() -> bool:
+    """Whether a checkpoint is being saved in this process, and has time left."""
+    return any(saver.is_under_way for saver in [*_savers])
+
+
+class Saver:
+    """One rank's part in saving one call of ``fit``, once.
+
+    Args:
+        trainer: The ``Trainer``.
+        settings: What the user has set.
+        ledger: Which weights belong to which counters.
+        weights: The state of the model, by Lightning's own way to it.
+        rank: Global rank.
+        world_size: Number of ranks.
+        exchange: What the ranks share, at this moment.
+        is_split: Whether a rank has but a part of the model.
+        last_save_s: How long the last checkpoint took to save, seconds; 0 where that is unknown.
+        last_path: The last checkpoint that somebody else has saved; empty if there was none.
+        left_behind: Positions of ranks that do not answer, after this step, as far as they are known.
+        say: Prints a line to the user.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        settings: CheckpointSettings,
+        ledger: StepLedger,
+        *,
+        weights: Callable[[], Mapping[str, Any]],
+        rank: int,
+        world_size: int,
+        exchange: Callable[[], Exchange],
+        is_split: bool = False,
+        last_save_s: Callable[[], float] = lambda: 0.0,
+        last_path: Callable[[], str] = lambda: "",
+        left_behind: Callable[[Iterable[int], int], Mapping[int, Any]] = lambda ranks, step: {},
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self._trainer = trainer
+        self._left_behind = left_behind
+        self._settings = settings
+        self._ledger = ledger
+        self._weights = weights
+        self._rank = rank
+        self._world_size = world_size
+        self._exchange = exchange
+        self._is_split = is_split
+        self._last_save_s = last_save_s
+        self._last_path = last_path
+        self._say = say
+        self._lock = threading.Lock()
+        self._ends = 0.0
+        self._is_abandoned = False
+        self._is_over = threading.Event()
+        self._is_left = threading.Event()
+
+    def begin(
+        self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begins to take part, unless that has been begun before, on any thread. Never raises.
+
+        Args:
+            cause: Why the run ends.
+            budget_s: Seconds that it may take.
+            raised: Whether this rank has failed itself.
+            finally_do: What is to be done once that is over.
+        """
+        with self._lock:
+            if self._ends:
+                return
+            self._ends = time.monotonic() + budget_s
+        _savers.add(self)
+
+        def act() -> None:
+            try:
+                self._take_part(cause, raised)
+            except Exception as error:  # the run ends in any case
+                self._say(f"rank {self._rank} cannot save a checkpoint: {_words(error)}")
+            finally:
+                self._is_over.set()
+                with suppress(Exception):
+                    finally_do()
+                self._is_left.set()
+
+        # Storage may never answer: this thread is left behind then.
+        with suppress(RuntimeError):
+            threading.Thread(target=act, name="ncclsafe-checkpoint", daemon=True).start()
+
+    def wait(self) -> None:
+        """Waits until that is over, or its time is; then nothing more is saved."""
+        if self._is_over.wait(max(0.0, self._left_s())):
+            self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
+            return
+        with self._lock:
+            is_first, self._is_abandoned = not self._is_abandoned, True
+        if is_first and comes_first(self._exchange(), "checkpoint/said", self._rank):
+            self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being saved now, and has time left."""
+        return not self._is_over.is_set() and time.monotonic() < self._ends
+
+    def _left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _take_part(self, cause: str, raised: bool) -> None:
+        boundary, candidate = self._stand(raised)
+        exchange = self._exchange()
+        try:
+            order = self._meet(exchange, candidate, boundary)
+        except ExchangeError:
+            # Each on its own: a name is taken once.
+            order = savers([candidate])
+        for number, saver in enumerate(order):
+            if saver.rank == self._rank and boundary is not None:
+                path, why = self._try(exchange, boundary, order, cause)
+                with suppress(ExchangeError):
+                    exchange.set(f"checkpoint/outcome/{number}", json.dumps([path, why]).encode())
+            else:
+                path, why = self._hear(exchange, number, is_last=number == len(order) - 1)
+            if path:
+                return
+
+    def _stand(self, raised: bool) -> tuple[Boundary | None, Candidate]:
+        try:
+            if self._is_split:
+                raise NotProvenError("each has but a part of the model")
+            boundary = self._ledger.newest()
+        except NotProvenError as error:
+            return None, Candidate(rank=self._rank, raised=raised, why=str(error))
+        return boundary, Candidate(rank=self._rank, step=boundary.step, validates=boundary.validates, raised=raised)
+
+    def _meet(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
+        """Says where this rank stands; returns who tries, the same on all ranks."""
+        if boundary is not None and self._world_size > 1:
+            exchange.set(f"checkpoint/position/{self._rank}", _packed(self._own_position(boundary)))
+        exchange.set(f"checkpoint/candidate/{self._rank}", json.dumps(asdict(candidate)).encode())
+        ranks = range(self._world_size)
+        found = wait_for_keys(
+            exchange,
+            [f"checkpoint/candidate/{rank}" for rank in ranks],
+            deadline_s=min(_MEET_S + self._world_size / 1000, self._left_s() / 3),
+            poll_s=poll_interval_s(self._world_size),
+            give_up=lambda: "checkpoint/order" in exchange.get_many(["checkpoint/order"]),
+        )
+        candidates = sorted((Candidate(**json.loads(each)) for each in found.values()), key=lambda each: each.rank)
+        order = [asdict(each) for each in savers(candidates)]
+        agreed = json.loads(exchange.set_if_absent("checkpoint/order", json.dumps(order).encode()))
+        is_new = any(each.why != NO_STEP for each in candidates)
+        if not agreed and is_new and comes_first(exchange, "checkpoint/said", self._rank):
+            self._say(f"no checkpoint was saved: {why_none(candidates, self._world_size)}{self._way_back()}")
+        return [Candidate(**each) for each in agreed]
+
+    def _hear(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
+        """What has come of another rank's attempt; one that does not end in half the time may have ended itself."""
+        key = f"checkpoint/outcome/{number}"
+        with suppress(ExchangeError):
+            found = wait_for_keys(exchange, [key], deadline_s=self._left_s() * (1.0 if is_last else 0.5))
+            if key in found:
+                path, why = json.loads(found[key])
+                return str(path), str(why)
+        return "", "no answer"
+
+    def _try(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> tuple[str, str]:
+        began = time.monotonic()
+        expected_s = self._last_save_s()
+        try:
+            if expected_s and expected_s > self._left_s() - _RESERVE_S:
+                raise TimeoutError(f"the last one took {expected_s:.0f} s, and {self._left_s():.0f} s are left")
+            path = self._write(exchange, boundary, order, cause)
+        except Exception as error:
+            why = _words(error)
+            if not self._is_abandoned:
+                self._say(f"rank {self._rank} saved no checkpoint of step {boundary.step}: {why}{self._way_back()}")
+            return "", why
+        self._say(
+            f"rank {self._rank} saved the state after step {boundary.step} in {time.monotonic() - began:.1f} s: {path}"
+        )
+        return str(path), ""
+
+    def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
+        made = contents(self._trainer, self._ledger, boundary, self._weights)
+        made[KEY] = {
+            "version": _VERSION,
+            "world_size": self._world_size,
+            "positions": self._positions(exchange, boundary, order),
+            "cause": cause,
+            "created_ns": time.time_ns(),
+            "run": self._run_of_all(exchange),
+        }
+        # Copied from a device, it is as good as saved; else it is read while it is written.
+        if self._ledger.is_on_device:
+            made = _torch.to_host(made)
+            self._ledger.check(boundary)
+        folder = CheckpointFolder(
+            self._settings.dirpath,
+            keep=self._settings.keep,
+            is_mine=lambda part: isinstance(part, dict) and part.get("run") == made[KEY]["run"],
+        )
+        return folder.write(
+            boundary.epoch, boundary.step, lambda file: _torch.save(made, file), lambda: self._may_finish(boundary)
+        )
+
+    def _may_finish(self, boundary: Boundary) -> None:
+        if not self._ledger.is_on_device:
+            self._ledger.check(boundary)
+        if self._is_abandoned:
+            raise TimeoutError("it took too long")
+
+    def _positions(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate]) -> dict[int, Any]:
+        """Those of the ranks at the same place; None for the others."""
+        positions: dict[int, Any] = dict.fromkeys(range(self._world_size))
+        positions[self._rank] = self._own_position(boundary)
+        same = {
+            f"checkpoint/position/{each.rank}": each.rank
+            for each in order
+            if each.validates == boundary.validates and each.rank != self._rank
+        }
+        with suppress(ExchangeError):
+            for key, packed in exchange.get_many(same).items():
+                with suppress(Exception):
+                    positions[same[key]] = _torch.load_plain(io.BytesIO(packed))
+        # Those of this host that were killed, or cannot answer.
+        silent = [rank for rank in positions if rank not in {each.rank for each in order}]
+        positions |= self._left_behind(silent, boundary.step)
+        return positions
+
+    def _own_position(self, boundary: Boundary) -> Any:
+        """As of the boundary; while hooks at the end of the batch are under way, as it is now."""
+        if boundary.is_over:
+            return boundary.position
+        with suppress(Exception):
+            return position.capture(self._trainer)
+        return None
+
+    def _run_of_all(self, exchange: Exchange) -> str:
+        try:
+            return exchange.set_if_absent("checkpoint/run", self._settings.run.encode()).decode()
+        except ExchangeError:
+            return self._settings.run
+
+    def _way_back(self) -> str:
+        path = self._last_path()
+        return f"; the last one is {path}" if path else "; there is no earlier one of this run"
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _torch.save(value, file)
+    return file.getvalue()
+
+
+def _words(error: Exception) -> str:
+    """An exception in one line."""
+    if isinstance(error, (NotProvenError, TimeoutError)):
+        return str(error)
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,62 @@
+"""``plan.json``, which lies beside a report: what the next start of the job is to do, in JSON and in words."""
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe.facts.codec import DecodeError, from_plain, to_plain
+from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.report.safe import safe
+
+PLAN_SCHEMA = 1
+PLAN_FILE = "plan.json"
+# What is written has some hundred bytes, and of a large job some kilobytes of hosts.
+_MOST_BYTES = 1 << 18
+_LONGEST = 2_000
+_WORDS = {
+    Plan.RESTART: "restart: the fault is nobody's, or a machine's and passes",
+    Plan.STOP: "stop: it comes again until the code, its settings or its data are changed",
+    Plan.UNKNOWN: "unknown: the cause does not tell whether a restart helps",
+}
+
+
+def plan_words(start: NextStart) -> str:
+    """``"restart without gpu-7: the fault is of that host, and comes again there"``."""
+    if start.plan is not Plan.RESTART_WITHOUT_HOST:
+        return _WORDS[start.plan]
+    whose = "that host" if len(start.hosts) == 1 else "those hosts"
+    return safe(f"restart without {', '.join(start.hosts)}: the fault is of {whose}, and comes again there")
+
+
+def plan_json(start: NextStart) -> bytes:
+    """As it is written to the file."""
+    plain = to_plain(replace(start, answer=start.answer[:_LONGEST]))
+    return json.dumps({"schema": PLAN_SCHEMA, **plain}, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def read_plan(path: Path) -> NextStart | None:
+    """What such a file says; None where it is not there, is no plain file, damaged, or of another schema."""
+    try:
+        # Neither waits for the writer of a pipe, nor follows a link to somewhere else.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                return None
+            content = file.read(_MOST_BYTES + 1)
+        return _parsed(content) if len(content) <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _parsed(content: bytes) -> NextStart | None:
+    plain: Any = json.loads(content)
+    if not isinstance(plain, dict) or plain.get("schema") != PLAN_SCHEMA or isinstance(plain["schema"], bool):
+        return None
+    try:
+        start = from_plain(NextStart, plain)
+    except DecodeError:
+        return None
+    return replace(start, answer=safe(start.answer[:_LONGEST]), hosts=tuple(map(safe, start.hosts)))

@@ -1,0 +1,72 @@
+"""What the next start of a job is to do about an incident: the causes that were found say it, where they are sure."""
+
+from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts.findings import NextStart
+from lightning_ncclsafe.rules.kit import Confidence, Diagnosis, Finding, Plan, Severity, timeline
+
+SAME_MOST = 3
+"""So many starts in a row may end by the same cause at the same step; the next one is not worth its time."""
+
+_COMPARES = (IncidentKind.DATA, IncidentKind.PREFLIGHT)
+# What the guard itself ends a run for.
+_OF_GUARD = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT)
+
+
+def cannot_go_on(diagnosis: Diagnosis) -> bool:
+    """Whether the run is over by what was found, at the limit or before it."""
+    is_over = diagnosis.job.incident.kind is IncidentKind.TIMEOUT
+    return is_over or any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+
+
+def next_start(diagnosis: Diagnosis, *, is_refused: bool = False) -> NextStart | None:
+    """What the next start is to do; None where nothing was found that ends the run, or no guard is in it.
+
+    Args:
+        diagnosis: What was found.
+        is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
+    """
+    job = diagnosis.job
+    kind = job.incident.kind
+    if not (is_refused if kind in _COMPARES else kind in _OF_GUARD and cannot_go_on(diagnosis)):
+        return None
+    finding = _deciding(diagnosis)
+    plan, hosts = (Plan.UNKNOWN, ()) if finding is None else _planned(diagnosis, finding)
+    first = diagnosis.findings[0] if diagnosis.findings else None
+    return NextStart(
+        plan=plan,
+        rule=first.rule if first else "",
+        answer=first.summary if first else "",
+        hosts=hosts,
+        step=max((facts.progress.global_step for facts in job.ranks), default=0),
+        incident=job.incident.number,
+        launch=job.launch,
+        opened_ns=job.incident.opened_ns,
+    )
+
+
+def is_same(one: NextStart, other: NextStart) -> bool:
+    """Whether two starts have ended by the same cause at the same step."""
+    return bool(one.rule) and (one.rule, one.step, one.launch) == (other.rule, other.step, other.launch)
+
+
+def _deciding(diagnosis: Diagnosis) -> Finding | None:
+    """The most probable finding; None where it is a mere possibility, or another one is as sure and says otherwise."""
+    kind = diagnosis.job.incident.kind
+    # Of hosts or data that were compared, warnings end nothing.
+    found = [one for one in diagnosis.findings if kind not in _COMPARES or one.severity is Severity.ERROR]
+    first = next(iter(found), None)
+    if first is None or first.confidence is Confidence.POSSIBLE:
+        return None
+    as_sure = {one.plan for one in found if one.confidence is first.confidence} - {Plan.UNKNOWN}
+    has_doubt = first.confidence is not Confidence.CERTAIN and Plan.STOP in as_sure and as_sure != {Plan.STOP}
+    return None if has_doubt else first
+
+
+def _planned(diagnosis: Diagnosis, finding: Finding) -> tuple[Plan, tuple[str, ...]]:
+    """What a finding says, and the hosts that it is about; as far as others are left."""
+    if finding.plan is not Plan.RESTART_WITHOUT_HOST:
+        return finding.plan, ()
+    where = timeline(diagnosis.job).hosts
+    hosts = {where.get(rank, "") for rank in finding.ranks}
+    everywhere = len(where) < diagnosis.job.world_size or hosts == {*where.values()}
+    return (Plan.RESTART, ()) if "" in hosts or everywhere else (finding.plan, tuple(sorted(hosts)))

@@ -1,0 +1,189 @@
+"""Which checkpoint a start goes on from: the newest that is whole, of this model, and seen alike by all ranks."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ncclsafe.checkpoints.finding import (
+    CheckpointList,
+    NoCommonCheckpointError,
+    SeenCheckpoint,
+    agree_on_newest,
+    chosen,
+    found_in,
+    why_not_whole,
+    why_of_another,
+)
+from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
+
+NAMES = ("net.weight", "net.bias")
+
+
+def save(path: Path, *, names: tuple[str, ...] = NAMES, second: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": {name: torch.ones(100) for name in names}, "epoch": 1}, path)
+    os.utime(path, (1e9 + second, 1e9 + second))
+    return path
+
+
+def cut(path: Path, share: float = 0.5) -> Path:
+    os.truncate(path, int(path.stat().st_size * share))
+    os.utime(path, (2e9, 2e9))
+    return path
+
+
+def paths(seen: CheckpointList) -> list[str]:
+    return [Path(one.path).name for one in seen.candidates]
+
+
+def test_the_newest_comes_first_from_whichever_folder(tmp_path: Path) -> None:
+    save(tmp_path / "ours" / "a.ckpt", second=1)
+    save(tmp_path / "theirs" / "b.ckpt", second=3)
+    save(tmp_path / "ours" / "c.ckpt", second=2)
+    assert paths(found_in([tmp_path / "ours", tmp_path / "theirs", tmp_path / "ours"])) == [
+        "b.ckpt",
+        "c.ckpt",
+        "a.ckpt",
+    ]
+
+
+def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    assert found_in([tmp_path / "none"]) == CheckpointList()
+
+
+def test_what_is_being_written_or_is_no_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+    save(tmp_path / ".1234.ncclsafe-partial.ckpt")
+    (tmp_path / "notes.txt").write_text("x")
+    assert found_in([tmp_path]) == CheckpointList()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_was_cut_off_is_passed_over_with_a_line(tmp_path: Path, share: float) -> None:
+    save(tmp_path / "good.ckpt")
+    bad = cut(save(tmp_path / "bad.ckpt"), share)
+    seen = found_in([tmp_path])
+    assert paths(seen) == ["good.ckpt"]
+    (line,) = seen.lines
+    assert line.startswith(f"{bad} is passed over: it is cut off or damaged")
+
+
+def test_a_file_of_something_else_is_none_of_pytorchs(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as file:
+        file.writestr("readme", "x")
+    assert why_not_whole(tmp_path / "zip.ckpt") == "it is no checkpoint of PyTorch's"
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    assert why_not_whole(tmp_path / "pipe.ckpt") == "it is no file"
+
+
+def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "sharded.ckpt"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"x")
+    assert why_not_whole(folder) == "it lacks .metadata and meta.pt, as if its writer had been ended"
+    for name in (".metadata", "meta.pt"):
+        (folder / name).write_bytes(b"x")
+    assert why_not_whole(folder) == ""
+    assert paths(found_in([tmp_path])) == ["sharded.ckpt"]
+
+
+def test_one_of_another_model_says_what_differs(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt", names=("net.weight", "head.weight"))
+    model = {name: torch.ones(100) for name in NAMES}
+    assert why_of_another(path, model) == "it is of another model: it lacks 'net.bias', it has 'head.weight'"
+    assert why_of_another(save(path), model) == ""
+    larger = model | {"net.bias": torch.ones(200)}
+    assert why_of_another(path, larger) == "it is of another model: it has another shape of 'net.bias'"
+
+
+class Sly:
+    """Its pickle would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_is_looked_at_is_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"x": torch.ones(1)}, "more": Sly(tmp_path / "run")}, path)
+    found_in([tmp_path])
+    assert why_of_another(path, {}) == "" and not (tmp_path / "run").exists()
+
+
+def seen(*names: str, size: int = 1) -> CheckpointList:
+    return CheckpointList(
+        candidates=tuple(SeenCheckpoint(path=name, size_bytes=size, modified_ns=ord(name[0])) for name in names)
+    )
+
+
+def test_the_newest_that_all_see_alike_is_taken() -> None:
+    choice = chosen([seen("b", "a"), seen("c", "b", "a")], 2)
+    assert choice.path == "b"
+    assert choice.lines == ("c is passed over: rank 0 does not see it whole",)
+
+
+def test_one_that_differs_between_ranks_is_not_the_same() -> None:
+    choice = chosen(
+        [seen("b", "a"), CheckpointList(candidates=(*seen("b", size=2).candidates, *seen("a").candidates))], 2
+    )
+    assert choice.path == "a"
+
+
+def test_none_at_the_first_start_is_no_error() -> None:
+    choice = chosen([CheckpointList(), CheckpointList()], 2)
+    assert (choice.path, choice.error, choice.lines) == ("", "", ())
+
+
+def test_checkpoints_that_some_ranks_lack_are_an_error_and_not_lost() -> None:
+    choice = chosen([CheckpointList(), seen("a"), CheckpointList()], 3)
+    assert choice.path == "" and "only some ranks see (a)" in choice.error
+
+
+def test_ranks_that_did_not_come_are_an_error() -> None:
+    assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not say")
+
+
+def test_one_that_does_not_fit_is_passed_over() -> None:
+    choice = chosen([seen("b", "a")], 1, lambda path: "it is of another model" if path.name == "b" else "")
+    assert (choice.path, choice.lines) == ("a", ("b is passed over: it is of another model",))
+
+
+def agreed(folders: list[Path], **settings: float) -> tuple[list[str], list[str]]:
+    """What each rank goes on from, each with a folder of its own, and what is printed."""
+    shared, said = SharedMemory(), list[str]()
+
+    def agree(rank: int) -> str:
+        exchange = MemoryExchange(shared)
+        world_size, deadline_s = len(folders), settings.get("deadline_s", 20.0)
+        try:
+            return agree_on_newest(
+                [folders[rank]], exchange, rank=rank, world_size=world_size, deadline_s=deadline_s, say=said.append
+            )
+        except NoCommonCheckpointError as error:
+            return f"error: {error}"
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return [*pool.map(agree, range(len(folders)))], said
+
+
+def test_all_ranks_take_the_same(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", second=1)
+    newest = save(tmp_path / "b.ckpt", second=2)
+    cut(save(tmp_path / "c.ckpt"))
+    found, said = agreed([tmp_path] * 3)
+    assert found == [str(newest)] * 3
+    assert len(said) == 1 and "c.ckpt is passed over" in said[0]
+
+
+def test_all_ranks_fail_alike_where_only_one_host_has_it(tmp_path: Path) -> None:
+    save(tmp_path / "one" / "a.ckpt")
+    found, _ = agreed([tmp_path / "none", tmp_path / "one"])
+    assert len({*found}) == 1 and found[0].startswith("error: There are checkpoints that only some ranks see")

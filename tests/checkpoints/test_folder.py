@@ -1,0 +1,128 @@
+"""Checkpoints in a folder: whole or not at all, none written over, as many kept as were asked for."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder, own_part, read_back
+
+MINE = "mine"
+
+
+def folder(path: Path, keep: int = 2) -> CheckpointFolder:
+    return CheckpointFolder(path, keep=keep, is_mine=lambda part: part == {"run": MINE})
+
+
+def writes(value: Any = 0, run: str = MINE) -> Callable[[BinaryIO], None]:
+    return lambda file: torch.save({"value": value, KEY: {"run": run}, "weights": torch.ones(100)}, file)
+
+
+def nothing() -> None:
+    pass
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def value_of(path: Path) -> Any:
+    return torch.load(path, weights_only=True)["value"]
+
+
+def test_a_checkpoint_has_its_name_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = folder(tmp_path / "new").write(3, 41, writes(7), nothing)
+    assert path.name == "just-in-time-epoch=3-step=41.ckpt" and names(path.parent) == [path.name]
+    assert value_of(path) == 7
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    first = folder(tmp_path).write(0, 1, writes(1), nothing)
+    second = folder(tmp_path).write(0, 1, writes(2), nothing)
+    assert second.name == "just-in-time-epoch=0-step=1-v1.ckpt"
+    assert (value_of(first), value_of(second)) == (1, 2)
+
+
+def test_two_that_write_at_once_are_both_there(tmp_path: Path) -> None:
+    barrier = threading.Barrier(2)
+    paths: list[Path] = []
+
+    def write(value: int) -> None:
+        paths.append(folder(tmp_path).write(0, 1, writes(value), lambda: [barrier.wait(10)][0] and None))
+
+    threads = [threading.Thread(target=write, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert {value_of(path) for path in paths} == {1, 2} and len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("breaks", ["while it is written", "before it has its name"])
+def test_what_breaks_leaves_what_was_there(breaks: str, tmp_path: Path) -> None:
+    before = folder(tmp_path).write(0, 1, writes(1), nothing)
+
+    def fail(*args: Any) -> None:
+        if args:
+            args[0].write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        if breaks == "while it is written":
+            folder(tmp_path).write(0, 2, fail, nothing)
+        else:
+            folder(tmp_path).write(0, 2, writes(2), fail)
+    assert names(tmp_path) == [before.name] and value_of(before) == 1
+
+
+def test_only_so_many_are_kept_and_those_of_other_runs_stay(tmp_path: Path) -> None:
+    other = folder(tmp_path).write(0, 0, writes(run="another"), nothing)
+    (tmp_path / "just-in-time-epoch=0-step=9.ckpt").write_bytes(b"what nobody can read")
+    (tmp_path / "best.ckpt").write_bytes(b"a ModelCheckpoint's")
+    kept = [folder(tmp_path).write(0, step, writes(step), nothing) for step in (1, 2, 3)][1:]
+    assert set(names(tmp_path)) == {
+        other.name,
+        "best.ckpt",
+        "just-in-time-epoch=0-step=9.ckpt",
+        *(path.name for path in kept),
+    }
+
+
+def test_what_a_writer_has_left_that_is_gone_is_cleared_away(tmp_path: Path) -> None:
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=30)
+    host = socket.gethostname()
+    left = tmp_path / f".just-in-time@{host}@{int(gone.stdout)}@abc.ncclsafe-partial"
+    writing = tmp_path / f".just-in-time@{host}@{os.getppid()}@abc.ncclsafe-partial"
+    elsewhere = tmp_path / ".just-in-time@elsewhere@1@abc.ncclsafe-partial"
+    for path in (left, writing, elsewhere):
+        path.touch()
+    folder(tmp_path).write(0, 1, writes(), nothing)
+    assert [path.exists() for path in (left, writing, elsewhere)] == [False, True, True]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "overwritten"])
+def test_what_storage_has_not_kept_is_found(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "written.ckpt"
+    torch.save({"weights": torch.ones(1000)}, path)
+    size = path.stat().st_size
+    read_back(path, size)
+    with path.open("r+b") as file:
+        if damage == "shorter":
+            file.truncate(size - 100)
+        else:
+            file.seek(0)
+            file.write(bytes(200))
+    with pytest.raises(OSError, match=r"are there|cannot be read"):
+        read_back(path, size)
+
+
+def test_what_could_run_is_not_unpickled(tmp_path: Path) -> None:
+    torch.save({KEY: {"run": MINE}, "code": threading.Thread}, path := tmp_path / "code.ckpt")
+    assert own_part(path) is None

@@ -1,0 +1,307 @@
+"""What is saved at any moment of training, and resumed by Lightning, ends as a run that went on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from trained import FEATURES, Remembers, Stateful, Trained
+
+from lightning_ncclsafe.checkpoints.contents import contents
+from lightning_ncclsafe.checkpoints.ledger import NO_STEP, NotProvenError, StepLedger
+
+BATCHES, EPOCHS = 6, 2
+
+
+class Stop(BaseException):
+    """Ends a fit where it is."""
+
+
+class Listens(pl.Callback):
+    """Makes the ledger of a Trainer, as a strategy does."""
+
+    def __init__(self, **device: Any) -> None:
+        self.device = device
+        self.ledger: Any = None
+
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        self.on_fit_begins(trainer)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.on_fit_begins(trainer)
+
+    def on_fit_begins(self, trainer: Any) -> None:
+        if self.ledger is None:
+            self.ledger = StepLedger(trainer, **self.device)
+            self.ledger.attach()
+            step = trainer.strategy.optimizer_step
+
+            def stepped(*args: Any, **keys: Any) -> Any:
+                self.ledger.step_begins()
+                result = step(*args, **keys)
+                self.ledger.step_ended()
+                return result
+
+            trainer.strategy.optimizer_step = stepped
+
+
+def fit(
+    at: Callable[[str, Any, Any], None] = lambda hook, trainer, ledger: None,
+    *,
+    manual: bool = False,
+    ckpt_path: Any = None,
+    accumulate: int = 1,
+    device: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Trains, and returns all that there is in the end."""
+    listens, remembers = Listens(**device or {}), Remembers()
+    model = Trained(at=lambda hook: at(hook, trainer, listens.ledger), manual=manual)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=accumulate,
+        callbacks=[listens, remembers],
+        **settings,
+    )
+    trainer.fit(model, Stateful(BATCHES), Stateful(2), ckpt_path=ckpt_path)
+    return {
+        "weights": model.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict()["state"],
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "batches": trainer.fit_loop.epoch_loop.batch_progress.total.completed,
+        "ended": remembers.ended,
+        "validated": remembers.validated,
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def saved_at(number: int, path: Path, **settings: Any) -> tuple[str, int]:
+    """Stops at the n-th place, having saved there; where that was, and the step, or why it was not."""
+    passed, outcome = [], ["", -1]
+
+    def stop(hook: str, trainer: Any, ledger: StepLedger) -> None:
+        passed.append(hook)
+        if len(passed) - 1 != number:
+            return
+        outcome[0] = hook
+        try:
+            boundary = ledger.newest()
+        except NotProvenError as error:
+            outcome[0] = f"{hook}: {error}"
+        else:
+            made = contents(trainer, ledger, boundary, trainer.lightning_module.state_dict)
+            torch.save(made, path)
+            ledger.check(boundary)
+            outcome[1] = boundary.step
+        raise Stop
+
+    with pytest.raises(Stop):
+        fit(stop, **settings)
+    return str(outcome[0]), int(outcome[1])
+
+
+def places(**settings: Any) -> list[int]:
+    """For each hook, the number of one of its calls, in the second half of training."""
+    passed: list[str] = []
+    fit(lambda hook, trainer, ledger: passed.append(hook), **settings)
+    calls = {hook: [number for number, name in enumerate(passed) if name == hook] for hook in passed}
+    return sorted(numbers[len(numbers) * 2 // 3] for numbers in calls.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulate": 2}, {"val_check_interval": 2, "accumulate": 4}, {"limit_val_batches": 0}, {"manual": True}],
+    ids=["accumulates", "validates within windows", "validates never", "manual"],
+)
+def test_a_run_that_is_saved_and_resumed_ends_as_one_that_went_on(settings: dict[str, Any], tmp_path: Path) -> None:
+    undisturbed = fit(**settings)
+    resumed = 0
+    for number in places(**settings):
+        path = tmp_path / f"{number}.ckpt"
+        hook, step = saved_at(number, path, **settings)
+        if step < 0:
+            # Between the step that a hook makes by hand and the end of its batch there is no boundary.
+            assert hook.startswith("after manual step: the main thread was in the middle of an optimizer step")
+            continue
+        outcome = fit(ckpt_path=path, **settings)
+        different = [name for name in undisturbed if not same(undisturbed[name], outcome[name])]
+        assert different == [], f"saved in {hook}, place {number}, step {step}"
+        resumed += 1
+    assert resumed >= 9
+
+
+def newest_at(hook: str, batch: int, look: Callable[[Any, StepLedger], Any], **settings: Any) -> Any:
+    """What is seen in a hook's call of that number."""
+    calls, seen = [0], []
+
+    def at(name: str, trainer: Any, ledger: StepLedger) -> None:
+        if name == hook:
+            calls[0] += 1
+            if calls[0] - 1 == batch:
+                seen.append(look(trainer, ledger))
+                raise Stop
+
+    with pytest.raises(Stop):
+        fit(at, limit_val_batches=0, **settings)
+    return seen[0]
+
+
+def why(trainer: Any, ledger: StepLedger) -> str:
+    with pytest.raises(NotProvenError) as caught:
+        ledger.newest()
+    return str(caught.value)
+
+
+def test_before_the_first_step_there_is_nothing() -> None:
+    assert newest_at("on_after_backward", 0, why) == NO_STEP
+
+
+def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
+    def change(trainer: Any, ledger: StepLedger) -> str:
+        with torch.no_grad():
+            trainer.lightning_module.layers[0].weight.mul_(0.5)
+        return why(trainer, ledger)
+
+    assert newest_at("training_step", 3, change) == (
+        "'layers.0.weight' was changed after the last optimizer step, outside of it"
+    )
+
+
+def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
+    """As Lightning's WeightAveraging does, which writes through ``.data``."""
+    seen = []
+
+    def swap(hook: str, trainer: Any, ledger: StepLedger) -> None:
+        if hook == "validation_step":
+            assert ledger.newest().validates
+            trainer.lightning_module.layers[0].weight.data.copy_(torch.full((5, FEATURES), 9.0))
+            seen.append(why(trainer, ledger))
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(swap)
+    assert seen == ["'layers.0.weight' was changed after the last optimizer step, outside of it"]
+
+
+def test_within_a_step_nothing_is_saved() -> None:
+    seen = []
+
+    class Watches(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            if trainer.global_step == 2:
+                seen.append(why(trainer, listens.ledger))
+            return super().step(lambda: loss)
+
+    listens = Listens()
+    model = Trained()
+    model.configure_optimizers = lambda: Watches(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        limit_val_batches=0,
+        callbacks=[listens],
+    )
+    trainer.fit(model, Stateful(BATCHES), Stateful(2))
+    assert seen == ["the main thread was in the middle of an optimizer step, or right after it"]
+
+
+class Event:
+    """Stands for one of CUDA, on a device that has not come so far yet."""
+
+    is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+def pass_up_to(ledger: StepLedger, step: int, *, next_begins: bool = False) -> None:
+    """The device has made that step."""
+    for boundary in ledger._boundaries:
+        if boundary.step <= step:
+            boundary.done.is_passed = True  # type: ignore[union-attr]
+        begins: Any = boundary.next_begins
+        if begins is not None and (boundary.step < step or next_begins):
+            begins.is_passed = boundary.step <= step
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(step: int) -> None:
+    """The host has made five steps."""
+
+    def look(trainer: Any, ledger: StepLedger) -> int:
+        pass_up_to(ledger, step)
+        assert trainer.global_step == 5
+        boundary = ledger.newest()
+        assert ledger.loops(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
+        return boundary.step
+
+    assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
+
+
+def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:
+    def look(trainer: Any, ledger: StepLedger) -> str:
+        pass_up_to(ledger, 3, next_begins=True)
+        return why(trainer, ledger)
+
+    found = newest_at("training_step", 5, look, device={"make_event": Event})
+    assert found == "the device was in the middle of an optimizer step"
+
+
+def test_what_has_run_behind_an_aborted_collective_is_not_saved() -> None:
+    def look(trainer: Any, ledger: StepLedger) -> str:
+        pass_up_to(ledger, 5)
+        return why(trainer, ledger)
+
+    device = {"make_event": Event, "was_aborted": lambda: True}
+    assert newest_at("training_step", 5, look, device=device).startswith("a collective was aborted")
+
+
+def test_boundaries_that_the_device_has_passed_are_forgotten() -> None:
+    def look(trainer: Any, ledger: StepLedger) -> int:
+        return len(ledger._boundaries)
+
+    passes = {"make_event": lambda: SimpleNamespace(query=lambda: True)}
+    assert newest_at("training_step", 5, look, device=passes) == 1
+
+
+def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    def look(trainer: Any, ledger: StepLedger) -> None:
+        ledger._counts.append(None)  # type: ignore[arg-type]
+
+    undisturbed = fit(limit_val_batches=0)
+    calls = [0]
+
+    def at(name: str, trainer: Any, ledger: StepLedger) -> None:
+        if name == "training_step":
+            calls[0] += 1
+            if calls[0] == 3:
+                look(trainer, ledger)
+            if calls[0] == 5:
+                assert why(trainer, ledger).startswith("the ledger has failed: AttributeError")
+
+    assert same(fit(at, limit_val_batches=0), undisturbed)
+    assert capsys.readouterr().err.count("the ledger of JustInTimeCheckpoint has failed") == 1

@@ -1,0 +1,354 @@
+"""In the middle of an epoch training goes on with the very next batch, in the same order, and loads none before it."""
+
+import copy
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.position import DataPosition, capture
+from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
+
+SAMPLES, BATCH = 24, 4
+BATCHES = SAMPLES // BATCH
+SEED = 11
+
+
+class Rows(Dataset[Any]):
+    """Each sample is its index and a random number; which have been loaded is kept."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.loaded.append(index)
+        return index, random.random()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
+class Shuffled:
+    """A sampler of a user's, with a generator of Python's own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.sample(range(SAMPLES), SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Unasked:
+    """A sampler that draws from the global numbers for each sample: nobody can ask it again."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield random.randrange(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def of(sampler: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_size=BATCH, sampler=sampler, **options)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Rows(), batch_size=BATCH),
+    "shuffled": lambda: DataLoader(Rows(), batch_size=BATCH, shuffle=True),
+    "shuffled by a generator": lambda: DataLoader(
+        Rows(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "a sampler's generator": lambda: of(RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(5))),
+    "with replacement": lambda: of(RandomSampler(range(SAMPLES), replacement=True, num_samples=SAMPLES)),
+    "a subset": lambda: of(SubsetRandomSampler(range(SAMPLES))),
+    "weighted": lambda: of(WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    "distributed": lambda: of(DistributedSampler(range(2 * SAMPLES), num_replicas=2, rank=1, seed=SEED)),
+    "a user's": lambda: of(Shuffled()),
+    "batches by hand": lambda: DataLoader(
+        Rows(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), BATCH, drop_last=True)
+    ),
+    "sample by sample": lambda: DataLoader(Rows(), batch_size=None, sampler=RandomSampler(range(SAMPLES))),
+}
+
+
+class Loop:
+    """As much of Lightning's as the position asks."""
+
+    def __init__(self, loader: Any) -> None:
+        current = SimpleNamespace(ready=0, started=0, processed=0, completed=0)
+        current.reset = lambda: vars(current).update(ready=0, started=0, processed=0, completed=0)
+        progress = SimpleNamespace(current=current, total=SimpleNamespace(**vars(current)), is_last_batch=False)
+        self.epoch_loop = SimpleNamespace(batch_progress=progress, on_run_start=lambda *_: None)
+        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(processed=1))
+        self._combined_loader = SimpleNamespace(flattened=[loader])
+        self.restarting = False
+        self._combined_loader_states_to_load: list[Any] = []
+
+    def _load_combined_loader_states(self) -> None:
+        """Called once the loaders are there."""
+
+
+class Trained:
+    """A training that draws random numbers of its own, and what it has seen."""
+
+    def __init__(self, loader: Any) -> None:
+        self.fit_loop = Loop(loader)
+        self.is_global_zero, self.global_rank = True, 0
+        self.loader = loader
+        self.seen: list[Any] = []
+        self.said: list[str] = []
+        self.position = DataPosition(self, self.said.append)
+        self.position.attach()
+
+    def begin(self) -> Iterator[Any]:
+        self.fit_loop._load_combined_loader_states()
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(1)
+        batches = iter(self.loader)
+        # Hooks at the start draw, too.
+        torch.rand(3)
+        self.fit_loop.epoch_loop.on_run_start(None)
+        return batches
+
+    def go_on(self, batches: Iterator[Any], count: int) -> None:
+        for batch in (next(batches) for _ in range(count)):
+            indices, *numbers = batch if isinstance(batch, (list, tuple)) else (batch,)
+            drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+            self.seen.append((str(indices), *drawn, str(numbers)))
+            progress = self.fit_loop.epoch_loop.batch_progress.current
+            progress.ready = progress.started = progress.processed = progress.completed = progress.ready + 1
+
+
+def seed() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def resumed(loader: Any, saved: Any, batches: int, count: int, *, knows_all: bool | None = None) -> Trained:
+    """A new process goes on from there: nothing is as it was but what was saved."""
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    later = Trained(loader)
+    progress = later.fit_loop.epoch_loop.batch_progress.current
+    progress.ready = progress.started = progress.processed = progress.completed = batches
+    later.fit_loop.restarting = True
+    later.position.resume(saved, knows_all=bool(saved and saved["loaders"]) if knows_all is None else knows_all)
+    later.go_on(later.begin(), count)
+    later.position.detach()
+    return later
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_rest_of_the_epoch_is_bit_for_bit_the_same(name: str, workers: int) -> None:
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    make = LOADERS[name]
+
+    def made() -> DataLoader[Any]:
+        loader = make()
+        for option, value in options.items():
+            setattr(loader, option, value)
+        loader.prefetch_factor = 2 if workers else None
+        return loader
+
+    total, done = (SAMPLES, 7) if name == "sample by sample" else (BATCHES, 3)
+    seed()
+    whole = Trained(made())
+    whole.go_on(whole.begin(), total)
+    whole.position.detach()
+    seed()
+    first = Trained(made())
+    batches = first.begin()
+    first.go_on(batches, done)
+    saved = torch_round_trip(capture(first))
+    first.position.detach()
+    del batches
+    later = resumed(made(), saved, done, total - done)
+    assert later.said == []
+    if workers:
+        # What a worker draws depends on what it has made before; the order and the training's numbers do not.
+        assert [one[:-1] for one in later.seen] == [one[:-1] for one in whole.seen[done:]]
+    else:
+        assert first.seen + later.seen == whole.seen
+        assert len(later.loader.dataset.loaded) == SAMPLES - done * (1 if name == "sample by sample" else BATCH)
+
+
+def torch_round_trip(saved: Any) -> Any:
+    """As a checkpoint gives it back."""
+    import io
+
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_second_resume_in_the_same_epoch_goes_on_as_well() -> None:
+    make = LOADERS["shuffled"]
+    seed()
+    whole = Trained(make())
+    whole.go_on(whole.begin(), BATCHES)
+    seed()
+    first = Trained(make())
+    first.go_on(first.begin(), 2)
+    saved = capture(first)
+    random.seed(4)
+    second = Trained(make())
+    progress = second.fit_loop.epoch_loop.batch_progress.current
+    progress.ready = progress.started = progress.processed = progress.completed = 2
+    second.fit_loop.restarting = True
+    second.position.resume(saved, knows_all=True)
+    second.go_on(second.begin(), 2)
+    third = resumed(make(), capture(second), 4, 2)
+    assert first.seen + second.seen + third.seen == whole.seen
+
+
+def test_after_the_last_batch_nothing_is_loaded_and_the_next_epoch_is_as_ever() -> None:
+    make = LOADERS["shuffled by a generator"]
+    seed()
+    first = Trained(make())
+    first.go_on(first.begin(), BATCHES)
+    saved = capture(first)
+    expected = [str(batch) for batch in first.loader]
+    later = resumed(make(), saved, BATCHES, 0)
+    assert later.loader.dataset.loaded == []
+    # The sampler is not asked again where nobody wants a batch: its generator stands where the epoch began.
+    assert len(expected) == BATCHES
+
+
+def test_what_is_iterated_begins_again_and_says_so() -> None:
+    loader = DataLoader(Stream(), batch_size=BATCH)
+    first = Trained(loader)
+    first.go_on(first.begin(), 3)
+    saved = capture(first)
+    assert saved["loaders"] is None
+    first.position.detach()
+    later = resumed(DataLoader(Stream(), batch_size=BATCH), saved, 3, BATCHES)
+    assert later.fit_loop.epoch_loop.batch_progress.current.processed == BATCHES
+    assert len(later.said) == 1 and "begins epoch 1 again: 3 of its batches" in later.said[0]
+
+
+def test_a_loader_with_a_state_of_its_own_is_given_it_back() -> None:
+    class Stateful:
+        sampler, state = None, 0
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(self.state, BATCHES):
+                self.state = number + 1
+                yield number
+
+        def state_dict(self) -> dict[str, int]:
+            return {"next": self.state}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.state = state["next"]
+
+    first = Trained(Stateful())
+    first.go_on(first.begin(), 2)
+    later = resumed(Stateful(), capture(first), 2, BATCHES - 2)
+    assert [one[0] for one in later.seen] == [str(number) for number in range(2, BATCHES)]
+
+
+@pytest.mark.parametrize(("sampler", "goes_on"), [(SequentialSampler, True), (RandomSampler, False)])
+def test_a_checkpoint_without_a_position_goes_on_where_the_order_is_set(sampler: Any, goes_on: bool) -> None:
+    later = resumed(of(sampler(range(SAMPLES))), None, 3, BATCHES - 3)
+    assert bool(later.said) is not goes_on
+    if goes_on:
+        assert later.loader.dataset.loaded == [*range(3 * BATCH, SAMPLES)]
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("distributed", True), ("in order", True), ("shuffled", False)])
+def test_all_ranks_begin_again_where_one_could_not_say_where_it_was(name: str, goes_on: bool) -> None:
+    """Else ranks would have different numbers of batches left."""
+    seed()
+    first = Trained(LOADERS[name]())
+    first.go_on(first.begin(), 3)
+    later = resumed(LOADERS[name](), capture(first), 3, 1, knows_all=False)
+    assert bool(later.said) is not goes_on
+    silent = resumed(LOADERS[name](), None, 3, 1, knows_all=False)
+    assert bool(silent.said) is not goes_on
+
+
+def test_a_sampler_that_cannot_be_asked_again_is_noticed() -> None:
+    seed()
+    first = Trained(of(Unasked()))
+    first.go_on(first.begin(), 3)
+    later = resumed(of(Unasked()), capture(first), 3, 1)
+    assert len(later.said) == 1 and "the order of samples is not that of the start before" in later.said[0]
+
+
+def test_samplers_and_lightning_are_left_as_they_were() -> None:
+    trained = Trained(of(SequentialSampler(range(SAMPLES))))
+    sampler, kind = trained.loader.batch_sampler, BatchSampler
+    trained.go_on(trained.begin(), 1)
+    assert isinstance(sampler, kind) and type(sampler) is not kind
+    assert type(copy.deepcopy(sampler)) is kind
+    trained.position.detach()
+    assert type(sampler) is kind
+    assert "_load_combined_loader_states" not in vars(trained.fit_loop)
+
+
+def test_without_a_callback_there_are_random_states_at_least() -> None:
+    trainer = SimpleNamespace(fit_loop=Loop(None))
+    assert capture(Plain(trainer))["loaders"] is None
+
+
+class Plain:
+    def __init__(self, trainer: Any) -> None:
+        self.fit_loop = trainer.fit_loop
+
+
+@pytest.mark.parametrize("broken", [{}, {"python": 1}, {"python": (3, (1, 2), None), "torch": 5}])
+def test_random_states_that_are_none_are_said_and_change_nothing(broken: dict[str, Any]) -> None:
+    first = Trained(LOADERS["in order"]())
+    first.go_on(first.begin(), 2)
+    saved = capture(first) | {"random": broken}
+    later = resumed(LOADERS["in order"](), saved, 2, 1)
+    assert len(later.said) == 1 and "random states of the checkpoint are unusable" in later.said[0]
+
+
+def test_states_are_put_back() -> None:
+    seed()
+    saved = torch_round_trip(saved_states())
+    drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+    put_back(saved)
+    assert [random.random(), float(np.random.rand()), torch.rand(1).item()] == drawn
+
+
+def test_a_trainer_that_is_gone_is_not_kept() -> None:
+    import gc
+
+    before = len(position._of_trainer)
+    trained = Trained(LOADERS["in order"]())
+    assert len(position._of_trainer) == before + 1
+    trained.position.detach()
+    del trained
+    gc.collect()
+    assert len(position._of_trainer) == before

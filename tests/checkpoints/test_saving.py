@@ -1,0 +1,214 @@
+"""Which rank saves, in which order ranks try, and that none waits for ever: ranks are threads."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ncclsafe.checkpoints import saving
+from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError
+from lightning_ncclsafe.checkpoints.saving import Candidate, Saver, savers, why_none
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
+from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.settings import CheckpointSettings
+
+
+def able(rank: int, step: int = 5, **more: Any) -> Candidate:
+    return Candidate(rank=rank, step=step, **more)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "order"),
+    [
+        ([able(1), able(0)], [0, 1]),
+        ([able(0, raised=True), able(1), able(2)], [1, 2, 0]),
+        ([Candidate(rank=0, why="in the middle of a step"), able(1)], [1]),
+        # A rank that has made the step has it of all ranks' gradients; those that have not are a step behind.
+        ([able(0, 4), able(1, 5), able(2, 5)], [1, 2]),
+        ([Candidate(rank=0, why="x")], []),
+        ([], []),
+    ],
+)
+def test_who_saves(candidates: Sequence[Candidate], order: list[int]) -> None:
+    assert [each.rank for each in savers(candidates)] == order
+
+
+def test_why_nobody_does_is_said_once_for_all_ranks_alike() -> None:
+    middle = "in the middle of a step"
+    candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
+    assert why_none(candidates, 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
+
+
+class Noted:
+    """A ledger that has one boundary, or none."""
+
+    def __init__(self, step: int = 5, *, why: str = "", why_then: str = "") -> None:
+        self.why, self.why_then = why, why_then
+        self.boundary = Boundary(
+            step=step,
+            epoch=1,
+            counts=[],
+            batches_that_stepped=step,
+            schedulers=[],
+            groups=[],
+            is_over=True,
+            position={"seed": step},
+        )
+
+    is_on_device = False
+
+    def newest(self) -> Boundary:
+        if self.why:
+            raise NotProvenError(self.why)
+        return self.boundary
+
+    def check(self, boundary: Boundary) -> None:
+        if self.why_then:
+            raise NotProvenError(self.why_then)
+
+
+class Rank:
+    def __init__(
+        self, shared: SharedMemory, rank: int, world_size: int, folder: Path, ledger: Noted, **settings: Any
+    ) -> None:
+        self.said: list[str] = []
+        self.exchange: Exchange = MemoryExchange(shared)
+        self.saver = Saver(
+            SimpleNamespace(),
+            CheckpointSettings(dirpath=folder, run=f"run {rank}"),
+            ledger,  # type: ignore[arg-type]
+            weights=dict,
+            rank=rank,
+            world_size=world_size,
+            exchange=lambda: self.exchange,
+            say=self.said.append,
+            **settings,
+        )
+
+    def save(self, budget_s: float = 5.0) -> None:
+        self.saver.begin("dead-rank", budget_s=budget_s)
+        self.saver.wait()
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint has in it is no matter here."""
+    monkeypatch.setattr(saving, "contents", lambda trainer, ledger, boundary, weights: {"step": boundary.step})
+
+
+def job(folder: Path, *ledgers: Noted | None, **settings: Any) -> list[Rank]:
+    """Ranks that share a memory; those without a ledger are dead."""
+    shared = SharedMemory()
+    found = [(rank, ledger) for rank, ledger in enumerate(ledgers) if ledger is not None]
+    return [Rank(shared, rank, len(ledgers), folder, ledger, **settings) for rank, ledger in found]
+
+
+def save_all(ranks: Sequence[Rank], budget_s: float = 5.0) -> list[str]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        for done in [threads.submit(rank.save, budget_s) for rank in ranks]:
+            done.result(30)
+    return [line for rank in ranks for line in rank.said]
+
+
+def saved(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.ckpt"))]
+
+
+def test_one_rank_saves_for_all_with_the_places_of_all(tmp_path: Path) -> None:
+    said = save_all(job(tmp_path, Noted(), Noted(), Noted()))
+    (checkpoint,) = saved(tmp_path)
+    ours = checkpoint.pop("lightning_ncclsafe")
+    assert ours["positions"] == {0: {"seed": 5}, 1: {"seed": 5}, 2: {"seed": 5}}
+    assert (ours["version"], ours["world_size"], ours["cause"]) == (1, 3, "dead-rank")
+    assert len(said) == 1 and "rank 0 saved the state after step 5 in " in said[0]
+
+
+def test_a_dead_rank_is_not_waited_for_long(tmp_path: Path) -> None:
+    began = time.monotonic()
+    said = save_all(job(tmp_path, None, Noted(), Noted()))
+    assert time.monotonic() - began < 4.0
+    (checkpoint,) = saved(tmp_path)
+    assert checkpoint["lightning_ncclsafe"]["positions"] == {0: None, 1: {"seed": 5}, 2: {"seed": 5}}
+    assert ["rank 1 saved" in line for line in said] == [True]
+
+
+def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
+    ranks = job(tmp_path, Noted(why_then="training went on meanwhile"), Noted())
+    said = save_all(ranks)
+    assert len(saved(tmp_path)) == 1
+    assert "rank 0 saved no checkpoint of step 5: training went on meanwhile; there is no earlier one" in said[0]
+    assert "rank 1 saved the state" in said[1]
+
+
+def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> None:
+    why = "the main thread was in the middle of an optimizer step"
+    said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
+    assert said == [f"no checkpoint was saved: ranks 0, 1: {why}; the last one is last.ckpt"]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
+    assert save_all(job(tmp_path, Noted(why=NO_STEP), Noted(why=NO_STEP))) == []
+
+
+def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    said = save_all(job(tmp_path, Noted(), last_save_s=lambda: 60.0))
+    assert said == ["rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; there is no "
+                    "earlier one of this run"]  # fmt: skip
+
+
+def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(saving._torch, "save", lambda value, file: answers.wait(20))
+    ranks = job(tmp_path, Noted())
+    began = time.monotonic()
+    said = save_all(ranks, budget_s=0.5)
+    assert time.monotonic() - began < 2.0
+    assert said == ["no checkpoint was saved: there was no more time; there is no earlier one of this run"]
+    answers.set()
+    assert ranks[0].saver._is_over.wait(10)
+    assert [*tmp_path.iterdir()] == []
+
+
+class Lost(MemoryExchange):
+    """An exchange whose host is gone."""
+
+    def _fail(self, *args: Any, **keys: Any) -> Any:
+        raise ExchangeError("its host is gone")
+
+    set = set_if_absent = get_many = delete = _fail  # type: ignore[assignment]
+
+
+def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -> None:
+    ranks = job(tmp_path, Noted(), Noted())
+    for rank in ranks:
+        rank.exchange = Lost()
+    save_all(ranks)
+    assert [checkpoint["step"] for checkpoint in saved(tmp_path)] == [5, 5]
+
+
+@pytest.mark.parametrize("folder", ["a file", "read-only"])
+def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints"
+    if folder == "a file":
+        path.write_text("mine")
+    else:
+        path = Path("/proc/checkpoints")
+    (said,) = save_all(job(path, Noted()))
+    assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
+
+
+def test_it_is_done_once_whoever_asks(tmp_path: Path) -> None:
+    (rank,) = job(tmp_path, Noted())
+    done: list[Callable[[], None]] = []
+    for _ in range(3):
+        rank.saver.begin("SIGTERM", budget_s=5.0, finally_do=lambda: done.append(rank.save))
+        rank.saver.wait()
+    assert len(saved(tmp_path)) == len(done) == 1
+    assert not saving.is_saving()
