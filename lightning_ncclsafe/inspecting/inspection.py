@@ -518,7 +518,9 @@ def _keeps_lock(seen: SeenRank) -> bool:
     """Whether its main thread held the interpreter's lock at every look, at one line, and waits for nobody."""
     read = [one for one in seen.looks if one.stack]
     is_held = len(read) > 2 and all(one.main.holds_gil for one in read)
-    return is_held and _moved(read) is False and not _waits(read[-1])
+    # Native code that keeps it leaves no line to be run, in an import neither.
+    lines = {tuple((frame.file, frame.line) for frame in one.stack) for one in read}
+    return is_held and len(lines) == 1 and _moved(read) is False and not _waits(read[-1])
 
 
 def _witnessed(seen: SeenRank) -> ProcessFacts:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,9 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
         )
         for thread in plain
     ]
+    if len(threads) == 1:
+        # Of a Python before 3.11 that has not imported threading neither name nor number is seen.
+        threads = [replace(threads[0], is_main=True)]
     return tuple(threads)
 
 

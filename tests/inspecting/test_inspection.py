@@ -119,6 +119,12 @@ def test_a_condition_on_the_rank_around_a_call_of_its_own_makes_it_likely(tmp_pa
     assert "`if rank == 0:` (line 2)" in first.summary
 
 
+def test_who_imports_code_of_collectives_is_in_none() -> None:
+    imports = (user(3, "<module>"), SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "<module>"))
+    late = rank(1, *(look(at, *imports) for at in (0, 1, 2)))
+    assert [finding.ranks for finding in judged(waiting(0), late).findings] == [(1,)]
+
+
 def test_ranks_that_wait_in_one_call_or_beside_one_that_works_have_not_diverged() -> None:
     together = judged(in_library(0, of=2), in_library(1, of=2))
     works = rank(2, *(look(at, user(10), SIGTERM[0], user(40, "evaluate")) for at in (0, 1, 2)), of=3)
@@ -195,9 +201,19 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
     held = rank(0, *(look(at, user(30), state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
     first = judged(held, waiting(1)).findings[0]
     assert (first.rule, first.ranks) == ("gil-held", (0,))
-    # One that moves does not keep it.
+    # One that imports, or calls others' code, runs other lines and does not keep it.
+    below = [SeenFrame(f"{SITE}/torch/__init__.py", line, "<module>") for line in (1, 2, 3)]
+    imports = rank(0, *(look(at, user(30), below[at], state="running", gil=True) for at in (0, 1, 2)))
+    assert judged(imports, waiting(1)).findings[0].rule != "gil-held"
+    # Nor does one that moves.
     moving = rank(0, *(look(at, user(30 + at), state="running", gil=True) for at in (0, 1, 2)))
     assert judged(moving, waiting(1)).findings[0].rule != "gil-held"
+
+
+def test_a_rank_for_which_nobody_waits_is_not_behind() -> None:
+    diagnosis = judged(rank(0, *(look(at, user(30)) for at in (0, 1, 2)), of=1))
+    assert diagnosis.findings == ()
+    assert "nobody is seen to wait" in render_text(diagnosis)
 
 
 def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:
@@ -226,6 +242,10 @@ def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data()
     assert thread.is_main and thread.holds_gil
     assert [(one.function, one.line) for one in thread.frames] == [("<module>", 3), ("_run", 9)]
     assert thread.frames[1].values == {"batch_idx": "7"} and "secret" not in repr(thread)
+    nameless = plain | {"os_thread_id": None}
+    (alone,) = threads_in(json.dumps([nameless]).encode(), 7)
+    assert alone.is_main
+    assert not any(thread.is_main for thread in threads_in(json.dumps([nameless] * 2).encode(), 7))
     variables[1]["repr"] = "'other'"
     (again,) = threads_in(json.dumps([plain]).encode(), 7)
     assert again.frames[1].digest != thread.frames[1].digest

@@ -252,7 +252,7 @@ def _seen_apart(view: Timeline) -> Finding | None:
     )
     more = sum(map(len, apart.calls[_CALLS:]))
     why = f"{capitalised(clause(apart.ranks, 'is|are'))} {apart.why}." if apart.why else ""
-    ends = {(place.stage, place.epoch) for place in positions(view).values()}
+    is_in_loop = any(place.stage >= 0 for place in positions(view).values())
     in_own = [rank for rank in (*apart.ranks, *view.waiting) if in_own_call(view, rank)]
     return finding(
         view,
@@ -262,7 +262,7 @@ def _seen_apart(view: Timeline) -> Finding | None:
                 f"no rank that was seen is at work, and they wait in different calls: {waits}"
                 f"{f'; {more} more wait elsewhere' if more else ''}.",
                 why,
-                _FEWER_BATCHES if len(ends) > 1 and not apart.why else "",
+                _FEWER_BATCHES if is_in_loop and not apart.why else "",
             )
         ),
         # Where a connection is lost, some have come out of a call in which others still are.

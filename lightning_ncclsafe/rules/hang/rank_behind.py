@@ -59,7 +59,8 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Why the line is slow.
     """
-    if view.stragglers:
+    is_awaited = bool(view.waiting) or all(facts.inspection is None for facts in view.facts.values())
+    if view.stragglers and is_awaited:
         # Another rank may have a better-known cause of its own, and this one would be hidden behind it.
         for ranks in _by_place(view):
             yield _finding(view, ranks)

@@ -97,6 +97,9 @@ def _landmark(frame: Frame) -> _Landmark | None:
 
 @lru_cache(maxsize=4096)
 def _known_landmark(file: str, function: str, mark: str) -> _Landmark | None:
+    if function == "<module>":
+        # Who imports what has collectives is in none.
+        return None
     by_code = (landmark for code, landmark in _BY_CODE if code.has(file, function))
     found = _BY_MARK.get(mark) if mark else next(by_code, None)
     return replace(found, call=found.call or function) if found is not None else None
