@@ -21,6 +21,7 @@ from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -189,6 +190,7 @@ class Saver:
         with suppress(RuntimeError):
             threading.Thread(target=act, name="ncclsafe-checkpoint", daemon=True).start()
 
+    @marked(Mark.STORE)
     def wait(self) -> None:
         """Waits until that is over, or its time is; then nothing more is saved."""
         if self._is_over.wait(max(0.0, self._left_s())):

@@ -13,6 +13,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.checkpoints.saving import LastCheckpoint, Saver
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
@@ -197,6 +198,7 @@ class Features:
             # The main thread does not come to its next batch in time: what there is, is saved beside it.
             self._begin_to_save("SIGTERM", raised=False)
 
+    @marked(Mark.STORE)
     def save(self, cause: str, raised: bool) -> None:
         """Saves the state of a run that ends, if a callback asks for it.
 
