@@ -36,7 +36,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
     "_torch",
-    "checkpoints.finding",
     "checkpoints.left_behind",
     "checkpoints.position",
     "collectives.scalars",

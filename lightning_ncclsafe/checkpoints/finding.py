@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lightning_ncclsafe import _torch
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, keep_trying, wait_for_keys
 from lightning_ncclsafe.facts import codec
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.rules.kit.wording import ranks_words
+from lightning_ncclsafe.rules.kit.wording import clause
 
 _SUFFIX = ".ckpt"
 # A sharded checkpoint is a folder: its parts are in torch's distributed format, the rest in a file of Lightning's.
@@ -199,7 +198,7 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
         without = [rank for rank, known in enumerate(by_rank) if (one.path, one.size_bytes) not in known]
         if without:
             passed = True
-            lines.append(f"{one.path} is passed over: {ranks_words(without)} {_do_not(without)} see it whole")
+            lines.append(f"{one.path} is passed over: {clause(without, 'does|do')} not see it whole")
         elif problem := fits(Path(one.path)):
             lines.append(f"{one.path} is passed over: {problem}")
         else:
@@ -215,10 +214,6 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
     return Choice(lines=tuple(lines))
 
 
-def _do_not(ranks: Sequence[int]) -> str:
-    return "does not" if len(ranks) == 1 else "do not"
-
-
 def why_of_another(path: Path, expected: Mapping[str, Any]) -> str:
     """Why a checkpoint is not one of this model, in words; empty if it may be.
 
@@ -229,7 +224,7 @@ def why_of_another(path: Path, expected: Mapping[str, Any]) -> str:
     if path.is_dir():
         return ""
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content: Any = _torch.load_plain(path)
         found: Mapping[str, Any] = content["state_dict"]
         names = {*found}
     except (OSError, EOFError) as error:

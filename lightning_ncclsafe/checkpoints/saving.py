@@ -24,6 +24,7 @@ from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenEr
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.report.terminal import say_on_stderr
+from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
@@ -91,10 +92,7 @@ def why_none(candidates: Sequence[Candidate], world_size: int) -> str:
     silent = sorted({*range(world_size)} - {candidate.rank for candidate in candidates})
     if silent:
         reasons["no answer"] = silent
-    return "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {why}"
-        for why, ranks in reasons.items()
-    )
+    return "; ".join(f"{ranks_words(ranks)}: {why}" for why, ranks in reasons.items())
 
 
 # Those that save now, of all threads of this process.

@@ -149,7 +149,7 @@ def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
 def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> None:
     why = "the main thread was in the middle of an optimizer step"
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
-    assert said == [f"no checkpoint was saved: ranks 0, 1: {why}; the last one is last.ckpt"]
+    assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last one is last.ckpt"]
     assert [*tmp_path.iterdir()] == []
 
 
