@@ -259,7 +259,7 @@ NOT_FOR_RANKS = {
     "loggers.delivery.Delivery.close": LOGGER,
     "loggers.delivery.Delivery.flush": LOGGER,
     "inspecting.inspection._look_at_all": "in a process that is no rank",
-    "inspecting.inspection._with_sources": "in a process that is no rank",
+    "inspecting.facts_of_looks._with_sources": "in a process that is no rank",
     "loggers.delivery.Delivery.wait_until": ASIDE,
     "loggers.intake.Intake.put": LOGGER,
     "loggers.intake.Intake.take_media": ASIDE,

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
-from lightning_ncclsafe.inspecting.inspection import SeenRank, job_facts
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
