@@ -11,6 +11,7 @@ from warm import Warm, ranks_of
 
 PROGRAM = Path(__file__).with_name("saved_fit.py")
 LIMIT_S = 60
+LAST_STEP = 6  # of two epochs of 8 batches, three to a step
 
 UNDISTURBED = ("nothing",)
 RAISES = ("raise",)
@@ -101,7 +102,9 @@ def test_a_hang_at_its_limit_while_gradients_accumulate(outcome: Outcome, undist
 def test_sigterm_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     steps = int(re.findall(r"saved the state after step (\d+)", outcome.output)[0])
     assert_went_on(outcome, undisturbed[3], steps)
-    assert steps in (1, 2, 3)
+    # All ranks stop before the same batch; how soon they agree on it is the machine's business.
+    assert steps == max(map(int, re.findall(r"step (\d+) was made", outcome.output)))
+    assert 0 < steps < LAST_STEP
 
 
 @pytest.mark.program(*OVERDUE)
