@@ -158,6 +158,11 @@ def table(scores: Iterable[Score]) -> Table:
     return made
 
 
+def spread(times_s: list[float]) -> str:
+    """The median and the most of them, in words."""
+    return f"{sorted(times_s)[len(times_s) // 2]:.1f} s (median), {max(times_s):.1f} s at most" if times_s else "-"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
@@ -195,10 +200,7 @@ def main() -> None:
     console.print(f"healthy: {alarms} of {len(healthy)} alarms; said to move at {sum(moved)} of {len(moved)} looks")
     for confidence, (right, of) in calibration(replace(score) for score in scores).items():
         console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {right} of {of}")
-    for name, times in (("a training that hangs", took_s), ("a healthy one", healthy_s)):
-        if times:
-            middle_s = sorted(times)[len(times) // 2]
-            console.print(f"an inspection of {name} took {middle_s:.1f} s (median), at most {max(times):.1f} s")
+    console.print(f"inspections of trainings that hang took {spread(took_s)}; of healthy ones {spread(healthy_s)}")
     if options.json:
         options.json.write_text(json.dumps([asdict(score) for score in scores], indent=2) + "\n")
 
