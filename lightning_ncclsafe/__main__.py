@@ -1,7 +1,7 @@
 """``python -m lightning_ncclsafe train.py``: as ``ncclsafe run train.py``, for launchers that start modules.
 
-Words that are commands of ``ncclsafe`` are understood as well, where the command is not on the path; a program of such a
-name comes first, as launchers know no other way to name it.
+Commands of ``ncclsafe`` are understood as well, for where that is not on the path. A program of such a name comes
+first, as launchers know no other way to name it.
 """
 
 import os

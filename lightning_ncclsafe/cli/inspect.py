@@ -36,6 +36,10 @@ _HOW_LONG = (
     f"seconds between the first look and the last (default: {SECONDS:g}, then on while a rank stands still as in a long"
     f" step, until one is known to have stood for {LONG_STEP_S:g} s)"
 )
+_RECORDER = (
+    "have ranks write PyTorch's Flight Recorder, where they were started with a pipe to ask for it"
+    " (TORCH_NCCL_DEBUG_INFO_PIPE_FILE): each writes the file that its environment names, which stays"
+)
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -53,6 +57,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--format", choices=[one.value for one in _Format], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)
     parser.add_argument("--looks", type=int, default=LOOKS, metavar="N", help=_HOW_OFTEN)
+    parser.add_argument("--recorder", action="store_true", help=_RECORDER)
     parser.add_argument("--seconds", type=float, default=None, metavar="S", help=_HOW_LONG)
 
 
@@ -64,7 +69,7 @@ def run(config: Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    found = inspect(config.pid, looks=config.looks, over_s=config.seconds, say=_note)
+    found = inspect(config.pid, looks=config.looks, over_s=config.seconds, may_write=config.recorder, say=_note)
     for note in found.notes:
         _note(note)
     if not found.diagnoses:

@@ -46,8 +46,8 @@ _LIBRARY = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/python\d+\.zip/")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
-    "The Flight Recorder, epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from "
-    "outside: a guarded strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
+    "Epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from outside: a guarded strategy "
+    "(SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
 
 
@@ -66,6 +66,7 @@ class SeenRank:
         pressure: What its host has held up meanwhile.
         versions: Of what is installed where it runs.
         ended_after: Whether it ended after the last of the looks.
+        recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
     """
 
     process: RankProcess
@@ -78,6 +79,7 @@ class SeenRank:
     pressure: PressureFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     ended_after: bool = False
+    recorded: RankFacts | None = None
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -148,6 +150,9 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         versions=seen.versions,
         missing=(seen.looks[-1].problem,) if not inspection.looks else (),
     )
+    if seen.recorded is not None:
+        of_recorder = seen.recorded
+        facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
     return replace(facts, inspection=replace(inspection, whereabouts=tuple(_whereabouts(facts, seen.looks))))
 
 

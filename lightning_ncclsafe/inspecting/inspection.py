@@ -23,7 +23,7 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
 )
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, job_facts, shows_enough
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, job_facts, shows_enough, stood_s
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
 from lightning_ncclsafe.inspecting.ranks import (
@@ -33,6 +33,7 @@ from lightning_ncclsafe.inspecting.ranks import (
     find_ranks,
     python_processes,
 )
+from lightning_ncclsafe.inspecting.recorders import recorded
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
@@ -74,6 +75,7 @@ def inspect(
     *,
     looks: int = LOOKS,
     over_s: float | None = None,
+    may_write: bool = False,
     say: Callable[[str], object] = lambda text: None,
     processes: Callable[[], Iterable[SeenProcess]] = python_processes,
     reader: StackReader | None = None,
@@ -85,13 +87,14 @@ def inspect(
         looks: How often to look.
         over_s: Seconds between the first look and the last; by default ``SECONDS``, and on while a rank stands still,
             until one is known to have stood for longer than a step takes.
-        say: Is given a line if it takes longer than ``SECONDS``.
+        may_write: Whether a rank may be made to write its Flight Recorder into a file.
+        say: Is given a line if it takes longer than ``SECONDS``, and what Flight Recorders did not answer.
         processes: Gives the Python processes of this host.
         reader: Reads their stacks.
     """
     reader, chosen = reader or StackReader(), [*pids]
     jobs: dict[str, list[SeenRank]] = defaultdict(list)
-    for one in see_ranks(chosen, looks=looks, over_s=over_s, say=say, processes=processes, reader=reader):
+    for one in _see_ranks(chosen, reader, processes, say, looks=looks, over_s=over_s, may_write=may_write):
         jobs[one.process.job].append(one)
     if not jobs:
         return Inspected(notes=tuple(_nothing_words(chosen, reader)))
@@ -101,16 +104,16 @@ def inspect(
     )
 
 
-def see_ranks(
+def _see_ranks(
     pids: Sequence[int],
+    reader: StackReader,
+    processes: Callable[[], Iterable[SeenProcess]],
+    say: Callable[[str], object],
     *,
     looks: int,
     over_s: float | None,
-    say: Callable[[str], object] = lambda text: None,
-    processes: Callable[[], Iterable[SeenProcess]] = python_processes,
-    reader: StackReader,
+    may_write: bool,
 ) -> list[SeenRank]:
-    """Looks at the ranks of this host; the arguments are those of :func:`inspect`."""
     found = find_ranks(processes(), pids)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         ranks = [*found.ranks, *_placed(found, reader, pool, pids)]
@@ -120,7 +123,7 @@ def see_ranks(
         watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
         if over_s is None:
             watch.look_on_until_it_shows(say)
-        return watch.seen()
+        return watch.seen(say, may_write=may_write)
 
 
 def _nothing_words(pids: Sequence[int], reader: StackReader) -> Iterator[str]:
@@ -213,7 +216,12 @@ class _Watch:
             for looks in self._looks.values():
                 looks.pop()
 
-    def seen(self) -> list[SeenRank]:
+    def seen(self, say: Callable[[str], object], *, may_write: bool) -> list[SeenRank]:
+        # Of a job that moves there is nothing to ask.
+        standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
+        answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
+        for note in answers.notes:
+            say(note)
         span_s = time.monotonic() - self._began_s
         held_up = pressure_between(self._pressure, look_at_pressure(self._groups), span_s)
         every = [
@@ -228,6 +236,7 @@ class _Watch:
                 gpu=self._gpus[one.process.pid].read(give_up_s - time.monotonic()),
                 pressure=held_up,
                 ended_after=one.process.pid in self._ended_after,
+                recorded=answers.facts.get(one.process.pid),
             )
             for one in every
         ]
@@ -239,10 +248,13 @@ class _Watch:
             self._looks[one.pid].append(seen)
 
     def _shows_enough(self) -> bool:
+        return all(map(shows_enough, self._jobs()))
+
+    def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)
         for one in self._ranks:
             jobs[one.job].append(SeenRank(process=one, looks=tuple(self._looks[one.pid])))
-        return all(map(shows_enough, jobs.values()))
+        return [*jobs.values()]
 
 
 def _look(one: RankProcess, reader: StackReader) -> Look:
