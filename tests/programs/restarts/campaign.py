@@ -247,9 +247,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the instants (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
-    parser.add_argument(
-        "--add-up", nargs="+", type=Path, metavar="FILE", help="only the table of these results"
-    )
+    parser.add_argument("--add-up", nargs="+", type=Path, metavar="FILE", help="only the table of these results")
     parser.add_argument("--root-dir", type=Path, default=Path("runs/restarts"), help="default: %(default)s")
     return parser.parse_args()
 
@@ -260,7 +258,9 @@ def run_all(options: argparse.Namespace, console: Console) -> Iterator[Result]:
     for case in cases(options.first, options.faults, options.only, options.seed):
         if case.ranks not in undisturbed:
             folder = root / f"undisturbed-{case.ranks}"
-            run(Case(number=-case.ranks, fault="none", ranks=case.ranks), folder)
+            # Of one campaign in several parts, the first has it.
+            if not (options.first and folder.exists()):
+                run(Case(number=-case.ranks, fault="none", ranks=case.ranks), folder)
             ends = {event.values[1] for event in events(folder) if event.kind == "end"}
             if len(ends) != 1:
                 raise SystemExit(f"undisturbed, {case.ranks} ranks came to {ends or 'no end'}: {folder / 'output'}")
