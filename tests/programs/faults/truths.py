@@ -59,8 +59,8 @@ class Scenario:
         has_phase: Whether the phase of the ranks at fault is that of the moment.
         phase: The phase that they are in, where it is not that of the moment.
         needs: What it takes, and not every machine permits: ``"namespaces"``; empty for nothing.
-        whose: Whose fault it is, where the causes do not tell: ``"code"`` (settings and data are as well), ``"machine"``, or
-            ``"either"``.
+        whose: Whose fault it is, where the causes do not tell: ``"code"`` (settings and data are of it), ``"machine"``,
+            or ``"either"``.
         strategies: Names of those that it is for.
         is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
