@@ -8,7 +8,7 @@ import re
 import socket
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -167,3 +167,21 @@ def own_part(path: Path) -> Any:
         found = _torch.load_plain(path)
         return found.get(KEY) if isinstance(found, dict) else None
     return None
+
+
+def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
+    """What had started the job that has saved a checkpoint, in words; empty where that is not known.
+
+    Args:
+        checkpoint: Its path, or what it has in it.
+    """
+    part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
+    job = part.get("job") if isinstance(part, Mapping) else ""
+    return job if isinstance(job, str) else ""
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """The checkpoints of ours in a folder."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return []

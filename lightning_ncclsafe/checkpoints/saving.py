@@ -23,6 +23,7 @@ from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -291,6 +292,7 @@ class Saver:
             "cause": cause,
             "created_ns": time.time_ns(),
             "run": self._run_of_all(exchange),
+            "job": launch_words(),
         }
         # Copied from a device, it is as good as saved; else it is read while it is written.
         if self._ledger.is_on_device:
