@@ -57,10 +57,15 @@ class LeftBehind:
             raise
         finally:
             os.close(handle)
-        self._number = 0
+        self._number = self._place = 0
 
-    def write(self, position: Mapping[str, Any]) -> None:
-        """Takes the place of the one before the last; what is too large, or no plain data, is left out."""
+    def write(self, position: Mapping[str, Any], *, over_last: bool = False) -> None:
+        """Takes the place of the one before the last; what is too large, or no plain data, is left out.
+
+        Args:
+            position: What is written.
+            over_last: Whether it takes that of the last one.
+        """
         try:
             content = packed(position)
         except (TypeError, ValueError, OverflowError):
@@ -68,7 +73,8 @@ class LeftBehind:
         if len(content) > _ROOM - _HEADER.size:
             content = b""
         self._number += 1
-        start = (self._number % 2) * _ROOM
+        self._place = self._place if over_last else 1 - self._place
+        start = self._place * _ROOM
         self._memory[start + _HEADER.size : start + _HEADER.size + len(content)] = content
         self._memory[start : start + _HEADER.size] = _HEADER.pack(self._number, len(content), zlib.crc32(content))
 
@@ -88,8 +94,13 @@ def _clear() -> None:
                 path.unlink()
 
 
-def read_left_behind(path: Path) -> dict[str, Any] | None:
-    """The last position that a rank has written; None where there is none that is whole."""
+def read_left_behind(path: Path, step: int | None = None) -> dict[str, Any] | None:
+    """The last position that a rank has written; None where there is none that is whole.
+
+    Args:
+        path: The file.
+        step: The optimizer step that it has to be after; None for any.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -104,13 +115,14 @@ def read_left_behind(path: Path) -> dict[str, Any] | None:
             body = part[_HEADER.size : _HEADER.size + length]
             if number and len(body) == length and zlib.crc32(body) == checksum:
                 found.append((number, body))
-    if not found:
-        return None
-    try:
-        position = unpacked(max(found)[1])
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
-        return None
-    return position if isinstance(position, dict) else None
+    for _, body in sorted(found, reverse=True):
+        try:
+            position = unpacked(body)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
+            position = None
+        if step is None or (isinstance(position, dict) and position.get("step") == step):
+            return position if isinstance(position, dict) else None
+    return None
 
 
 def packed(value: Any) -> bytes:

@@ -70,6 +70,8 @@ class DataPosition:
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
         self._random: Mapping[str, Any] | None = None
+        self._is_ahead = False
+        self._why_not_ahead = ""
 
     def attach(self) -> None:
         """Watches the samplers of the training's loaders, each as it is about to be read."""
@@ -77,6 +79,10 @@ class DataPosition:
         loaders = ReplacedMethod(fit, "_load_combined_loader_states", lambda: self._loaders_are_there(loaders))
         begins = ReplacedMethod(fit.epoch_loop, "on_run_start", lambda *args: self._epoch_begins(begins, *args))
         self._methods = [loaders, begins]
+        if self._left_behind is not None:
+            precision = self._trainer.precision_plugin
+            backward = ReplacedMethod(precision, "pre_backward", lambda *args: self._backward_begins(backward, *args))
+            self._methods.append(backward)
         _of_trainer[self._trainer] = self
 
     def detach(self) -> None:
@@ -88,17 +94,43 @@ class DataPosition:
 
     def capture(self) -> dict[str, Any]:
         """See :func:`capture`."""
-        batches = _batches_of(self._trainer)
+        position = self._after(_batches_of(self._trainer))
+        if self._left_behind is not None:
+            self._left_behind.write(position | {"step": int(self._trainer.global_step)})
+            self._is_ahead = False
+        return position
+
+    def _backward_begins(self, backward: ReplacedMethod, *args: Any) -> Any:
+        """Once its gradients are there the others can make the step, whatever becomes of this rank meanwhile.
+
+        What comes until the end of the batch hardly draws random numbers: where this rank will be then is left behind.
+        """
+        result = backward.original(*args)
+        trainer = self._trainer
+        if not self._why_not_ahead and trainer.lightning_module.automatic_optimization:
+            try:
+                if not trainer.fit_loop.epoch_loop._should_accumulate():
+                    self._leave_ahead()
+            except Exception as error:  # training goes on
+                self._why_not_ahead = repr(error)
+        return result
+
+    def _leave_ahead(self) -> None:
+        assert self._left_behind is not None
+        position = self._after(_batches_of(self._trainer) + 1)
+        # Not over that of the step before, which counts until this one is made; some optimizers go backward repeatedly.
+        self._left_behind.write(position | {"step": int(self._trainer.global_step) + 1}, over_last=self._is_ahead)
+        self._is_ahead = True
+
+    def _after(self, batches: int) -> dict[str, Any]:
+        """As random numbers are now, after so many batches of the epoch."""
         loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
-        position = {
+        return {
             # Those of a checkpoint come into force in a moment.
             "random": dict(self._random) if self._random is not None else saved_states(),
             "batches": batches,
             "loaders": loaders if loaders and all(loader is not None for loader in loaders) else None,
         }
-        if self._left_behind is not None:
-            self._left_behind.write(position | {"step": int(self._trainer.global_step)})
-        return position
 
     def resume(self, saved: Mapping[str, Any] | None, *, knows_all: bool) -> None:
         """Goes on from what :meth:`capture` has given, once Lightning has restored its loops and has its loaders.
