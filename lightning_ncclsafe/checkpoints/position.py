@@ -70,7 +70,7 @@ class DataPosition:
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
         self._random: Mapping[str, Any] | None = None
-        self._is_ahead = False
+        self._ahead: Mapping[str, Any] | None = None
         self._why_not_ahead = ""
 
     def attach(self) -> None:
@@ -96,8 +96,11 @@ class DataPosition:
         """See :func:`capture`."""
         position = self._after(_batches_of(self._trainer))
         if self._left_behind is not None:
-            self._left_behind.write(position | {"step": int(self._trainer.global_step)})
-            self._is_ahead = False
+            then = position | {"step": int(self._trainer.global_step)}
+            # Nothing has drawn since the backward pass: that is there.
+            if self._ahead is None or not _is_same(self._ahead, then):
+                self._left_behind.write(then)
+            self._ahead = None
         return position
 
     def _backward_begins(self, backward: ReplacedMethod, *args: Any) -> Any:
@@ -117,10 +120,10 @@ class DataPosition:
 
     def _leave_ahead(self) -> None:
         assert self._left_behind is not None
-        position = self._after(_batches_of(self._trainer) + 1)
+        then = self._after(_batches_of(self._trainer) + 1) | {"step": int(self._trainer.global_step) + 1}
         # Not over that of the step before, which counts until this one is made; some optimizers go backward repeatedly.
-        self._left_behind.write(position | {"step": int(self._trainer.global_step) + 1}, over_last=self._is_ahead)
-        self._is_ahead = True
+        self._left_behind.write(then, over_last=self._ahead is not None)
+        self._ahead = then
 
     def _after(self, batches: int) -> dict[str, Any]:
         """As random numbers are now, after so many batches of the epoch."""
@@ -372,6 +375,21 @@ class _Indices:
         except (TypeError, OverflowError):
             content = repr(indices).encode()
         self._digests.append(zlib.crc32(content, before))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of two positions, of which the most is the very same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) or (isinstance(one, tuple) and any(isinstance(each, torch.Tensor) for each in one)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _torch_world_size() -> int:

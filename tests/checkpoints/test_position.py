@@ -296,6 +296,10 @@ def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_wo
     training.end_batch()
     training.global_step = 3
     assert str(ahead) == str(capture(training) | {"step": 3})
+    # A hook at the end of the batch draws.
+    random.random()
+    assert str(read_left_behind(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
+    assert str(read_left_behind(left.path, 3)) == str(then)
     assert read_left_behind(left.path, 2) is None, "of the step before nobody goes on any more"
 
 
