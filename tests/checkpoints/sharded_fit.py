@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe import JustInTimeCheckpoint, SafeFSDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorder_dumps
+from lightning_ncclsafe.checkpoints.shards import OwnShard, pieces_of
 
 ROWS = torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
 BATCH, EPOCHS = 2, 2
@@ -113,18 +114,30 @@ def digest(trainer: pl.Trainer) -> str:
     return hashlib.sha256(content.getvalue() + repr(rates).encode()).hexdigest()[:16]
 
 
+def made() -> int:
+    """How many collectives have been recorded."""
+    return sum(len(dump.get("entries", ())) for dump in recorder_dumps(collectives=True))
+
+
 class Watches(pl.Callback):
-    """Says what this rank has after each step, and what it begins with."""
+    """Says what this rank has after each step, what it begins with, and what reading that calls."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         print(f"rank {trainer.global_rank} begins at step {trainer.global_step} with {digest(trainer)}", flush=True)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        before = made()
+        shard = OwnShard(trainer.model)
+        state = [shard.optimizer_state(one, one.param_groups) for one in trainer.optimizers]
+        assert not shard.why_unread and pieces_of({"model": shard.weights(), "optimizer_0": state[0]}, is_first=True)
+        print(f"rank {trainer.global_rank} has read its part with {made() - before} collectives", flush=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         print(f"rank {trainer.global_rank} after step {trainer.global_step} has {digest(trainer)}", flush=True)
 
 
 def strategy_of(name: str, options: argparse.Namespace) -> Any:
-    limits = {"suspect_after": 1.0, "timeout": timedelta(seconds=options.timeout)}
+    limits = {"suspect_after": options.suspect_after, "timeout": timedelta(seconds=options.timeout)}
     flat = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "state_dict_type": "sharded"}
     return {
         "SafeModelParallel": lambda: SafeModelParallel(data_parallel_size=2, tensor_parallel_size=1, **limits),
@@ -141,6 +154,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--batch", type=int, default=11, help="of all epochs, from 0")
     parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("--suspect-after", type=float, default=1.0)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--load", type=Path)
@@ -179,8 +193,6 @@ def main() -> None:
     )
     trainer.fit(model, DataLoader(Noisy(), batch_size=BATCH, shuffle=True), ckpt_path=options.load)
     print(f"rank {rank} has made {trainer.global_step} steps and has {digest(trainer)}", flush=True)
-    made = sum(len(dump.get("entries", ())) for dump in recorder_dumps(collectives=True))
-    print(f"rank {rank} has recorded {made} collectives", flush=True)
 
 
 if __name__ == "__main__":
