@@ -114,6 +114,7 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_version": has(lambda: torch.Tensor, "_version"),
     "_foreach_copy_": lambda: torch._foreach_copy_([torch.ones(1)], [torch.ones(1)]),
     "_buffers": said_in("torch.nn.modules.module", "_buffers"),
+    "_extra_state": said_in("torch.nn.modules.module", "_extra_state"),
     "_parameters": said_in("torch.nn.modules.module", "_parameters"),
     "_non_persistent_buffers_set": said_in("torch.nn.modules.module", "_non_persistent_buffers_set"),
     # FSDP and FSDP2

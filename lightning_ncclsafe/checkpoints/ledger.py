@@ -347,6 +347,11 @@ class StepLedger:
         """Whether there is a device that the host runs ahead of."""
         return self._make_event is not None
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the main thread is in the middle of an optimizer step, or right after it."""
+        return self._is_changing
+
     def newest(self) -> Boundary:
         """The boundary whose weights are those that are there now, on the device.
 

@@ -9,118 +9,36 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
 _MEET_S = 2.0
+# Of the time that there is, where none of them can be done without.
+_WORTH = 0.4
+# What a main thread is given to end the step that it is in the middle of.
+_STEP_S = 1.0
 # What is kept of the time for the last things to do, such as to give a checkpoint its name.
 _RESERVE_S = 0.5
 _VERSION = 1
-
-
-class LastCheckpoint:
-    """The last checkpoint that somebody else has saved in this call, as a ``ModelCheckpoint`` does.
-
-    Attributes:
-        path: Its name; empty if there was none.
-        took_s: How long all ranks took for it, seconds.
-    """
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.took_s = 0.0
-        self._begun: tuple[str, float] | None = None
-
-    def begin(self, path: Any) -> None:
-        """One is about to be written."""
-        self._begun = str(path), time.monotonic()
-
-    def end(self) -> None:
-        """It is there, for all ranks."""
-        if self._begun is not None:
-            self.path, self.took_s = self._begun[0], time.monotonic() - self._begun[1]
-            self._begun = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What one rank says of its weights.
-
-    Attributes:
-        rank: Global rank.
-        step: The step that they are of; -1 where that cannot be told.
-        validates: Whether a validation comes before the next batch.
-        raised: Whether the rank itself has failed: another one is preferred.
-        why: Why it cannot save; empty where it can.
-        shard: Which part of the model it has: equal for equal parts, empty for all of it.
-    """
-
-    rank: int
-    step: int = -1
-    validates: bool = False
-    raised: bool = False
-    why: str = ""
-    shard: str = ""
-
-
-def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> list[Candidate]:
-    """Who can save, in this order: of the newest step of which there is everything, healthy ones first.
-
-    Args:
-        candidates: What ranks say of their weights.
-        shards: All parts that the model has.
-    """
-    able = [candidate for candidate in candidates if not candidate.why]
-    for step in sorted({candidate.step for candidate in able}, reverse=True):
-        there = [candidate for candidate in able if candidate.step == step]
-        if {*shards} <= {candidate.shard for candidate in there}:
-            return sorted(there, key=lambda each: (each.raised, each.rank))
-    return []
-
-
-def writers(order: Iterable[Candidate]) -> list[int]:
-    """The ranks that save together: the first one of each part of the model."""
-    first: dict[str, int] = {}
-    for candidate in order:
-        first.setdefault(candidate.shard, candidate.rank)
-    return [*first.values()]
-
-
-def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
-    """Why no rank can save, in words.
-
-    Args:
-        candidates: What ranks say of their weights.
-        shard_of: The part of the model that each rank of the job has; empty for all of it.
-    """
-    reasons: dict[str, list[int]] = {}
-    for candidate in candidates:
-        why = candidate.why or f"has a part of the model, that after step {candidate.step}"
-        reasons.setdefault(why, []).append(candidate.rank)
-    held = {candidate.shard for candidate in candidates if not candidate.why}
-    for rank in sorted({*range(len(shard_of))} - {candidate.rank for candidate in candidates}):
-        is_lost = shard_of[rank] and shard_of[rank] not in held
-        why = "no answer, and no other rank has its part of the model" if is_lost else "no answer"
-        reasons.setdefault(why, []).append(rank)
-    return "; ".join(f"{ranks_words(ranks)}: {why}" for why, ranks in reasons.items())
 
 
 # Those that save now, of all threads of this process.
@@ -266,6 +184,8 @@ class Saver:
         try:
             if self._shard is not None and self._shard.why_unread:
                 raise NotProvenError(self._shard.why_unread)
+            # One that does not wait is about to: it is told of the verdict at any moment.
+            wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
             boundary = self._ledger.newest()
         except NotProvenError as error:
             return None, Candidate(rank=self._rank, raised=raised, why=str(error))
@@ -283,7 +203,7 @@ class Saver:
         found = wait_for_keys(
             exchange,
             [f"checkpoint/candidate/{rank}" for rank in ranks],
-            deadline_s=min(_MEET_S + self._world_size / 1000, self._left_s() / 3),
+            deadline_s=self._meet_s(),
             poll_s=poll_interval_s(self._world_size),
             give_up=lambda: "checkpoint/order" in exchange.get_many(["checkpoint/order"]),
         )
@@ -295,6 +215,12 @@ class Saver:
         if not agreed and is_new and comes_first(exchange, "checkpoint/said", self._rank):
             self._say(f"no checkpoint was saved: {why_none(candidates, shard_of)}{self._way_back()}")
         return [Candidate(**each) for each in agreed]
+
+    def _meet_s(self) -> float:
+        # Without the part of one rank those of the others are nothing: then it is worth waiting for.
+        if self._shard is not None:
+            return self._left_s() * _WORTH
+        return min(_MEET_S + self._world_size / 1000, self._left_s() / 3)
 
     def _shard_of_each(self, exchange: Exchange) -> list[str]:
         """A rank that never said it has a part that nobody else has."""
@@ -370,6 +296,7 @@ class Saver:
                 self._say(f"no checkpoint of step {boundary.step} was saved: {why}{self._way_back()}")
         finally:
             with suppress(ExchangeError):
+                together.call_off()
                 exchange.set("checkpoint/outcome/0", json.dumps([path, why]).encode())
 
     def _whole(

@@ -251,6 +251,8 @@ def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
 
 def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:
     flat, begin = values.detach().reshape(-1), 0
+    if flat.numel() != sum(prod(sizes) for _, sizes in boxes):
+        raise NotProvenError(f"there are {flat.numel()} values of {name} here, which do not fill its part")
     dtype = str(values.dtype).removeprefix("torch.")
     for offsets, sizes in boxes:
         count = prod(sizes)

@@ -69,7 +69,7 @@ class Together:
             ExchangeError: It cannot be said.
         """
         found = wait_for_keys(self._exchange, [_FOLDER], deadline_s=self._left_s())
-        # Empty where the first rank could not begin; it has said why.
+        # Empty where the first rank has called it off.
         if not (name := found.get(_FOLDER, b"").decode()):
             return
         try:
@@ -93,11 +93,7 @@ class Together:
             OSError: Storage does not take it, or has not kept it.
             Exception: Whatever the functions raise.
         """
-        try:
-            partial = self._folder.begin_together()
-        except OSError:
-            self._exchange.set(_FOLDER, b"")
-            raise
+        partial = self._folder.begin_together()
         try:
             self._exchange.set(_FOLDER, partial.name.encode())
             state, rest = state_and_rest()
@@ -116,6 +112,14 @@ class Together:
         except BaseException:
             self._folder.abandon(partial)
             raise
+
+    def call_off(self) -> None:
+        """The first rank will not begin, if it has not: nobody has to wait for that.
+
+        Raises:
+            ExchangeError: It cannot be said.
+        """
+        self._exchange.set_if_absent(_FOLDER, b"")
 
     def _write(self, partial: Path, state: dict[str, Any], *, is_first: bool) -> Share:
         pieces = pieces_of(state, is_first=is_first)

@@ -3,13 +3,14 @@
 The Trainer is used by duck type; Lightning is not imported here.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.resuming import Resuming
-from lightning_ncclsafe.checkpoints.saving import LastCheckpoint, Saver
+from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.guard.local_ranks import Place
@@ -23,6 +24,30 @@ _SAVE_S = 10.0
 _OVERDUE = 0.4
 # What processes need to end once a save is over, of the time that a scheduler leaves them.
 _LEAVES_S = 3.0
+
+
+class LastCheckpoint:
+    """The last checkpoint that somebody else has saved in this call, as a ``ModelCheckpoint`` does.
+
+    Attributes:
+        path: Its name; empty if there was none.
+        took_s: How long all ranks took for it, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.took_s = 0.0
+        self._begun: tuple[str, float] | None = None
+
+    def begin(self, path: Any) -> None:
+        """One is about to be written."""
+        self._begun = str(path), time.monotonic()
+
+    def end(self) -> None:
+        """It is there, for all ranks."""
+        if self._begun is not None:
+            self.path, self.took_s = self._begun[0], time.monotonic() - self._begun[1]
+            self._begun = None
 
 
 class SavedAtEnd:

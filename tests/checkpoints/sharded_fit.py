@@ -10,6 +10,7 @@ import io
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus
 
 from lightning_ncclsafe import JustInTimeCheckpoint, SafeFSDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorder_dumps

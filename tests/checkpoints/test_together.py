@@ -19,11 +19,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_ncclsafe.checkpoints import saving, together
+from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.finding import found_in, why_not_whole
 from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.joined import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
-from lightning_ncclsafe.checkpoints.saving import Candidate, Saver, savers, why_none, writers
+from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
@@ -166,7 +167,7 @@ class Shard:
 class Noted:
     """A ledger that has one boundary."""
 
-    is_on_device = False
+    is_on_device = is_in_step = False
 
     def __init__(self, step: int = 5, *, why_then: str = "") -> None:
         self.why_then = why_then
@@ -237,7 +238,8 @@ def loaded(path: Path) -> dict[str, Any]:
             "param_groups": [{"lr": 0.0, "params": []}],
         },
     }
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.load(state, checkpoint_id=path, no_dist=True)
     return state
 
 
