@@ -295,3 +295,21 @@ def own_part(path: Path) -> Any:
         found = _torch.load_plain(path / REST if path.is_dir() else path)
         return found.get(KEY) if isinstance(found, dict) else None
     return None
+
+
+def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
+    """What had started the job that has saved a checkpoint, in words; empty where that is not known.
+
+    Args:
+        checkpoint: Its path, or what it has in it.
+    """
+    part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
+    job = part.get("job") if isinstance(part, Mapping) else ""
+    return job if isinstance(job, str) else ""
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """The checkpoints of ours in a folder."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return []

@@ -185,6 +185,9 @@ class DataPosition:
     def _epoch_begins(self, replaced: ReplacedMethod, *args: Any) -> Any:
         """Lightning is about to train on the next batch, or to make up for a validation."""
         result = replaced.original(*args)
+        for loader in self._loaders:
+            if loader is not None:
+                loader.catch_up()
         states, self._random = self._random, None
         if states is not None:
             try:
@@ -221,6 +224,9 @@ class _Stateful:
         if record is not None:
             self._loader.load_state_dict(record["state"])
 
+    def catch_up(self) -> None:
+        pass
+
     def release(self) -> None:
         pass
 
@@ -244,6 +250,7 @@ class _Indices:
         self._digests = array("I")
         self._is_untouched = False
         self._resumed: tuple[Mapping[str, Any], int] | None = None
+        self._own: Iterator[Any] | None = None
         self._say: Callable[[str], None] = say_on_stderr
         parent = type(sampler)
         self._replaced = ReplacedClass(sampler, {"__iter__": lambda _: self._iterate(lambda: parent.__iter__(sampler))})
@@ -271,6 +278,13 @@ class _Indices:
                 set_epoch(epoch)
         self._resumed, self._say = (record or {}, batches), say
 
+    def catch_up(self) -> None:
+        """Asks now for what has been used: after the last batch of an epoch nobody asks for another one in it."""
+        resumed, own = self._resumed, self._own
+        if resumed is not None and own is not None:
+            self._resumed = None
+            self._skip(own, *resumed)
+
     def release(self) -> None:
         """The sampler is as it was."""
         self._replaced.restore()
@@ -280,7 +294,8 @@ class _Indices:
         if not (self._is_untouched and self._loader.num_workers):
             self._epoch_begins()
         self._is_untouched = True
-        return self._indices(begin())
+        self._own = begin()
+        return self._indices(self._own)
 
     def _epoch_begins(self) -> None:
         self._digests = array("I")
@@ -298,10 +313,8 @@ class _Indices:
 
     def _indices(self, own: Iterator[Any]) -> Iterator[Any]:
         self._is_untouched = False
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._skip(own, *resumed)
-        elif self._first is None:
+        self.catch_up()
+        if self._first is None:
             self._first = saved_states()
         # Some samplers are their own iterators: to iterate them once more would begin them again.
         while (indices := next(own, _END)) is not _END:

@@ -26,6 +26,7 @@ from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -324,6 +325,7 @@ class Saver:
             "cause": cause,
             "created_ns": time.time_ns(),
             "run": self._run_of_all(exchange),
+            "job": launch_words(),
         }
 
     def _folder(self, run: str) -> CheckpointFolder:

@@ -211,7 +211,7 @@ def _told() -> Iterator[None]:
         raise NotProvenError(str(error)) from error
 
 
-def paths_of(state: Mapping[str, Any]) -> list[str]:
+def entry_paths(state: Mapping[str, Any]) -> list[str]:
     """The paths of all entries of a nested state, as :class:`Chunk` has them."""
     return [json.dumps(path) for path, _ in _torch.flattened(state)]
 

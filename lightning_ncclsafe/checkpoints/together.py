@@ -14,7 +14,7 @@ from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
 from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
 from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
-from lightning_ncclsafe.checkpoints.shards import Chunk, paths_of, pieces_of, write_pieces
+from lightning_ncclsafe.checkpoints.shards import Chunk, entry_paths, pieces_of, write_pieces
 from lightning_ncclsafe.exchange import Exchange, wait_for_keys
 from lightning_ncclsafe.facts import codec
 
@@ -100,7 +100,7 @@ class Together:
             shares = {self._rank: self._write(partial, state, is_first=True)}
             shares |= self._shares_of_others()
             files = {file_of(rank): share.size for rank, share in shares.items()}
-            metadata = _torch.distributed_metadata(joined(shares, paths_of(state)))
+            metadata = _torch.distributed_metadata(joined(shares, entry_paths(state)))
             files[METADATA] = write_synced(partial / METADATA, lambda file: file.write(metadata))
             rest[KEY]["files"] = files
             rest = _torch.to_host(rest) if self._is_on_device else rest

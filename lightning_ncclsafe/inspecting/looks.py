@@ -19,7 +19,7 @@ from typing import Any
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
 
 _DEADLINE_S = 3.0
 _TRIES = (("--locals",), ("--locals",), ())
@@ -74,6 +74,7 @@ class Look:
         threads: Its threads; none where they could not be read.
         problem: Why they could not; empty where they were.
         main_thread: What the kernel counts of its main thread.
+        slept_s: Seconds for which that had not run; None where unknown.
         process: State, processor time and memory.
     """
 
@@ -81,6 +82,7 @@ class Look:
     threads: tuple[SeenThread, ...] = ()
     problem: str = ""
     main_thread: ThreadLook = field(default_factory=ThreadLook)
+    slept_s: float | None = None
     process: ProcessFacts | None = None
 
     @property
@@ -230,4 +232,12 @@ def look(pid: int, reader: StackReader, at_s: float) -> Look:
     """
     process = look_at(pid)
     threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
-    return Look(at_s=at_s, threads=threads, problem=problem, main_thread=look_at_main_thread(pid), process=process)
+    return Look(
+        at_s=at_s,
+        threads=threads,
+        problem=problem,
+        main_thread=look_at_main_thread(pid),
+        # After its stack was read: what has not run since before then has not left that stack.
+        slept_s=slept_s(pid),
+        process=process,
+    )

@@ -1,12 +1,13 @@
 """Which rank saves, in which order ranks try, and that none waits for ever: ranks are threads."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -212,15 +213,60 @@ def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -
     assert [checkpoint["step"] for checkpoint in saved(tmp_path)] == [5, 5]
 
 
-@pytest.mark.parametrize("folder", ["a file", "read-only"])
-def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["a file", "read-only", "full", "gone meanwhile"])
+def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoints"
+    good = saved_before(tmp_path / "regular")
+
+    def write(value: Any, file: BinaryIO) -> None:
+        file.write(b"half of it")
+        if folder == "full":
+            raise OSError(28, "No space left on device")
+        shutil.rmtree(path)
+
     if folder == "a file":
         path.write_text("mine")
-    else:
+    elif folder == "read-only":
         path = Path("/proc/checkpoints")
-    (said,) = save_all(job(path, Noted()))
+    else:
+        good = saved_before(path) if folder == "full" else good
+        monkeypatch.setattr(saving._torch, "save", write)
+    (said,) = save_all(job(path, Noted(), last_path=lambda: str(good)))
     assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
+    assert said.endswith(f"; the last one is {good}")
+    assert good.read_text() == "good" and {*good.parent.iterdir()} == {good}
+
+
+def saved_before(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "good.ckpt").write_text("good")
+    return folder / "good.ckpt"
+
+
+def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written a half, and nobody hears of it any more."""
+    dies, is_over, write = threading.Event(), threading.Event(), saving._torch.save
+
+    def half(value: Any, file: BinaryIO) -> None:
+        if "step" not in value or dies.is_set():
+            return write(value, file)
+        dies.set()
+        file.write(b"half of it")
+        file.flush()
+        is_over.wait(30)
+        raise OSError("it is dead")
+
+    monkeypatch.setattr(saving._torch, "save", half)
+    ranks = job(tmp_path, Noted(), Noted())
+    for rank in ranks:
+        rank.saver.begin("dead-rank", budget_s=4.0)
+    ranks[1].saver.wait()
+    (found,) = saved(tmp_path)
+    assert found["step"] == 5 and dies.is_set()
+    assert ["rank 1 saved the state after step 5" in line for line in ranks[1].said] == [True]
+    is_over.set()
+    assert ranks[0].saver._is_over.wait(10)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_it_is_done_once_whoever_asks(tmp_path: Path) -> None:
