@@ -9,7 +9,7 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 _WITHIN = ("sampler", "_sampler", "batch_sampler", "_batch_sampler", "base_sampler", "dataset")
 _DEEPEST = 6
 _END = object()
+_WARNED = "You're resuming from a checkpoint that ended before the epoch"
 _UNUSABLE = (ValueError, TypeError, KeyError, RuntimeError, IndexError, AttributeError)
 
 _of_trainer: "WeakKeyDictionary[Any, DataPosition]" = WeakKeyDictionary()
@@ -69,6 +70,7 @@ class DataPosition:
         self._loaders: list[_Indices | _Stateful | None] = []
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
+        self._goes_on = False
         self._random: Mapping[str, Any] | None = None
         self._ahead: Mapping[str, Any] | None = None
         self._why_not_ahead = ""
@@ -78,7 +80,8 @@ class DataPosition:
         fit = self._trainer.fit_loop
         loaders = ReplacedMethod(fit, "_load_combined_loader_states", lambda: self._loaders_are_there(loaders))
         begins = ReplacedMethod(fit.epoch_loop, "on_run_start", lambda *args: self._epoch_begins(begins, *args))
-        self._methods = [loaders, begins]
+        reset = ReplacedMethod(fit.epoch_loop, "reset", lambda: self._reset(reset))
+        self._methods = [loaders, begins, reset]
         if self._left_behind is not None:
             precision = self._trainer.precision_plugin
             backward = ReplacedMethod(precision, "pre_backward", lambda *args: self._backward_begins(backward, *args))
@@ -174,9 +177,16 @@ class DataPosition:
         for loader, record in zip(self._loaders, records, strict=True):
             if loader is not None:
                 loader.go_on(record, batches, epoch, self._say_first)
-        # Lightning knows only of loaders with a state of their own.
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        self._goes_on = True
         return result
+
+    def _reset(self, replaced: ReplacedMethod) -> Any:
+        """Lightning warns here of loaders that have no state of their own; it does not know of ours."""
+        goes_on, self._goes_on = self._goes_on, False
+        with warnings.catch_warnings() if goes_on else nullcontext():
+            if goes_on:
+                warnings.filterwarnings("ignore", message=_WARNED)
+            return replaced.original()
 
     def _can_go_on(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
         """Whether all ranks know where their data stood: the same answer on every rank."""

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,10 @@ class Loop:
         current.reset = lambda: vars(current).update(ready=0, started=0, processed=0, completed=0)
         progress = SimpleNamespace(current=current, total=SimpleNamespace(**vars(current)), is_last_batch=False)
         self.epoch_loop = SimpleNamespace(
-            batch_progress=progress, on_run_start=lambda *_: None, _should_accumulate=lambda: False
+            batch_progress=progress,
+            on_run_start=lambda *_: None,
+            reset=self._reset,
+            _should_accumulate=lambda: False,
         )
         self.epoch_progress = SimpleNamespace(current=SimpleNamespace(processed=1))
         self._combined_loader = SimpleNamespace(flattened=[loader])
@@ -114,6 +118,9 @@ class Loop:
 
     def _load_combined_loader_states(self) -> None:
         """Called once the loaders are there."""
+
+    def _reset(self) -> None:
+        warnings.warn("You're resuming from a checkpoint that ended before the epoch ended and your", stacklevel=2)
 
 
 class Trained:
@@ -255,6 +262,26 @@ def test_a_second_resume_in_the_same_epoch_goes_on_as_well() -> None:
     second.go_on(second.begin(), 2)
     third = resumed(make(), capture(second), 4, 2)
     assert first.seen + second.seen + third.seen == whole.seen
+
+
+def test_lightning_s_warning_is_kept_back_where_training_goes_on_and_no_filter_is_left() -> None:
+    seed()
+    first = Trained(LOADERS["shuffled"]())
+    first.go_on(first.begin(), 2)
+    saved = torch_round_trip(capture(first))
+    first.position.detach()
+    before = [*warnings.filters]
+    later = Trained(LOADERS["shuffled"]())
+    loop = later.fit_loop
+    loop.restarting = True
+    loop.epoch_loop.batch_progress.current.processed = 2
+    later.position.resume(saved, knows_all=True)
+    loop._load_combined_loader_states()
+    loop.epoch_loop.reset()
+    assert warnings.filters == before
+    with pytest.warns(UserWarning, match="You're resuming from a checkpoint"):
+        loop.epoch_loop.reset()
+    later.position.detach()
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "sample by sample"])

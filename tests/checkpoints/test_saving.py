@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints import saving
+from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError
-from lightning_ncclsafe.checkpoints.saving import Candidate, Saver, savers, why_none
+from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -43,7 +44,7 @@ def test_who_saves(candidates: Sequence[Candidate], order: list[int]) -> None:
 def test_why_nobody_does_is_said_once_for_all_ranks_alike() -> None:
     middle = "in the middle of a step"
     candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
-    assert why_none(candidates, 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
+    assert why_none(candidates, [""] * 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
 
 
 class Noted:
@@ -62,7 +63,7 @@ class Noted:
             position={"seed": step},
         )
 
-    is_on_device = False
+    is_on_device = is_in_step = False
 
     def newest(self) -> Boundary:
         if self.why:
@@ -152,6 +153,24 @@ def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> Non
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
     assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last one is last.ckpt"]
     assert [*tmp_path.iterdir()] == []
+
+
+class InStep(Noted):
+    """A ledger whose main thread is about to end a step."""
+
+    looks = 3
+
+    @property
+    def is_in_step(self) -> bool:  # type: ignore[override]
+        self.looks -= 1
+        self.why = "in the middle of an optimizer step" if self.looks > 0 else ""
+        return self.looks > 0
+
+
+def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    (line,) = save_all(job(tmp_path, InStep(), Noted()))
+    assert "rank 0 saved the state after step 5" in line
+    assert saved(tmp_path)[0]["lightning_ncclsafe"]["positions"] == {0: {"seed": 5}, 1: {"seed": 5}}
 
 
 def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
