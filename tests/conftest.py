@@ -15,6 +15,10 @@ AT_ONCE = 4
 # Whose ``sitecustomize.py`` the interpreters run that tests start.
 FRESH = Path(__file__).with_name("fresh")
 
+# A thread of torch that has done its part spins until all others have, which on a busy machine takes ten times what
+# they compute: here it sleeps. Read where torch is loaded, which is after this, also by the programs of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FRESH), os.environ.get("PYTHONPATH")]))
