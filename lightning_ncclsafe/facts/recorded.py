@@ -78,7 +78,8 @@ class RecordFacts:
     Attributes:
         has_dump: Whether a Flight Recorder's dump of the rank was read.
         is_idle: Whether that says that nothing was outstanding, in any group.
-        is_empty: Whether it says nothing at all: the recorder was off, or nothing was ever called.
+        is_empty: Whether it says nothing at all: the recorder was off.
+        is_moving: Whether something had just ended on the device when it was written.
         has_log: Whether lines of the rank were read in a log.
         group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
         waited_ms: How long a collective had run when NCCL's watchdog gave it up, milliseconds; 0 where none was.
@@ -95,6 +96,7 @@ class RecordFacts:
     has_dump: bool = False
     is_idle: bool = False
     is_empty: bool = False
+    is_moving: bool = False
     has_log: bool = False
     group_known: bool = True
     waited_ms: int = 0

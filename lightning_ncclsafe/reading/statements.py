@@ -376,6 +376,7 @@ class _Mismatch:
     _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
     _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
     _SEQ = re.compile(r"SequenceNumber=(\d+)")
+    _WRAPPED = re.compile(r" {5,}")
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -408,7 +409,11 @@ class _Mismatch:
         self._lines.clear()
 
     def _calls(self) -> list[_Call]:
-        found = self._ONE.finditer(" ".join(self._lines))
+        text = " ".join(self._lines)
+        found = list(self._ONE.finditer(text))
+        if len(found) < 2:
+            # A page that was narrower than the line has torn words: five spaces stand where it was wrapped.
+            found = list(self._ONE.finditer(self._WRAPPED.sub("", text))) or found
         return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
 
     def _call(self, rank: int, body: str) -> _Call:

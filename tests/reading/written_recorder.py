@@ -1,8 +1,8 @@
 """What NCCL's Flight Recorder holds of jobs whose hosts and devices are played by hand.
 
-Written after PyTorch's ``FlightRecorderDetail.hpp`` and ``ProcessGroupNCCL.cpp`` alone, apart from ``nccl_simulator``: each
-rank has a list of steps, a host that takes them one after the other, and streams on which they run. What has ended, and
-when, follows from who has come to what.
+Written after PyTorch's ``FlightRecorderDetail.hpp`` and ``ProcessGroupNCCL.cpp`` alone, apart from ``nccl_simulator``:
+each rank has a list of steps, a host that takes them one after the other, and streams on which they run. What has
+ended, and when, follows from who has come to what.
 """
 
 import json
@@ -191,30 +191,35 @@ class Played:
         if isinstance(step, Kernel) or not step.is_async:
             rank.current = task
         if isinstance(step, Collective):
-            rank.calls[step.group] = task.number = rank.calls.get(step.group, 0) + 1
-            nth = self._nth(rank, step.group)
-            task.key = (step.group, nth)
-            self.waiting.setdefault(task.key, []).append(task)
-            task.entries.append(self._entry(rank, step.group, f"nccl:{NAMES.get(step.op, step.op)}", step.sizes, step))
-            if self.connects and step.group not in rank.connected:
-                rank.connected.add(step.group)
-                task.is_launched, rank.waits_for = False, task
+            self._call(rank, task, step)
         elif isinstance(step, Batch):
-            group = step.parts[0].group
-            if self.batches_count:
-                rank.calls[group] = rank.calls.get(group, 0) + 1
-            rank.p2p[group] = rank.p2p.get(group, 0) + 1
-            for part in step.parts:
-                self._pair(rank, task, part)
-                task.entries.append(self._p2p_entry(rank, part))
-            whole = self._entry(rank, group, "nccl:coalesced", (), None)
-            whole["is_p2p"] = self.coalesced_is_p2p
-            task.entries.append(whole)
-            task.number = rank.calls.get(group, 0) if not self.coalesced_is_p2p else rank.p2p[group]
+            self._batch(rank, task, step)
         elif isinstance(step, Send | Receive):
             rank.p2p[step.group] = task.number = rank.p2p.get(step.group, 0) + 1
             self._pair(rank, task, step)
             task.entries.append(self._p2p_entry(rank, step))
+
+    def _call(self, rank: Rank, task: Task, step: Collective) -> None:
+        rank.calls[step.group] = task.number = rank.calls.get(step.group, 0) + 1
+        task.key = (step.group, self._nth(rank, step.group))
+        self.waiting.setdefault(task.key, []).append(task)
+        task.entries.append(self._entry(rank, step.group, f"nccl:{NAMES.get(step.op, step.op)}", step.sizes, step))
+        if self.connects and step.group not in rank.connected:
+            rank.connected.add(step.group)
+            task.is_launched, rank.waits_for = False, task
+
+    def _batch(self, rank: Rank, task: Task, step: Batch) -> None:
+        group = step.parts[0].group
+        if self.batches_count:
+            rank.calls[group] = rank.calls.get(group, 0) + 1
+        rank.p2p[group] = rank.p2p.get(group, 0) + 1
+        for part in step.parts:
+            self._pair(rank, task, part)
+            task.entries.append(self._p2p_entry(rank, part))
+        whole = self._entry(rank, group, "nccl:coalesced", (), None)
+        whole["is_p2p"] = self.coalesced_is_p2p
+        task.entries.append(whole)
+        task.number = rank.p2p[group] if self.coalesced_is_p2p else rank.calls.get(group, 0)
 
     def _nth(self, rank: Rank, group: str) -> int:
         rank.pairs[group] = rank.pairs.get(group, 0) + 1
@@ -333,72 +338,45 @@ class Played:
             how: Of ``Form``.
         """
         form = Form(**how)
-        mine = self.ranks[rank]
-        ids = {group: str(number) for number, group in enumerate(self._of(rank))}
-        entries: list[dict[str, Any]] = []
-        status: dict[str, dict[str, int]] = {}
-        for task in mine.tasks:
-            if isinstance(task.step, Kernel) or task.enqueued_s > at_s:
-                continue
-            group = task.entries[0]["group"]
-            seen = self.seen_s(task)
-            is_polled = seen is not None and seen + POLL_S <= at_s
-            has_ended = seen is not None and seen <= at_s
-            has_started = (ready := task.ready_s) is not None and ready <= min(at_s, self.frozen.get(rank, FOREVER))
-            has_timed_out = not is_polled and form.timed_out_after_s < at_s - task.enqueued_s
-            of_group = status.setdefault(ids[group], {"enqueued": -1, "started": -1, "completed": -1})
-            if task.is_launched:
-                of_group["enqueued"] = task.number
-                if form.timing and has_started:
-                    of_group["started"] = task.number
-                if is_polled or has_timed_out:
-                    of_group["completed"] = task.number
-            for raw in task.entries:
-                one = dict(raw)
-                is_part = isinstance(task.step, Batch) and one is not None and raw is not task.entries[-1]
-                is_open_event = not task.is_launched
-                ended = not is_part and (has_ended or is_open_event)
-                started = not is_part and form.timing and (has_started or is_open_event)
-                one["state"] = "completed" if ended else "started" if started else "scheduled"
-                one["retired"] = not is_part and (is_polled or has_timed_out)
-                one["time_created_ns"] = self._ns(task.enqueued_s, form)
-                one["time_discovered_started_ns"] = self._ns(max(ready or at_s, 0) + POLL_S, form) if started else None
-                found_s = at_s if is_open_event or seen is None else min(seen + POLL_S, at_s)
-                one["time_discovered_completed_ns"] = self._ns(found_s, form) if ended else None
-                one["timeout_ms"] = 600_000
-                one["record_id"] = len(entries)
-                one["pg_id"] = int(ids[group])
-                one["process_group"] = (form.names.get((rank, group), form.names.get(group, ids[group])), group)
-                del one["group"]
-                if form.threads:
-                    one["thread_id"], one["thread_name"] = "22437656749760", "pt_main_thread"
-                if one["retired"] and form.timing and ended and ready is not None and seen is not None:
-                    one["duration_ms"] = (seen - ready) * 1000
-                entries.append(one)
+        names = {group: form.names.get((rank, group), form.names.get(group, key)) for group, key in self._ids(rank)}
+        works = [one for one in self.ranks[rank].tasks if one.entries and one.enqueued_s <= at_s]
+        seen = [Moment(self, task, at_s, form) for task in works]
+        entries = [entry for one in seen for entry in one.entries(names, dict(self._ids(rank)))]
+        for number, entry in enumerate(entries):
+            entry["record_id"] = number
         kept = entries[-form.ring :]
         if form.only_active:
             kept = [one for one in kept if one["state"] != "completed"]
         dump: dict[str, Any] = {"version": form.version, "entries": kept}
         if form.has_config:
+            groups = names.items()
             dump["pg_config"] = {
-                name: {"name": name, "desc": group, "ranks": str(self.groups[group])}
-                for group in self._of(rank)
-                for name in [form.names.get((rank, group), form.names.get(group, ids[group]))]
+                name: {"name": name, "desc": group, "ranks": str(self.groups[group])} for group, name in groups
             }
         if form.has_status:
-            dump["pg_status"] = {
-                key: {f"last_{word}_collective": number for word, number in numbers.items()}
-                for key, numbers in status.items()
-            }
+            dump["pg_status"] = self._status(seen, dict(self._ids(rank)))
         dump["comm_lib_version" if form.version == "2.10" else "nccl_version"] = "2.27.3"
         return dump
 
-    def _of(self, rank: int) -> list[str]:
-        return [group for group, members in self.groups.items() if rank in members]
-
     @staticmethod
-    def _ns(seconds: float, form: "Form") -> int:
-        return BEGAN_NS + int((seconds + form.clock_s) * 1e9)
+    def _status(seen: list["Moment"], ids: dict[str, str]) -> dict[str, dict[str, int]]:
+        status: dict[str, dict[str, int]] = {}
+        for one in seen:
+            numbers = status.setdefault(
+                ids[one.group],
+                {f"last_{word}_collective": -1 for word in ("enqueued", "started", "completed")},
+            )
+            if one.task.is_launched:
+                numbers["last_enqueued_collective"] = one.task.number
+                if one.has_started:
+                    numbers["last_started_collective"] = one.task.number
+                if one.is_retired:
+                    numbers["last_completed_collective"] = one.task.number
+        return status
+
+    def _ids(self, rank: int) -> list[tuple[str, str]]:
+        mine = [group for group, members in self.groups.items() if rank in members]
+        return [(group, str(number)) for number, group in enumerate(mine)]
 
 
 @dataclass
@@ -428,6 +406,58 @@ class Form:
     clock_s: float = 0.0
     timed_out_after_s: float = FOREVER
     names: dict[Any, str] = field(default_factory=dict)
+
+
+class Moment:
+    """What a rank's recorder knows of a work at a moment."""
+
+    def __init__(self, played: Played, task: Task, at_s: float, form: Form) -> None:
+        self.task, self.form, self.at_s = task, form, at_s
+        self.group: str = task.entries[0]["group"]
+        self.seen_s = played.seen_s(task)
+        self.ready_s = task.ready_s
+        self.has_ended = self.seen_s is not None and self.seen_s <= at_s
+        is_polled = self.seen_s is not None and self.seen_s + POLL_S <= at_s
+        self.is_retired = is_polled or form.timed_out_after_s < at_s - task.enqueued_s
+        came = self.ready_s is not None and self.ready_s <= min(at_s, played.frozen.get(task.rank, FOREVER))
+        self.has_started = form.timing and came
+
+    def entries(self, names: dict[str, str], ids: dict[str, str]) -> list[dict[str, Any]]:
+        whole = [self._entry(raw) for raw in self.task.entries]
+        if isinstance(self.task.step, Batch):
+            # Parts have no events of their own.
+            unknown = {"time_discovered_started_ns": None, "time_discovered_completed_ns": None}
+            whole[:-1] = [{**one, "state": "scheduled", "retired": False, **unknown} for one in whole[:-1]]
+            for one in whole[:-1]:
+                one.pop("duration_ms", None)
+        for one in whole:
+            one["pg_id"] = int(ids[self.group])
+            one["process_group"] = (names[self.group], self.group)
+            del one["group"]
+        return whole
+
+    def _entry(self, raw: dict[str, Any]) -> dict[str, Any]:
+        # Events that were never recorded look as if they had come.
+        ended = self.has_ended or not self.task.is_launched
+        started = self.has_started or (self.form.timing and not self.task.is_launched)
+        found_s = self.at_s if self.seen_s is None else min(self.seen_s + POLL_S, self.at_s)
+        one = {
+            **raw,
+            "state": "completed" if ended else "started" if started else "scheduled",
+            "retired": self.is_retired and self.task.is_launched,
+            "time_created_ns": self._ns(self.task.enqueued_s),
+            "time_discovered_started_ns": self._ns((self.ready_s or self.at_s) + POLL_S) if started else None,
+            "time_discovered_completed_ns": self._ns(found_s) if ended else None,
+            "timeout_ms": 600_000,
+        }
+        if self.form.threads:
+            one |= {"thread_id": "22437656749760", "thread_name": "pt_main_thread"}
+        if one["retired"] and self.form.timing and ended and self.ready_s is not None and self.seen_s is not None:
+            one["duration_ms"] = (self.seen_s - self.ready_s) * 1000
+        return one
+
+    def _ns(self, seconds: float) -> int:
+        return BEGAN_NS + int((seconds + self.form.clock_s) * 1e9)
 
 
 def _parts(task: Task) -> Iterable[Send | Receive]:
