@@ -35,6 +35,7 @@ _STARTS = "The run was started several times: this is the last start in which an
 _WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n\x1b]*[A-Za-z]$")
 _LONGEST_TAIL = 2000
 _SOON = 8
+_OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
@@ -197,7 +198,7 @@ class Log:
         is_read = self._traceback(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
-        if "NCCL" in text or "arrier" in text or "collective" in text or "watchdog" in text:
+        if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
         if not is_read and not self._broken:
             self.unread.add(text)

@@ -152,7 +152,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
         for rank in range(view.job.world_size)
         if rank not in view.facts or (view.facts[rank].exception is None and rank not in view.waiting)
     )
-    if not gave_up or not silent or gone(view):
+    if not gave_up or not silent or gone(view) or stated(view.job, StatementKind.UNREACHABLE):
         return
     exception = view.facts[gave_up[0]].exception
     stack = exception.stack if exception else ()
