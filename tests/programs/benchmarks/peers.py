@@ -1,6 +1,6 @@
 """Who finds the culprit in Flight Recorder dumps: ``python tests/programs/benchmarks/peers.py --nvrx path/to/its/src``.
 
-Dumps of two real jobs on NCCL and of simulated ones, read by ``ncclsafe diagnose``, by PyTorch's own analyser
+Dumps of two real jobs on NCCL, of simulated ones and of such that were written step by step, read by ``ncclsafe diagnose``, by PyTorch's own analyser
 (``torch.distributed.flight_recorder``), and by ``fr_attribution`` of NVIDIA's resiliency extension without its language
 model. That one is not part of what PyPI has (0.4.1): name the ``src`` folder of a checkout. Nothing here runs on a GPU.
 """
@@ -19,11 +19,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS / "reading"))
 
-from simulated_incidents import Incident, incidents  # noqa: E402
+from simulated_incidents import incidents  # noqa: E402
+from written_incidents import INCIDENTS  # noqa: E402
 
 from lightning_ncclsafe.facts.findings import Confidence  # noqa: E402
 from lightning_ncclsafe.reading.evidence import Artifacts  # noqa: E402
@@ -115,8 +117,8 @@ class Tally:
         self.right += named >= truth and named <= truth | among and (bool(named) or not truth | among)
 
 
-def write(folder: Path, incident: Incident) -> None:
-    for rank, dump in incident.dumps.items():
+def write(folder: Path, dumps: dict[int, dict[str, Any]]) -> None:
+    for rank, dump in dumps.items():
         (folder / f"_dump_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
 
 
@@ -133,9 +135,20 @@ def compare(analysers: dict[str, Analyser], count: int) -> dict[str, dict[str, T
             continue
         kind = "simulated, send and receive" if incident.has_p2p else "simulated, collectives alone"
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), incident)
+            write(Path(folder), incident.dumps)
             for title, analyser in analysers.items():
                 table[kind][title].add(analyser, Path(folder), set(incident.ranks), set(incident.among))
+    for written in INCIDENTS.values():
+        if not written.is_sure:
+            continue
+        # Where all have called the same and none gets through, they may all be named.
+        truth, among = set(written.ranks), set(written.among)
+        if written.kinds == ("all-joined",):
+            truth, among = set(), truth
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), written.made())
+            for title, analyser in analysers.items():
+                table["written step by step"][title].add(analyser, Path(folder), truth, among)
     return table
 
 
