@@ -64,11 +64,13 @@ class LogFacts:
         statements: What they say in so many words.
         works_on: A progress bar that went on while ranks had timed out; empty where there is none.
         is_cut: Whether a log ends where the last rank of which it tells had only just begun to speak.
+        spoke: Ranks that say something of the failure, and nothing of themselves, ascending.
     """
 
     statements: tuple[Statement, ...] = ()
     works_on: str = ""
     is_cut: bool = False
+    spoke: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

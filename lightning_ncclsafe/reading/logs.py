@@ -32,7 +32,8 @@ _MOST_BARS = 64
 _RIGHT_BEFORE = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."
 # A watchdog's lines end with a full stop or a number.
-_WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n\x1b]*[A-Za-z]$")
+_WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n]*[A-Za-z]$")
+_COLOURS = re.compile(rb"\x1b\[[\d;]{0,20}m")
 _LONGEST_TAIL = 2000
 _SOON = 8
 _OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
@@ -161,6 +162,7 @@ class Log:
             statements=tuple(one for one in statements if not self._has_ended_itself(one)),
             works_on=_works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
+            spoke=tuple(sorted(rank for rank, one in start.settled.items() if not one.tells)),
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
@@ -451,7 +453,9 @@ class _File:
         """
         if not self.spoke_at:
             return False
-        ends_within = _WITHIN.search(self.last[-_LONGEST_TAIL:].rstrip()) is not None
+        tail = _COLOURS.sub(b"", self.last[-_LONGEST_TAIL:]).rstrip()
+        is_open = b"ProcessGroupNCCL.cpp:" in tail and tail.count(b"[") > tail.count(b"]")
+        ends_within = is_open or _WITHIN.search(tail) is not None
         return self.spoke_at >= max(self.line - 1, self.took_at) or (ends_within and self.line - self.spoke_at <= _SOON)
 
 

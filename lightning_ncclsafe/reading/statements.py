@@ -456,15 +456,17 @@ class _FirstToEnd:
     """Who was the first to end, by launchers of MPI programs, and some lines below how.
 
     Open MPI and Horovod: ``The first process to do so was:``, ``Process name: [[29973,1],0]``, ``Exit code:    1``;
-    MPICH and Intel's MPI: ``RANK 2 PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``.
+    Intel's MPI: ``RANK 2 PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``; MPICH, which names no rank:
+    ``PID 77 RUNNING AT node-a``, and of a signal ``EXIT STRING: Killed (signal 9)``.
     """
 
     _BEGINS = ("first process to do so was", " RUNNING AT ")
     _RANK = re.compile(
         r"Process name: (?:\[\[\d+,\d+\],|\[[\w.@-]{1,100},)?(\d{1,7})\]?\s*$|RANK (\d{1,7}) PID \d+ RUNNING"
     )
-    _HOW = re.compile(r"(?:Exit code|EXIT CODE|EXIT STATUS): *(\d{1,3})|KILLED BY SIGNAL: *(\d{1,3})")
-    _MOST_BETWEEN = 6
+    _CODE = re.compile(r"(?:Exit code|EXIT STATUS): *(\d{1,3})")
+    _SIGNAL = re.compile(r"KILLED BY SIGNAL: *(\d{1,3})|EXIT STRING: [\w ]{1,60} \(signal (\d{1,3})\)")
+    _MOST_BETWEEN = 8
 
     def __init__(self) -> None:
         self._left = 0
@@ -482,11 +484,11 @@ class _FirstToEnd:
         self._left -= 1
         if named := self._RANK.search(text):
             self._rank = named[1] or named[2]
-        how = self._HOW.search(text)
-        if how is not None and self._rank is not None:
-            code = -whole(how[2]) if how[2] else whole(how[1])
+        code, ended_by = self._CODE.search(text), self._SIGNAL.search(text)
+        if ended_by is not None or (code is not None and self._rank is not None):
+            number = -whole(ended_by[1] or ended_by[2]) if ended_by is not None else whole(code[1] if code else "")
             self._left = 0
-            yield replace(_ended(code, rank=self._rank, detail="mpirun"), line=text.strip()[:_LONGEST_LINE])
+            yield replace(_ended(number, rank=self._rank, detail="mpirun"), line=text.strip()[:_LONGEST_LINE])
 
 
 class _Counts:

@@ -500,6 +500,7 @@ JOB = JobFacts(
         ),
         works_on="9%| 1/2 [29:55<",
         is_cut=True,
+        spoke=(3,),
     ),
     elsewhere=(1,),
 )

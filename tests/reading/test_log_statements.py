@@ -58,11 +58,19 @@ STATEMENTS = {
         (3,),
         POSSIBLE,
     ),
-    "MPICH": (
+    "Intel's MPI": (
         "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 4 PID 77 RUNNING AT node-a\n"
         "=   KILLED BY SIGNAL: 9 (Killed)\n",
         "dead-rank",
         (4,),
+        LIKELY,
+    ),
+    "MPICH, which names no rank": (
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 77 RUNNING AT node-a\n=   EXIT CODE: 9\n"
+        "=   CLEANING UP REMAINING PROCESSES\n=====\n"
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
+        "dead-rank",
+        (),
         LIKELY,
     ),
     "MPI_ABORT": (

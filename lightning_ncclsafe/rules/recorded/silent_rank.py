@@ -176,7 +176,9 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
-    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view) is None and not of_two
+    # Of a job of which nothing says how many ranks it has, two may be an excerpt.
+    is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
+    alone = len(ranks) == 1 and len(waiting) > 1 and is_known and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
     text = f"{clause(ranks, 'reports|report nothing')}{number}, while {waiting_words(waiting)}"
     if view.job.log.is_cut:
