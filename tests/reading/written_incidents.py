@@ -632,6 +632,140 @@ def two_pipelines_two_hosts() -> Dumps:
     return all_of(Played(groups, flat(programs, r1=22, r6=24)))
 
 
+# Written when the first fifty had been judged
+
+
+def ring_of(rank: int, ranks: int, count: int) -> list[Step]:
+    """Ring attention: what a rank has goes to the next one, and what the one before it has comes."""
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    step: list[Step] = [Kernel(0.003), Batch((Send("cp", after), Receive("cp", before)), is_async=False)]
+    return [one for _ in range(count) for one in step]
+
+
+@incident(HOST, 2)
+def ring_attention_host_stuck() -> Dumps:
+    """Rank 2 stops in the middle of a ring; its neighbours wait for it, and theirs for them."""
+    programs = {rank: [*ring_of(rank, 4, 10), Synchronize()] for rank in range(4)}
+    programs[2] = [*ring_of(2, 4, 6), Host(FOREVER)]
+    return all_of(Played({"cp": [0, 1, 2, 3]}, programs), version="2.9")
+
+
+@incident(PAIRS, 1, among=(0, 2, 3))
+def ring_attention_one_step_more() -> Dumps:
+    """Rank 1 takes one step more than the others, which are done."""
+    programs = {rank: [*ring_of(rank, 4, 10 + (rank == 1)), Synchronize()] for rank in range(4)}
+    return all_of(Played({"cp": [0, 1, 2, 3]}, programs), version="2.9")
+
+
+@incident(HOST, 2)
+def a_reduce_to_rank_0() -> Dumps:
+    """Rank 2 never comes to the reduction; the others wait in it or behind it."""
+
+    def program(rank: int) -> list[Step]:
+        rest: list[Step] = [Collective("dp", "reduce", (64,)), Collective("dp", sizes=(8,)), Synchronize()]
+        return [*[*rest] * 4, *([Host(FOREVER)] if rank == 2 else rest)]
+
+    return all_of(Played(world(4), {rank: program(rank) for rank in range(4)}))
+
+
+def sharded(rank: int, shards: int, count: int) -> list[Step]:
+    """Hybrid sharding: parameters are gathered ahead, gradients scattered and then reduced between replicas."""
+    shard, replica = f"shard{rank // shards}", f"replica{rank % shards}"
+    steps: list[Step] = []
+    for _ in range(count):
+        steps += [Collective(shard, "all_gather", (512,), is_async=True) for _ in range(3)]
+        steps += [Kernel(0.02), *[Collective(shard, "reduce_scatter", (2048,), is_async=True) for _ in range(3)]]
+        steps += [Collective(replica, sizes=(512,)), Synchronize()]
+    return steps
+
+
+def hybrid() -> dict[str, list[int]]:
+    groups = {f"shard{one}": list(range(4 * one, 4 * one + 4)) for one in range(2)}
+    return {**groups, **{f"replica{one}": [one, one + 4] for one in range(4)}}
+
+
+@incident(HOST, 6)
+def hybrid_sharding_host_stuck() -> Dumps:
+    """Rank 6 stops after its first gather of a step."""
+    programs = {rank: sharded(rank, 4, 5) for rank in range(8)}
+    programs[6] = [*sharded(6, 4, 4), Collective("shard1", "all_gather", (512,), is_async=True), Host(FOREVER)]
+    return all_of(Played(hybrid(), programs))
+
+
+@incident(DEVICE, 1)
+def hybrid_sharding_device_freezes() -> Dumps:
+    """Rank 1's."""
+    programs = {rank: sharded(rank, 4, 5) for rank in range(8)}
+    return all_of(freezing(hybrid(), programs, 1, 27), version="2.10")
+
+
+@incident(DIFFERENT, 0, 1, 2, 3, among=(4, 5, 6, 7))
+def one_shard_gathers_another_layer() -> Dumps:
+    """Ranks 2 and 3 of a shard gather another layer than ranks 0 and 1."""
+    programs = {rank: sharded(rank, 4, 5) for rank in range(8)}
+    for rank in (2, 3):
+        programs[rank] = [*sharded(rank, 4, 4), Collective("shard0", "all_gather", (768,)), *sharded(rank, 4, 1)]
+    return all_of(Played(hybrid(), programs))
+
+
+@incident(HOST, 5)
+def a_watchdog_is_stuck_beside() -> Dumps:
+    """Rank 1's watchdog has retired nothing for a while; it is rank 5 that all wait for."""
+    dumps = all_of(Played(world(8), ddp(8, 4, r5=[Host(FOREVER)])))
+    for entry in dumps[1]["entries"][-6:]:
+        entry["retired"] = False
+    return dumps
+
+
+@incident(HOST, 5, 6)
+def two_hosts_stuck_in_one_group() -> Dumps:
+    """Both have stopped, at different places."""
+    return all_of(Played(world(8), ddp(8, 4, r5=[Host(FOREVER)], r6=[*step_of_ddp()[:6], Host(FOREVER)])))
+
+
+@incident(HOST, 3)
+def one_dump_of_another_size() -> Dumps:
+    """A dump of a run with four ranks lies beside those of eight."""
+    dumps = all_of(Played(world(8), ddp(8, 4, r3=[Host(FOREVER)])))
+    dumps[1] = Played(world(4), ddp(4, 2)).dump(1, clock_s=-90_000.0)
+    return dumps
+
+
+@incident(HOST, 2)
+def timed_out_and_only_open() -> Dumps:
+    """Only open entries were written, which the watchdogs have given up."""
+    return all_of(Played(world(4), ddp(4, 4, r2=[Host(FOREVER)])), only_active=True, timed_out_after_s=600.0)
+
+
+@incident(HOST, 2, as_json=True)
+def timed_as_json() -> Dumps:
+    """JSON with start events, a clock that is behind, and a short ring."""
+    played = Played(world(4), ddp(4, 9, r2=[Host(FOREVER)]))
+    return {rank: played.dump(rank, timing=True, ring=6, clock_s=-30.0 if rank else 0.0) for rank in range(4)}
+
+
+@incident(NOBODY)
+def a_pipeline_and_data_move() -> Dumps:
+    """Healthy; each dump some 40 ms after the one before."""
+    groups, programs = pipelines_and_data()
+    played = Played(groups, flat(programs))
+    return {rank: played.dump(rank, 0.3 + 0.04 * rank) for rank in range(8)}
+
+
+@incident(NOBODY)
+def training_begins() -> Dumps:
+    """Healthy; some ranks have called nothing yet."""
+    programs = {rank: [Host(0.2 * rank), *step_of_ddp()] for rank in range(4)}
+    played = Played(world(4), programs)
+    return {rank: played.dump(rank, 0.35) for rank in range(4)}
+
+
+@incident(HOST, 0)
+def the_first_rank_leaves_early() -> Dumps:
+    """Rank 0 has ended its loop, and destroys its groups; the others make another step."""
+    return all_of(Played(world(4), ddp(4, 6, r0=[])))
+
+
 # What is said of them
 
 
