@@ -19,13 +19,14 @@ from typing import Any
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
 
 _DEADLINE_S = 3.0
 _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
+_UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -74,6 +75,7 @@ class Look:
         threads: Its threads; none where they could not be read.
         problem: Why they could not; empty where they were.
         main_thread: What the kernel counts of its main thread.
+        slept_s: Seconds for which that had not run; None where unknown.
         process: State, processor time and memory.
     """
 
@@ -81,6 +83,7 @@ class Look:
     threads: tuple[SeenThread, ...] = ()
     problem: str = ""
     main_thread: ThreadLook = field(default_factory=ThreadLook)
+    slept_s: float | None = None
     process: ProcessFacts | None = None
 
     @property
@@ -128,8 +131,16 @@ class StackReader:
             said = done.stderr.decode(errors="replace")
             if is_denied(said):
                 return (), denied_words(pid)
-        last = said.strip().splitlines()
-        return (), f"py-spy could not read its stack ({last[-1][:200] if last else 'no output'})"
+            if any(words in said for words in _UNKNOWN_PYTHON):
+                return (), (
+                    "py-spy cannot tell its version of Python; if it is a new one: pip install --upgrade py-spy where "
+                    f"inspect runs ({_last_line(said)})"
+                )
+        return (), f"py-spy could not read its stack ({_last_line(said)})"
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no output"])[-1][:200]
 
 
 NO_PROGRAM = (
@@ -230,4 +241,12 @@ def look(pid: int, reader: StackReader, at_s: float) -> Look:
     """
     process = look_at(pid)
     threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
-    return Look(at_s=at_s, threads=threads, problem=problem, main_thread=look_at_main_thread(pid), process=process)
+    return Look(
+        at_s=at_s,
+        threads=threads,
+        problem=problem,
+        main_thread=look_at_main_thread(pid),
+        # After its stack was read: what has not run since before then has not left that stack.
+        slept_s=slept_s(pid),
+        process=process,
+    )

@@ -112,6 +112,12 @@ def inspected_words(job: JobFacts) -> str:
     standing = tuple(rank for rank, one in inspections.items() if one.moved is False)
     unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
+    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.stood_s > one.over_s]
+    if slept:
+        least_s, most_s = (duration_words(end(slept)[0]) for end in (min, max))
+        span = least_s if least_s == most_s else f"{least_s} to {most_s}"
+        who = clause([rank for _, rank in slept], "has|have")
+        words.append(f"{capitalised(who)} not run for {span}, as the kernel counts.")
     if standing:
         words.append(
             f"{capitalised(ranks_words(standing))} did not move: a step or a save that takes longer than "

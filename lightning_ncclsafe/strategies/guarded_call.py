@@ -95,6 +95,7 @@ class GuardedCall:
             sigterm_error=sigterm_error,
             weights=weights,
         )
+        self._saved_at_end = self._features.saved_at_end
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._place: Place | None = None
@@ -130,7 +131,7 @@ class GuardedCall:
         self._unharmed(self._meet_others)
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
-        self._unharmed(self._features.set_up)
+        self._unharmed(self._saved_at_end.set_up)
         self._group_timeouts.start()
         self._unharmed(lambda: self._guard.set_up() if self._guard is not None else None)
 
@@ -152,22 +153,22 @@ class GuardedCall:
 
     def step_begins(self) -> None:
         """An optimizer's step begins."""
-        if self._features.ledger is not None:
-            self._features.ledger.step_begins()
+        if self._saved_at_end.ledger is not None:
+            self._saved_at_end.ledger.step_begins()
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step."""
-        if self._features.ledger is not None:
-            self._features.ledger.step_ended()
+        if self._saved_at_end.ledger is not None:
+            self._saved_at_end.ledger.step_ended()
         self.steps.stepped(optimizer)
 
     def saves(self, path: Any) -> None:
         """A checkpoint is about to be written."""
-        self._features.last_checkpoint.begin(path)
+        self._saved_at_end.last_checkpoint.begin(path)
 
     def saved(self) -> None:
         """All ranks are past the save of a checkpoint."""
-        self._features.last_checkpoint.end()
+        self._saved_at_end.last_checkpoint.end()
         self.steps.saved()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
@@ -244,7 +245,7 @@ class GuardedCall:
             ending=self._ending,
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
-            save=self._features.save,
+            save=self._saved_at_end.save,
             phase_kind=lambda: (self._phase_kind(), self.trainer_probe.batch_idx()),
             on_tick=self._poll,
         )

@@ -454,6 +454,7 @@ RANK = RankFacts(
         looks=5,
         over_s=2.5,
         moved=True,
+        slept_s=614.2,
         whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
     ),
     versions={"torch": "2.13.0"},
