@@ -99,7 +99,7 @@ def inspect(
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = find_ranks(processes(), chosen)
         ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
-        watch = _WatchedRanks(ranks, reader, pool, say)
+        watch = _LookedAt(ranks, reader, pool, say)
         if ranks:
             watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
             if over_s is None:
@@ -167,7 +167,7 @@ def _number_in(stack: Sequence[SeenFrame]) -> int | None:
     return None
 
 
-class _WatchedRanks:
+class _LookedAt:
     """Ranks that are looked at together, again and again, and what their host holds up meanwhile."""
 
     def __init__(
