@@ -1148,7 +1148,8 @@ def to_host(value: Any) -> Any:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu")
+        # A tensor of the host's is copied, too: it may change before it is written.
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         moved = copy.copy(value)
         moved.update({key: _to_host(each) for key, each in value.items()})

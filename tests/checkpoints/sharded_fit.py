@@ -142,12 +142,14 @@ class Watches(pl.Callback):
 
 def strategy_of(name: str, options: argparse.Namespace) -> Any:
     limits = {"suspect_after": options.suspect_after, "timeout": timedelta(seconds=options.timeout)}
-    flat = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "state_dict_type": "sharded"}
+    flat = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    # Stock loads folders also where it is told to save files.
+    whole = {"save_distributed_checkpoint": False}
     return {
         "SafeModelParallel": lambda: SafeModelParallel(data_parallel_size=2, tensor_parallel_size=1, **limits),
-        "ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **whole),
         "SafeFSDP": lambda: SafeFSDP(**limits, **flat),
-        "StockFSDP": lambda: StockFSDP(**flat),
+        "StockFSDP": lambda: StockFSDP(**flat, state_dict_type="full"),
     }[name]()
 
 
