@@ -72,6 +72,8 @@ class DataPosition:
         self._knows_all = False
         self._goes_on = False
         self._random: Mapping[str, Any] | None = None
+        self._ahead: Mapping[str, Any] | None = None
+        self._why_not_ahead = ""
 
     def attach(self) -> None:
         """Watches the samplers of the training's loaders, each as it is about to be read."""
@@ -80,6 +82,10 @@ class DataPosition:
         begins = ReplacedMethod(fit.epoch_loop, "on_run_start", lambda *args: self._epoch_begins(begins, *args))
         reset = ReplacedMethod(fit.epoch_loop, "reset", lambda: self._reset(reset))
         self._methods = [loaders, begins, reset]
+        if self._left_behind is not None:
+            precision = self._trainer.precision_plugin
+            backward = ReplacedMethod(precision, "pre_backward", lambda *args: self._backward_begins(backward, *args))
+            self._methods.append(backward)
         _of_trainer[self._trainer] = self
 
     def detach(self) -> None:
@@ -91,17 +97,46 @@ class DataPosition:
 
     def capture(self) -> dict[str, Any]:
         """See :func:`capture`."""
-        batches = _batches_of(self._trainer)
+        position = self._after(_batches_of(self._trainer))
+        if self._left_behind is not None:
+            then = position | {"step": int(self._trainer.global_step)}
+            # Nothing has drawn since the backward pass: that is there.
+            if self._ahead is None or not _is_same(self._ahead, then):
+                self._left_behind.write(then)
+            self._ahead = None
+        return position
+
+    def _backward_begins(self, backward: ReplacedMethod, *args: Any) -> Any:
+        """Once its gradients are there the others can make the step, whatever becomes of this rank meanwhile.
+
+        What comes until the end of the batch hardly draws random numbers: where this rank will be then is left behind.
+        """
+        result = backward.original(*args)
+        trainer = self._trainer
+        if not self._why_not_ahead and trainer.lightning_module.automatic_optimization:
+            try:
+                if not trainer.fit_loop.epoch_loop._should_accumulate():
+                    self._leave_ahead()
+            except Exception as error:  # training goes on
+                self._why_not_ahead = repr(error)
+        return result
+
+    def _leave_ahead(self) -> None:
+        assert self._left_behind is not None
+        then = self._after(_batches_of(self._trainer) + 1) | {"step": int(self._trainer.global_step) + 1}
+        # Not over that of the step before, which counts until this one is made; some optimizers go backward repeatedly.
+        self._left_behind.write(then, over_last=self._ahead is not None)
+        self._ahead = then
+
+    def _after(self, batches: int) -> dict[str, Any]:
+        """As random numbers are now, after so many batches of the epoch."""
         loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
-        position = {
+        return {
             # Those of a checkpoint come into force in a moment.
             "random": dict(self._random) if self._random is not None else saved_states(),
             "batches": batches,
             "loaders": loaders if loaders and all(loader is not None for loader in loaders) else None,
         }
-        if self._left_behind is not None:
-            self._left_behind.write(position | {"step": int(self._trainer.global_step)})
-        return position
 
     def resume(self, saved: Mapping[str, Any] | None, *, knows_all: bool) -> None:
         """Goes on from what :meth:`capture` has given, once Lightning has restored its loops and has its loaders.
@@ -350,6 +385,21 @@ class _Indices:
         except (TypeError, OverflowError):
             content = repr(indices).encode()
         self._digests.append(zlib.crc32(content, before))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of two positions, of which the most is the very same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) or (isinstance(one, tuple) and any(isinstance(each, torch.Tensor) for each in one)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _torch_world_size() -> int:

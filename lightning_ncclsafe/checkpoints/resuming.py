@@ -78,7 +78,7 @@ class Resuming:
             ranks: Those that did not answer.
             step: Lightning's ``global_step``.
         """
-        found = {rank: read_left_behind(self._files[rank]) for rank in ranks if rank in self._files}
+        found = {rank: read_left_behind(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 
     def attach(self) -> None:

@@ -39,6 +39,10 @@ _WORTH = 0.4
 _STEP_S = 1.0
 # What is kept of the time for the last things to do, such as to give a checkpoint its name.
 _RESERVE_S = 0.5
+# Until a rank whose own attempt is stuck looks whether another one has saved.
+_POLL_S = 0.5
+# Ranks that try one after the other, within the time that there is.
+_MOST_TRIED = 8
 _VERSION = 1
 
 
@@ -140,14 +144,28 @@ class Saver:
 
     @marked(Mark.STORE)
     def wait(self) -> None:
-        """Waits until that is over, or its time is; then nothing more is saved."""
-        if self._is_over.wait(max(0.0, self._left_s())):
-            self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
+        """Waits until that is over, here or on another rank, or its time is; then nothing more is saved."""
+        poll_s = max(_POLL_S, poll_interval_s(self._world_size))
+        while not self._is_over.wait(min(poll_s, max(0.0, self._left_s()))):
+            # Where this rank's own attempt is stuck, another one's may be done.
+            is_saved = self._is_saved_elsewhere()
+            if not is_saved and self._left_s() > 0.0:
+                continue
+            # One that is not stuck hears of it in a moment.
+            if is_saved and self._is_over.wait(_POLL_S):
+                break
+            with self._lock:
+                is_first, self._is_abandoned = not self._is_abandoned, True
+            if is_first and not is_saved and comes_first(self._exchange(), "checkpoint/said", self._rank):
+                self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
             return
-        with self._lock:
-            is_first, self._is_abandoned = not self._is_abandoned, True
-        if is_first and comes_first(self._exchange(), "checkpoint/said", self._rank):
-            self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
+        self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
+
+    def _is_saved_elsewhere(self) -> bool:
+        keys = [f"checkpoint/outcome/{number}" for number in range(min(self._world_size, _MOST_TRIED))]
+        with suppress(ExchangeError):
+            return any(json.loads(outcome)[0] for outcome in self._exchange().get_many(keys).values())
+        return False
 
     @property
     def is_under_way(self) -> bool:

@@ -98,15 +98,16 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
-    ended = sorted(one.process.rank for one in seen if ends_in(one.looks))
-    after = sorted(one.process.rank for one in seen if one.ended_after)
+    # What ends before our eyes may be the end of the job; it is not where nobody had moved before.
+    moves = any(one.inspection is not None and one.inspection.moved for one in facts)
+    ended = sorted(one.process.rank for one in seen if ends_in(one.looks) or (one.ended_after and moves))
+    after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
     return JobFacts(
         incident=Incident(
             number=1,
             kind=IncidentKind.INSPECTED,
             opened_by=min(known),
             opened_ns=taken_ns,
-            # What ends before our eyes may be the end of the job.
             idle_s=stood_s(seen) if stands and not ended else 0.0,
         ),
         world_size=world_size,

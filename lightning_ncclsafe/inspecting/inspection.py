@@ -119,7 +119,7 @@ def _see_ranks(
         ranks = [*found.ranks, *_placed(found, reader, pool, pids)]
         if not ranks:
             return []
-        watch = _Watch(ranks, reader, pool)
+        watch = _LookedAt(ranks, reader, pool)
         watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
         if over_s is None:
             watch.look_on_until_it_shows(say)
@@ -179,7 +179,7 @@ def _number_in(stack: Sequence[SeenFrame]) -> int | None:
     return None
 
 
-class _Watch:
+class _LookedAt:
     """Ranks that are looked at together, again and again, and what their host holds up meanwhile."""
 
     def __init__(self, ranks: Sequence[RankProcess], reader: StackReader, pool: ThreadPoolExecutor) -> None:

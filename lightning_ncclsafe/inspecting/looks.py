@@ -26,6 +26,7 @@ _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
+_UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -130,8 +131,16 @@ class StackReader:
             said = done.stderr.decode(errors="replace")
             if is_denied(said):
                 return (), denied_words(pid)
-        last = said.strip().splitlines()
-        return (), f"py-spy could not read its stack ({last[-1][:200] if last else 'no output'})"
+            if any(words in said for words in _UNKNOWN_PYTHON):
+                return (), (
+                    "py-spy cannot tell its version of Python; if it is a new one: pip install --upgrade py-spy where "
+                    f"inspect runs ({_last_line(said)})"
+                )
+        return (), f"py-spy could not read its stack ({_last_line(said)})"
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no output"])[-1][:200]
 
 
 NO_PROGRAM = (

@@ -262,11 +262,15 @@ def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, mo
     monkeypatch.setattr(saving._torch, "save", half)
     ranks = job(tmp_path, Noted(), Noted())
     for rank in ranks:
-        rank.saver.begin("dead-rank", budget_s=4.0)
+        rank.saver.begin("dead-rank", budget_s=8.0)
     ranks[1].saver.wait()
     (found,) = saved(tmp_path)
     assert found["step"] == 5 and dies.is_set()
     assert ["rank 1 saved the state after step 5" in line for line in ranks[1].said] == [True]
+    # The one that is stuck leaves as well, and does not say that nothing was saved.
+    began = time.monotonic()
+    ranks[0].saver.wait()
+    assert time.monotonic() - began < 3.0 and ranks[0].said == []
     is_over.set()
     assert ranks[0].saver._is_over.wait(10)
     assert len([*tmp_path.iterdir()]) == 1

@@ -185,6 +185,10 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     diagnosis = judged(replace(works, ended_after=True), waiting(1))
     assert diagnosis.findings[0].ranks == (0,)
     assert "Rank 0 ended after that: this is what was seen before." in diagnosis.unanswered
+    # A job in which somebody moved may have come to its end.
+    moves = rank(0, look(0, user(30)), look(2, user(31)))
+    diagnosis = judged(replace(moves, ended_after=True), replace(waiting(1), ended_after=True))
+    assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
 
 
 def test_ranks_on_other_hosts_are_not_called_silent() -> None:
