@@ -44,6 +44,7 @@ RESULT = Frame(
 )
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1465, function="save_checkpoint")
 RECV = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="recv", code="work.wait()")
+SEND = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="send", code="work.wait()")
 NEW_GROUP = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5863, function="new_group")
 DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1775, function="_pre_forward")
 INDUCTOR = Frame(file=f"{SITE}/torch/_inductor/async_compile.py", line=818, function="wait")
@@ -145,6 +146,13 @@ def microbatch_too_few(net: Backend) -> JobFacts:
     receives = net.working(1, user("receive", 76), RECV, seq=61, action=TRAINING_STEP, world=2)
     called = tuple(call for call in receives.collectives if call.seq < 61)
     return job(net.waiting(0, seq=61, world=2), replace(receives, collectives=called, steps=StepFacts(peer=0)), world=2)
+
+
+def shape_that_is_not_sent(net: Backend) -> JobFacts:
+    """Rank 1 receives a shape first, and rank 0 has sent the values without one: under another tag."""
+    sends = net.working(0, user("hand_over", 71), SEND, seq=60, action=TRAINING_STEP, world=2)
+    receives = net.working(1, user("take_over", 76), RECV, seq=60, action=TRAINING_STEP, world=2)
+    return job(replace(sends, steps=StepFacts(peer=1)), replace(receives, steps=StepFacts(peer=0)), world=2)
 
 
 def makes_group(net: Backend, number: int, made: int, *places: str) -> RankFacts:
@@ -355,6 +363,7 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene("shape not sent", shape_that_is_not_sent, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in take_over"),
     Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(
         "groups made by their members",

@@ -339,6 +339,18 @@ def _is_of_wait(frame: Frame) -> bool:
     return is_telling(frame) or DISTRIBUTED.has(frame.file, frame.function)
 
 
+@once
+def send_and_receive(view: Timeline) -> dict[int, int]:
+    """Ranks of which one sends to the other and that one receives from it, with the other; and yet both wait."""
+    calls = {rank: view.activities[rank].call for rank in view.waiting if view.activities[rank].collective is None}
+    peers = {rank: view.facts[rank].steps.peer for rank in calls}
+    return {
+        rank: peer
+        for rank, peer in peers.items()
+        if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
+    }
+
+
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
     return condition_around(stack_of(view, rank))[0]
