@@ -44,6 +44,7 @@ RESULT = Frame(
 )
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1465, function="save_checkpoint")
 RECV = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="recv", code="work.wait()")
+ALL_GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=4100, function="all_gather")
 SEND = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="send", code="work.wait()")
 NEW_GROUP = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5863, function="new_group")
 DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1775, function="_pre_forward")
@@ -349,6 +350,21 @@ def aborted_alone(net: Backend) -> JobFacts:
     return job(replace(lost, machine=machine), world=2, witnessed=(process(1, "zombie"),))
 
 
+def prediction_that_cannot_be_saved(net: Backend) -> JobFacts:
+    """A writer of predictions, which saves with torch.save as well."""
+    stack = (RUN, user("write_on_epoch_end", 48), TORCH_SAVE)
+    culprit = raised(net.working(2, seq=60, phase=Phase.PREDICT), "RuntimeError", "Parent directory is gone", *stack)
+    return job(culprit, *(net.waiting(n, seq=61, phase=Phase.PREDICT) for n in (0, 1, 3)))
+
+
+def predictions_gathered_by_most(net: Backend) -> JobFacts:
+    """Rank 3 had none, returned before the others' gather, and is done."""
+    line = user("write_on_epoch_end", 44)
+    options = {"op": "all_gather", "outstanding": 1, "phase": Phase.PREDICT, "last": True}
+    others = (net.rank(n, line, ALL_GATHER, seq=61, **options) for n in range(3))  # type: ignore[arg-type]
+    return job(*others, net.finished(3, seq=60, batch=11))
+
+
 def loss_under_another_function(net: Backend) -> JobFacts:
     """The same operation and another size, but rank 0 alone has called it: not the sizes are wrong."""
     line = user("on_train_epoch_end", 50)
@@ -363,6 +379,14 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene("prediction not saved", prediction_that_cannot_be_saved, "failed-rank", (2,)),
+    Scene(
+        "predictions gathered by most",
+        predictions_gathered_by_most,
+        "diverged-collectives",
+        (3,),
+        f"{USER_FILE}:44 in write_on_epoch_end",
+    ),
     Scene("shape not sent", shape_that_is_not_sent, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in take_over"),
     Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(

@@ -253,7 +253,9 @@ def _kind(facts: RankFacts, mark: _Landmark | None, collective: Collective | Non
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
     if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
         named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
-        return mark.kind, named
+        # What is saved of a prediction is no checkpoint.
+        is_result = mark.kind is Kind.CHECKPOINT and facts.progress.phase is Phase.PREDICT
+        return (Kind.USER if is_result else mark.kind), named
     return _kind_without_landmark(facts, action, collective)
 
 

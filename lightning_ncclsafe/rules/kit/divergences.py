@@ -157,8 +157,8 @@ def _against_habit(
     aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...], before: Calls
 ) -> Shift | None:
     """The same with as many on both sides, one of which has done what all have always done at this place."""
-    next_sites = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
-    if len(next_sites) != 1:
+    next_sites = _usual_sites(before, index)
+    if not next_sites:
         return None
     callers = tuple(rank for rank in ranks if aligned[rank][index].site in next_sites)
     others = tuple(rank for rank in ranks if rank not in callers)
@@ -170,6 +170,12 @@ def _against_habit(
     call = aligned[new[0] if new else callers[0]][index]
     made, left_out = (tuple(new), callers) if new else (callers, others)
     return Shift(ranks=others, call=call, callers=made, others=left_out, count=0, frame=deepest_user_frame(call.stack))
+
+
+def _usual_sites(before: Calls, index: int) -> set[str]:
+    """The only place from which a call has been made after what was called last; empty where there are more or none."""
+    found = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
+    return found if len(found) == 1 and found != {""} else set()
 
 
 def _same_context(before: Calls, at: int, index: int) -> bool:
@@ -275,12 +281,16 @@ def line_of_split(view: Timeline, split: Divergence, ranks: Iterable[int]) -> st
     """The user's line that is to be looked at, as the recorder knows it; empty where that is unknown.
 
     A rank whose call has been made at this place before, by any rank, has not made one too many: it has left out the
-    call of the others.
+    call of the others; nor has one whose others have called what has always followed.
     """
     own = [call for rank, call in split.calls.items() if rank in {*ranks}]
     others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
-    earlier = {c.site for calls in view.sequences(split.group).values() for c in calls if c.seq < split.seq}
-    told = sorted([*own, *others], key=lambda call: call.site in earlier)
+    sequences = view.sequences(split.group).values()
+    earlier = {c.site for calls in sequences for c in calls if c.seq < split.seq}
+    before = max(([c for c in calls if c.seq < split.seq] for calls in sequences), key=len, default=[])
+    usual = _usual_sites(before, len(before))
+    is_left_out = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
+    told = [*others, *own] if is_left_out else sorted([*own, *others], key=lambda call: call.site in earlier)
     frames = (deepest_user_frame(call.stack) for call in told if call.site)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
