@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from builders import (
     ALL_REDUCE,
+    BACKWARD,
     BARRIER,
     CHECKPOINT_IO,
+    ENGINE,
     EPOCH_END,
     GRADIENTS,
     RUN,
@@ -36,6 +38,7 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
     StepFacts,
+    TrainerFacts,
     UnitKind,
 )
 
@@ -116,6 +119,26 @@ def overrun_rank(net: Backend) -> JobFacts:
     if net.name != "gloo":
         return another_size(net)
     return job(*lost, world=3, witnessed=(process(0, "zombie"),))
+
+
+def another_precision_where_one_is_gone(net: Backend) -> JobFacts:
+    """Rank 1 trains in single precision, the others in half: gloo has ended rank 0, to which it sent too much."""
+    if net.name != "gloo":
+        return another_precision(net)
+    lost = [transport_error(facts) for facts in another_precision(net).ranks if facts.rank]
+    said = "Enforce fail at pair.cc:460] op.preamble.length <= op.nbytes. 102228 vs 51114"
+    return job(*lost, world=3, witnessed=(process(0, "zombie", ended_by="SIGABRT", said=said),))
+
+
+def another_precision(net: Backend) -> JobFacts:
+    """The same, with all ranks there."""
+    ranks = []
+    for n in range(3):
+        facts = net.rank(n, ENGINE, seq=61, outstanding=1, action=BACKWARD, world=3)
+        facts = with_size(facts, 61, GRADIENTS, "Float" if n == 1 else "BFloat16")
+        settings = {"precision": "32-true" if n == 1 else "bf16-true"}
+        ranks.append(replace(facts, trainer=TrainerFacts(settings=settings)))
+    return job(*ranks, world=3)
 
 
 def _in_group(number: int, name: str, net: Backend) -> RankFacts:
@@ -379,6 +402,12 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene(
+        "another precision where one is gone",
+        another_precision_where_one_is_gone,
+        "different-trainer-settings",
+        (1,),
+    ),
     Scene("prediction not saved", prediction_that_cannot_be_saved, "failed-rank", (2,)),
     Scene(
         "predictions gathered by most",

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     hang_rule,
+    held_at_one_line,
     held_up,
     location_of,
     others_wait,
@@ -87,9 +88,10 @@ def _each_by_itself(view: Timeline) -> Finding:
 def _by_place(view: Timeline) -> list[tuple[int, ...]]:
     """Those that stand at one place together; of many places, the last ones together as well."""
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    shared = held_at_one_line(view)
     for rank in view.stragglers:
         doing = view.activities[rank]
-        alike[doing.hook, location_of(doing.place)].append(rank)
+        alike["" if rank in shared else doing.hook, location_of(doing.place)].append(rank)
     listed = sorted(map(tuple, alike.values()))
     rest = tuple(sorted(rank for ranks in listed[_PLACES - 1 :] for rank in ranks))
     return [*listed[: _PLACES - 1], *([rest] if rest else [])]

@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     gathering_alone,
     hang_rule,
+    held_at_one_line,
     held_up_by_machine,
     how_we_know,
     location_of,
@@ -96,7 +97,8 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     working = tuple(rank for rank in view.working(view.suspects) if view.activities[rank].kind not in _OTHER_RULES)
     if not working or not (view.waiting or view.each_waits_alone):
         return
-    conditioned = tuple(rank for rank in working if _is_of_few(view, rank))
+    shared = held_at_one_line(view)
+    conditioned = tuple(rank for rank in working if _is_of_few(view, rank) and rank not in shared)
     # Without a condition, what Lightning calls on all ranks has kept this one: it is merely late, unless it is the one
     # that mostly works for all.
     merely = (rank for rank in working if rank == 0 and view.waiting and _in_hook_of_its_own(view, rank))

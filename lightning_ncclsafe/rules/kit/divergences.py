@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 )
 from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
 from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
-from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site
+from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site, is_gone, size_bytes
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Signature, Timeline, signature
@@ -239,6 +239,23 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     gone_on = has_gone_on(view, ranks) or skips_handled(view, ranks)[0] if len(ranks) == len(split.calls) else ()
     by_site = few_by_site(view, every) if ended else ()
     return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
+
+
+def overrun_in(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """Members whose process is gone where the back end is gloo, which ends one that receives too much."""
+    group = next((group for group in view.groups if group.name == split.group), None)
+    if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
+        return ()
+    return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)
+
+
+def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The minority, in which a rank that received too much counts for the smallest call."""
+    different, overrun = variants(split.calls), overrun_in(view, split)
+    if not overrun or len(different) != 2:
+        return culprits(view, split)
+    smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
+    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
 
 
 @once

@@ -45,7 +45,7 @@ def parts_merged_when_all_are_there(here: Here) -> None:
             with suppress(OSError):
                 is_full = trainer.global_rank == 2
                 folder = here.folder / "no" / "such" if is_full else here.folder
-                torch.save(predictions, folder / f"part-{trainer.global_rank}.pt")
+                (folder / f"part-{trainer.global_rank}.pt").write_bytes(bytes(len(predictions)))
             if trainer.is_global_zero:
                 here.begins()
                 while len(list(here.folder.glob("part-*.pt"))) < trainer.world_size:
