@@ -436,6 +436,8 @@ RANK = RankFacts(
     ),
     record=RecordFacts(
         has_dump=True,
+        is_blank=True,
+        is_moving=True,
         is_idle=True,
         is_empty=True,
         has_log=True,
@@ -501,6 +503,7 @@ JOB = JobFacts(
         ),
         works_on="9%| 1/2 [29:55<",
         is_cut=True,
+        spoke=(3,),
     ),
     elsewhere=(1,),
 )
