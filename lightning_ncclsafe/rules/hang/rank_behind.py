@@ -74,7 +74,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, view.behind)
     elif view.waiting and not any(facts.inspection and facts.inspection.moved for facts in view.facts.values()):
         yield _nobody_stands_out(view)
-    elif view.each_waits_alone:
+    elif view.each_waits_alone and is_awaited:
         yield _each_by_itself(view)
 
 
