@@ -36,6 +36,7 @@ _HOW_LONG = (
     f"seconds between the first look and the last (default: {SECONDS:g}, then on while a rank stands still as in a long"
     f" step, until one is known to have stood for {LONG_STEP_S:g} s)"
 )
+_NATIVE = "read native frames, too: a rank that stands still is stopped for it once, for some 0.1 s"
 _RECORDER = (
     "have ranks write PyTorch's Flight Recorder, where they were started with a pipe to ask for it"
     " (TORCH_NCCL_DEBUG_INFO_PIPE_FILE): each writes the file that its environment names, which stays"
@@ -57,6 +58,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--format", choices=[one.value for one in _Format], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)
     parser.add_argument("--looks", type=int, default=LOOKS, metavar="N", help=_HOW_OFTEN)
+    parser.add_argument("--native", action="store_true", help=_NATIVE)
     parser.add_argument("--recorder", action="store_true", help=_RECORDER)
     parser.add_argument("--seconds", type=float, default=None, metavar="S", help=_HOW_LONG)
 
@@ -69,7 +71,14 @@ def run(config: Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    found = inspect(config.pid, looks=config.looks, over_s=config.seconds, may_write=config.recorder, say=_note)
+    found = inspect(
+        config.pid,
+        looks=config.looks,
+        over_s=config.seconds,
+        may_write=config.recorder,
+        may_stop=config.native,
+        say=_note,
+    )
     for note in found.notes:
         _note(note)
     if not found.diagnoses:

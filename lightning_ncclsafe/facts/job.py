@@ -476,6 +476,7 @@ class InspectionFacts:
         slept_s: Seconds for which its main thread had not run at the last look, as the kernel counts; None where
             unknown.
         whereabouts: What it was in, most often first.
+        native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
     """
 
     looks: int = 0
@@ -483,6 +484,7 @@ class InspectionFacts:
     moved: bool | None = None
     slept_s: float | None = None
     whereabouts: tuple[Whereabouts, ...] = ()
+    native: tuple[str, ...] = ()
 
     @property
     def stood_s(self) -> float:

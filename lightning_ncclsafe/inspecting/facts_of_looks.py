@@ -67,6 +67,7 @@ class SeenRank:
         versions: Of what is installed where it runs.
         ended_after: Whether it ended after the last of the looks.
         recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
+        native: Functions of native code that its main thread is in.
     """
 
     process: RankProcess
@@ -80,6 +81,7 @@ class SeenRank:
     versions: dict[str, str] = field(default_factory=dict)
     ended_after: bool = False
     recorded: RankFacts | None = None
+    native: tuple[str, ...] = ()
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -154,7 +156,8 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.recorded is not None:
         of_recorder = seen.recorded
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
-    return replace(facts, inspection=replace(inspection, whereabouts=tuple(_whereabouts(facts, seen.looks))))
+    whereabouts = tuple(_whereabouts(facts, seen.looks))
+    return replace(facts, inspection=replace(inspection, whereabouts=whereabouts, native=seen.native))
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:

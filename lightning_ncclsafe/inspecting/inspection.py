@@ -76,6 +76,7 @@ def inspect(
     looks: int = LOOKS,
     over_s: float | None = None,
     may_write: bool = False,
+    may_stop: bool = False,
     say: Callable[[str], object] = lambda text: None,
     processes: Callable[[], Iterable[SeenProcess]] = python_processes,
     reader: StackReader | None = None,
@@ -88,42 +89,29 @@ def inspect(
         over_s: Seconds between the first look and the last; by default ``SECONDS``, and on while a rank stands still,
             until one is known to have stood for longer than a step takes.
         may_write: Whether a rank may be made to write its Flight Recorder into a file.
+        may_stop: Whether ranks that stand still may be stopped for a moment, to read the native code that they are in.
         say: Is given a line if it takes longer than ``SECONDS``, and what Flight Recorders did not answer.
         processes: Gives the Python processes of this host.
         reader: Reads their stacks.
     """
     reader, chosen = reader or StackReader(), [*pids]
     jobs: dict[str, list[SeenRank]] = defaultdict(list)
-    for one in _see_ranks(chosen, reader, processes, say, looks=looks, over_s=over_s, may_write=may_write):
-        jobs[one.process.job].append(one)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = find_ranks(processes(), chosen)
+        ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
+        watch = _LookedAt(ranks, reader, pool, say)
+        if ranks:
+            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
+            if over_s is None:
+                watch.look_on_until_it_shows()
+        for one in watch.seen(may_write=may_write, may_stop=may_stop):
+            jobs[one.process.job].append(one)
     if not jobs:
         return Inspected(notes=tuple(_nothing_words(chosen, reader)))
     return Inspected(
         diagnoses=tuple(diagnosis_of(job_facts(of_job, are_all=not chosen)) for of_job in jobs.values()),
         notes=() if reader.is_there else (NO_PROGRAM,),
     )
-
-
-def _see_ranks(
-    pids: Sequence[int],
-    reader: StackReader,
-    processes: Callable[[], Iterable[SeenProcess]],
-    say: Callable[[str], object],
-    *,
-    looks: int,
-    over_s: float | None,
-    may_write: bool,
-) -> list[SeenRank]:
-    found = find_ranks(processes(), pids)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        ranks = [*found.ranks, *_placed(found, reader, pool, pids)]
-        if not ranks:
-            return []
-        watch = _LookedAt(ranks, reader, pool)
-        watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
-        if over_s is None:
-            watch.look_on_until_it_shows(say)
-        return watch.seen(say, may_write=may_write)
 
 
 def _nothing_words(pids: Sequence[int], reader: StackReader) -> Iterator[str]:
@@ -182,8 +170,14 @@ def _number_in(stack: Sequence[SeenFrame]) -> int | None:
 class _LookedAt:
     """Ranks that are looked at together, again and again, and what their host holds up meanwhile."""
 
-    def __init__(self, ranks: Sequence[RankProcess], reader: StackReader, pool: ThreadPoolExecutor) -> None:
-        self._ranks, self._reader, self._pool = ranks, reader, pool
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        reader: StackReader,
+        pool: ThreadPoolExecutor,
+        say: Callable[[str], object],
+    ) -> None:
+        self._ranks, self._reader, self._pool, self._say = ranks, reader, pool, say
         self._began_s, self._groups = time.monotonic(), ControlGroups()
         self._pressure = look_at_pressure(self._groups)
         self._gpus = {one.pid: GpuWatch(partial(_gpu, one, ranks)) for one in ranks}
@@ -198,12 +192,12 @@ class _LookedAt:
             time.sleep(max(due_s - time.monotonic(), 0.0))
             self._look()
 
-    def look_on_until_it_shows(self, say: Callable[[str], object]) -> None:
+    def look_on_until_it_shows(self) -> None:
         """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
         if self._shows_enough():
             return
         stood_s = time.monotonic() - self._began_s
-        say(
+        self._say(
             f"a rank has stood still for {stood_s:.1f} s, as it does in a hang and in a long step: looking on until it"
             f" moves, for {max(LONG_STEP_S - stood_s, _ON_EVERY_S):.0f} s at most"
         )
@@ -216,12 +210,13 @@ class _LookedAt:
             for looks in self._looks.values():
                 looks.pop()
 
-    def seen(self, say: Callable[[str], object], *, may_write: bool) -> list[SeenRank]:
+    def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
         # Of a job that moves there is nothing to ask.
         standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
         answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
         for note in answers.notes:
-            say(note)
+            self._say(note)
+        native = self._native([one.process for one in standing]) if may_stop else {}
         span_s = time.monotonic() - self._began_s
         held_up = pressure_between(self._pressure, look_at_pressure(self._groups), span_s)
         every = [
@@ -237,9 +232,17 @@ class _LookedAt:
                 pressure=held_up,
                 ended_after=one.process.pid in self._ended_after,
                 recorded=answers.facts.get(one.process.pid),
+                native=native.get(one.process.pid, ()),
             )
             for one in every
         ]
+
+    def _native(self, ranks: Sequence[RankProcess]) -> dict[int, tuple[str, ...]]:
+        read = [*self._pool.map(lambda one: self._reader.native(one.pid), ranks)]
+        for one, (_, why) in zip(ranks, read, strict=True):
+            if why:
+                self._say(f"rank {one.rank}: {why}")
+        return {one.pid: functions for one, (functions, _) in zip(ranks, read, strict=True)}
 
     def _look(self) -> None:
         for one, seen in zip(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
 
-_DEADLINE_S = 3.0
+_DEADLINE_S, _NATIVE_DEADLINE_S = 3.0, 15.0
+_MOST_NATIVE = 40
 _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
@@ -111,6 +113,23 @@ class StackReader:
         beside = Path(sys.executable).with_name("py-spy")
         self._program = program or (str(beside) if beside.exists() else shutil.which("py-spy"))
         self.is_there = self._program is not None
+
+    def native(self, pid: int) -> tuple[tuple[str, ...], str]:
+        """Functions of native code that a main thread is in, outermost first, or why they cannot be read.
+
+        The process is stopped meanwhile, for some 0.1 s if it has loaded torch.
+        """
+        if self._program is None:
+            return (), NO_PROGRAM
+        command = [self._program, "dump", "--json", "--native", "--pid", str(pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_NATIVE_DEADLINE_S, check=False)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return (), f"its native frames could not be read ({type(error).__name__})"
+        found = or_none(partial(native_in, done.stdout, pid)) if done.returncode == 0 else None
+        if found is None:
+            return (), f"its native frames could not be read ({_last_line(done.stderr.decode(errors='replace'))})"
+        return found, ""
 
     def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
         """The threads of a process, or why they cannot be read."""
@@ -210,6 +229,25 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
         # Of a Python before 3.11 that has not imported threading neither name nor number is seen.
         threads = [replace(threads[0], is_main=True)]
     return tuple(threads)
+
+
+def native_in(dump: bytes, pid: int) -> tuple[str, ...]:
+    """Functions that the main thread's last Python frame is in, in what ``py-spy dump --json --native`` prints.
+
+    Args:
+        dump: What it has printed.
+        pid: The process.
+
+    Raises:
+        ValueError, KeyError, TypeError, StopIteration: If it is something else.
+    """
+    plain = json.loads(dump)
+    mains = (
+        one for one in plain if pid == one["os_thread_id"] or one["thread_name"] == "MainThread" or len(plain) == 1
+    )
+    main = next(mains)
+    inner = [*takewhile(lambda frame: frame["module"] is not None, main["frames"])]
+    return tuple(f"{frame['name']} ({os.path.basename(frame['module'])})" for frame in reversed(inner[:_MOST_NATIVE]))
 
 
 def _frame(plain: Mapping[str, Any]) -> SeenFrame:

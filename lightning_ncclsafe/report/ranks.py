@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
@@ -281,14 +281,16 @@ def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
     """Titles and lines of stacks: first those of the ranks that findings name, then the rest, equal ones once."""
     culprits = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
-    alike: dict[tuple[bool, tuple[Frame, ...]], list[int]] = defaultdict(list)
+    alike: dict[tuple[bool, tuple[Frame, ...], tuple[str, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
         stack = facts.exception.stack if facts.exception and facts.exception.stack else facts.stack
+        native = facts.inspection.native if facts.inspection is not None else ()
         if stack:
-            alike[(facts.rank not in culprits, stack)].append(facts.rank)
+            alike[(facts.rank not in culprits, stack, native)].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
-    for (_, stack), ranks in ordered[:_MAX_STACKS]:
-        yield f"Stack of {ranks_words(ranks)}", _stack_lines(stack)
+    for (_, stack, native), ranks in ordered[:_MAX_STACKS]:
+        lines = chain(_stack_lines(stack), (f"  native: {function}" for function in native))
+        yield f"Stack of {ranks_words(ranks)}", lines
     if len(ordered) > _MAX_STACKS:
         yield "More stacks", [f"{len(ordered) - _MAX_STACKS} more different stacks are in report.json."]
 

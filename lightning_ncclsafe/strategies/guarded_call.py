@@ -99,7 +99,7 @@ class GuardedCall:
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._place: Place | None = None
-        self._listens = False
+        self._listens = self._leaves = False
         self._meet: Callable[[], bool] | None = None
 
     @property
@@ -301,17 +301,8 @@ class GuardedCall:
 
     def _leaving(self, act: Callable[[Guard], T]) -> T | None:
         guard = self._guard
-
-        def leave() -> T | None:
-            try:
-                return act(guard) if guard is not None else None
-            except RuntimeError as error:
-                # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
-                if _torch.is_communication_error(error):
-                    return None
-                raise
-
-        return self._unharmed(leave)
+        self._leaves = True
+        return self._unharmed(lambda: act(guard) if guard is not None else None)
 
     def _unharmed(self, act: Callable[[], T]) -> T | None:
         try:
@@ -319,6 +310,9 @@ class GuardedCall:
         except (CollectiveTimeoutError, HostPreflightError):
             raise
         except Exception as error:
+            # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
+            if self._leaves and _torch.is_communication_error(error):
+                return None
             say_own_failure(error)
             guard, self._guard = self._guard, None
             if guard is not None:

@@ -61,7 +61,10 @@ class Says(pl.Callback):
 
     def _is_at(self, stage: str, for_s: float = 0.0) -> None:
         if self._stage is not None:
-            self._stage.write_text(stage)
+            # Whole at any moment, for whoever reads it.
+            beside = self._stage.with_suffix(".new")
+            beside.write_text(stage)
+            beside.rename(self._stage)
             time.sleep(for_s)
 
     def on_sanity_check_start(self, *args: object) -> None:

@@ -457,6 +457,7 @@ RANK = RankFacts(
         moved=True,
         slept_s=614.2,
         whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
+        native=("cudaStreamSynchronize (libcudart.so.12)",),
     ),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),

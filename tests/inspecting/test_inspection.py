@@ -191,6 +191,17 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
 
 
+def test_of_a_program_without_a_trainer_nobody_is_said_to_have_called_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def export():\n    work()\n\nif rank == 0:\n    export()\nbarrier()\n")
+    works = (SeenFrame(str(program), 5, "<module>"), SeenFrame(str(program), 2, "export"))
+    waits = (SeenFrame(str(program), 6, "<module>"), BARRIER)
+    ranks = [rank(number, *(look(at, *(waits if number else works)) for at in (0, LONG_STEP_S))) for number in (0, 1)]
+    diagnosis = judged(*ranks)
+    assert [finding.rule for finding in diagnosis.findings] == ["rank-zero-only-work"]
+    assert "Trainer alone" not in render_text(diagnosis)
+
+
 def test_ranks_on_other_hosts_are_not_called_silent() -> None:
     job = job_facts(
         [waiting(2, of=4, local_rank=0, local_world_size=2), waiting(3, of=4, local_rank=1, local_world_size=2)]
